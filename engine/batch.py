@@ -1,0 +1,85 @@
+"""Batch: the one place where the plan's ints become tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.plan import Plan
+from engine.sampler import SamplingBatch
+
+MIN_ROWS = {torch.bfloat16: 2, torch.float16: 2}
+"""Below this many rows a matrix product takes another path, and a token's numbers would depend on how many tokens stand
+beside it; smaller batches are padded. 16 for every other dtype."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The tensors of one step: T tokens (padded to P ≥ T) of R rows, S rows of logits, D draws."""
+
+    input_ids: torch.Tensor
+    """[1, P] int64"""
+    position_ids: torch.Tensor
+    """[1, P] int64"""
+    num_tokens: int
+    """T; what stands behind is padding"""
+    slots: torch.Tensor
+    """[T] int64 on the CPU: block * block_size + offset, where a token's KV goes"""
+    query_starts: np.ndarray
+    """[R + 1] int32: row r has the tokens query_starts[r] … query_starts[r + 1] - 1"""
+    context_lens: np.ndarray
+    """[R] int32: tokens that the last query of a row sees, itself included"""
+    block_table: np.ndarray
+    """[R, M] int32: device slots of each row's blocks"""
+    shared: np.ndarray
+    """[G, 3] int32: (first row, rows, leading blocks in common)"""
+    logits_at: torch.Tensor
+    """[S'] int64: tokens whose logits are wanted, padded like the tokens by repetition"""
+    num_logits: int
+    """S"""
+    sampling: SamplingBatch
+    """one entry for each draw"""
+    attention: Any = None
+    """what the attention backend prepared for this step"""
+
+    @staticmethod
+    def build(plan: Plan, block_size: int, device: torch.device, dtype: torch.dtype) -> Batch:
+        rows = plan.rows
+        counts = np.array([row.count for row in rows], np.int32)
+        starts = np.array([row.start for row in rows], np.int32)
+        query_starts = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=query_starts[1:])
+        num_tokens = int(query_starts[-1])
+        ids = np.empty(num_tokens, np.int64)
+        for row, at in zip(rows, query_starts.tolist(), strict=False):
+            ids[at : at + row.count] = row.sequence.tokens(row.start, row.count)
+        row_of = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(num_tokens) - query_starts[row_of] + starts[row_of]
+        table = np.zeros((len(rows), max(len(row.sequence.blocks) for row in rows)), np.int32)
+        for i, row in enumerate(rows):
+            table[i, : len(row.sequence.blocks)] = row.sequence.table[: len(row.sequence.blocks)]
+        slots = table[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        sampled = np.array([i for i, row in enumerate(rows) if row.samples], np.int64)
+        logits_at = query_starts[sampled + 1].astype(np.int64) - 1
+        least = MIN_ROWS.get(dtype, 16)
+        return Batch(
+            input_ids=torch.from_numpy(_pad(ids, least))[None].to(device),
+            position_ids=torch.from_numpy(_pad(positions, least))[None].to(device),
+            num_tokens=num_tokens,
+            slots=torch.from_numpy(slots),
+            query_starts=query_starts,
+            context_lens=starts + counts,
+            block_table=table,
+            shared=np.array(plan.shared, np.int32).reshape(-1, 3),
+            logits_at=torch.from_numpy(_pad(logits_at if len(logits_at) else np.zeros(1, np.int64), least)).to(device),
+            num_logits=len(logits_at),
+            sampling=SamplingBatch.build(rows),
+        )
+
+
+def _pad(values: np.ndarray, least: int) -> np.ndarray:
+    """Repeat the last value until there are `least`."""
+    return np.pad(values, (0, max(0, least - len(values))), mode="edge")

@@ -1,0 +1,81 @@
+"""EngineConfig: everything an engine can be told. Value type, no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to run and in how much memory. `Engine.status()` reports what each open choice became."""
+
+    model: str = "smollm2"
+    """folder of a transformers model (`rollout.models` resolves hub ids and the word smollm2 to one)"""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """of weights and KV"""
+    device: str = "cpu"
+    seed: int = 0
+    """groups without a seed of their own draw theirs from this one"""
+    threads: int | None = None
+    """CPU threads of torch and of the attention kernel; None = torch's choice"""
+    attention: Literal["auto", "reference", "native"] = "auto"
+    """auto = the native kernel where it can be built, else the torch reference"""
+    share_prefix: bool = True
+    """attention reads a prefix that rows share once for all of them; the numbers are the same either way"""
+
+    block_size: int = 32
+    """tokens of KV in one block"""
+    kv_gib: float | None = None
+    """KV pool on the device in GiB; give this or kv_tokens; neither = a quarter of the free memory"""
+    kv_tokens: int | None = None
+    """KV pool on the device in tokens, rounded up to blocks"""
+    max_num_seqs: int = 256
+    """sequences that run at the same time"""
+    max_batch_tokens: int = 1024
+    """tokens of one forward; longer prompts are prefilled in chunks"""
+    prefix_cache: bool = True
+    """keep full blocks of ended samples while there is room, and find them again by their tokens"""
+
+    cpu_offload_gib: float | None = None
+    """host memory for parked KV in GiB; 0 = off; None = cpu_offload_safety_threshold of what is free"""
+    cpu_offload_safety_threshold: float = 0.8
+    """largest share of the free host memory that cpu_offload_gib may take"""
+    lookahead_blocks: int = 4
+    """under pressure, room is made for this many more blocks of each sequence that stays"""
+    min_run_tokens: int = 64
+    """a restored sequence makes this many tokens before it may be parked again, unless nothing else can make room"""
+    mirror_ahead: bool = True
+    """copy full blocks to host memory before the pool runs out, so that parking copies only partial blocks"""
+    mirror_blocks_per_step: int = 16
+    """most blocks that mirror_ahead copies in one step"""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field and what it accepts."""
+
+        def need(ok: bool, message: str) -> None:
+            if not ok:
+                raise ValueError(message)
+
+        need(self.block_size >= 1, f"block_size={self.block_size}: must be at least 1")
+        need(self.kv_gib is None or self.kv_tokens is None, "give kv_gib or kv_tokens, not both")
+        need(self.kv_gib is None or self.kv_gib > 0, f"kv_gib={self.kv_gib}: must be positive")
+        need(self.kv_tokens is None or self.kv_tokens > 0, f"kv_tokens={self.kv_tokens}: must be positive")
+        need(self.max_num_seqs >= 1, f"max_num_seqs={self.max_num_seqs}: must be at least 1")
+        need(
+            self.max_batch_tokens >= self.max_num_seqs,
+            f"max_batch_tokens={self.max_batch_tokens}: must be at least max_num_seqs={self.max_num_seqs}, "
+            "or running sequences could not all take a step",
+        )
+        need(
+            self.cpu_offload_gib is None or self.cpu_offload_gib >= 0,
+            f"cpu_offload_gib={self.cpu_offload_gib}: must be 0 (off), positive, or unset",
+        )
+        need(
+            0 < self.cpu_offload_safety_threshold <= 1,
+            f"cpu_offload_safety_threshold={self.cpu_offload_safety_threshold}: must be in (0, 1]",
+        )
+        need(self.lookahead_blocks >= 1, f"lookahead_blocks={self.lookahead_blocks}: must be at least 1")
+        need(self.min_run_tokens >= 0, f"min_run_tokens={self.min_run_tokens}: must not be negative")
+        need(self.mirror_blocks_per_step >= 1, f"mirror_blocks_per_step={self.mirror_blocks_per_step}: must be at least 1")
+        need(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1")

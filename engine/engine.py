@@ -1,0 +1,242 @@
+"""Engine: groups in, samples out, in process and without sockets. `step` is the table of contents of this package."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import psutil
+import torch
+
+from engine.attention import Backend, ReferenceAttention
+from engine.batch import Batch
+from engine.config import EngineConfig
+from engine.kv import KVGeometry, PagedKV
+from engine.model import Model, load_model
+from engine.plan import Drawn, Plan
+from engine.request import Group, Limits, Sample
+from engine.sampler import sample, uniform
+from engine.scheduler import Scheduler
+from engine.stats import Counters
+
+log = logging.getLogger("rollout.engine")
+
+
+class ModelLike(Protocol):
+    """What the engine needs of a model; `engine.model.Model` is one, tests have smaller ones."""
+
+    name: str
+    vocab_size: int
+    context: int
+    device: torch.device
+    geometry: KVGeometry
+    eos_token_ids: frozenset[int]
+
+    def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor: ...
+
+
+class Engine:
+    """One process, one thread: `submit`, `abort` and `refresh` happen between two calls of `step`.
+
+    Example:
+        engine = Engine(EngineConfig(model="path/to/model", kv_gib=2))
+        engine.submit(Group("a", prompt, Sampling(n=8, max_tokens=512)))
+        while engine.has_work:
+            for sample in engine.step(): ...
+
+    `model` may be given instead of loaded. Raises ValueError for a configuration that cannot work.
+    """
+
+    def __init__(self, config: EngineConfig, model: ModelLike | None = None, limits: Limits | None = None) -> None:
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self.config = config
+        self.limits = limits or Limits()
+        if model is None:
+            module = load_model(config.model, getattr(torch, config.dtype), torch.device(config.device))
+            model = Model(module, config.model)
+        self.model = model
+        self.backend: Backend = ReferenceAttention()
+        self.counters = Counters()
+        bytes_per_block = model.geometry.bytes_per_token * config.block_size
+        device_blocks = _device_blocks(config, bytes_per_block, model)
+        host_blocks = _host_blocks(config, bytes_per_block)
+        self.kv = PagedKV(model.geometry, config.block_size, device_blocks, host_blocks, model.device)
+        self.scheduler = Scheduler(
+            config,
+            device_blocks=device_blocks,
+            host_blocks=host_blocks,
+            max_blocks=-(-model.context // config.block_size),
+            counters=self.counters,
+        )
+        self._seeded = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @property
+    def context(self) -> int:
+        return self.model.context
+
+    @property
+    def version(self) -> int:
+        return self.scheduler.version
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.groups)
+
+    def submit(self, group: Group, client: str = "") -> None:
+        """Take a group on. `client` shares the engine fairly with other clients. Raises ValueError with the reason if the group
+        is refused; nothing has been allocated for it then."""
+        group.validate(self.limits, self.vocab_size, self.context)
+        seed = group.sampling.seed
+        if seed is None:
+            unit = uniform(*(np.array([x], np.uint64) for x in (self.config.seed, self._seeded, 0)))
+            seed = int(unit[0] * 2**53)
+            self._seeded += 1
+        eos = frozenset(group.sampling.stop_token_ids)
+        if not group.sampling.ignore_eos:
+            eos |= self.model.eos_token_ids
+        self.scheduler.submit(group, client, seed, eos)
+
+    def abort(self, group_id: str) -> list[Sample]:
+        """End a group now. Returns its unfinished children with what they have; [] for an unknown id."""
+        return self.scheduler.abort(group_id)
+
+    def step(self) -> list[Sample]:
+        """One forward. Returns the samples that ended; [] when there is nothing to do. What goes wrong inside ends the groups
+        of that step with finish_reason "error", never the engine."""
+        started = time.perf_counter()
+        plan = self.scheduler.plan()
+        if not self._move(plan):
+            return []
+        if not plan.rows:
+            return self.scheduler.fail_stuck() if self._stuck() else []
+        try:
+            drawn = self._run(plan)
+        except Exception as error:
+            log.exception("step failed")
+            self.counters.failed_steps += 1
+            return self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        samples = self.scheduler.commit(plan, drawn)
+        self.counters.steps += 1
+        self.counters.step_seconds += time.perf_counter() - started
+        self.counters.peak_used_blocks = max(self.counters.peak_used_blocks, self.scheduler.store.used)
+        return samples
+
+    def status(self) -> dict[str, Any]:
+        """Everything there is to know, JSON-able. Names: docs/metrics.md."""
+        scheduler, store, counters = self.scheduler, self.scheduler.store, self.counters
+        return {
+            "model": self.model.name,
+            "version": self.version,
+            "attention": self.backend.name,
+            "dtype": str(self.model.geometry.dtype).removeprefix("torch."),
+            "groups": len(scheduler.groups),
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "clients": dict(+scheduler.running_of),
+            "kv": {
+                "block_size": self.config.block_size,
+                "block_bytes": self.kv.block_bytes,
+                **store.counts(),
+            },
+            **msgspec.to_builtins(counters),
+        }
+
+    def check(self) -> None:
+        """Asserts that every block is accounted for."""
+        self.scheduler.check()
+
+    def _move(self, plan: Plan) -> bool:
+        """The plan's copies. A failed one voids the plan: what cannot be trusted is prefilled again."""
+        moves = plan.moves
+        started = time.perf_counter()
+        try:
+            self.kv.move(moves)
+        except Exception:
+            log.exception("copying KV failed; the sequences concerned are prefilled again")
+            self.scheduler.move_failed(plan)
+            return False
+        self.scheduler.moved()
+        if moves:
+            self._count_moves(plan, time.perf_counter() - started)
+        return True
+
+    def _count_moves(self, plan: Plan, seconds: float) -> None:
+        counters, moves, size = self.counters, plan.moves, self.kv.block_bytes
+        counters.offloaded_blocks += len(moves.offloads)
+        counters.restored_blocks += len(moves.restores)
+        counters.bytes_to_host += len(moves.offloads) * size
+        counters.bytes_to_device += len(moves.restores) * size
+        counters.move_seconds += seconds
+        blocks = len(moves.offloads) + len(moves.copies) + len(moves.restores)
+        counters.copy_blocks_per_second = _smooth(counters.copy_blocks_per_second, blocks / seconds)
+
+    def _run(self, plan: Plan) -> Drawn:
+        with torch.inference_mode():
+            batch = Batch.build(plan, self.config.block_size, self.model.device, self.model.geometry.dtype)
+            batch = replace(batch, attention=self.backend.prepare(batch, self.kv))
+            started = time.perf_counter()
+            logits = self.model.forward(batch, self.kv, self.backend)
+            modelled = time.perf_counter()
+            drawn = sample(logits, batch.sampling)
+        counters = self.counters
+        counters.model_seconds += modelled - started
+        counters.sample_seconds += time.perf_counter() - modelled
+        if plan.num_tokens > 4 * len(plan.rows):
+            rate = plan.num_tokens / (modelled - started)
+            counters.prefill_tokens_per_second = _smooth(counters.prefill_tokens_per_second, rate)
+        return drawn
+
+    def _stuck(self) -> bool:
+        scheduler = self.scheduler
+        return bool(scheduler.admitting and len(scheduler.waiting) and not scheduler.running)
+
+
+def _smooth(old: float, new: float) -> float:
+    return new if not old else 0.8 * old + 0.2 * new
+
+
+def _device_blocks(config: EngineConfig, bytes_per_block: int, model: ModelLike) -> int:
+    if config.kv_tokens is not None:
+        return -(-config.kv_tokens // config.block_size)
+    if config.kv_gib is not None:
+        size = config.kv_gib * 2**30
+    elif model.device.type == "cuda":
+        size = torch.cuda.mem_get_info(model.device)[0] * 0.8
+    else:
+        size = psutil.virtual_memory().available / 4
+    blocks = int(size // bytes_per_block)
+    if blocks < 1:
+        raise ValueError(
+            f"{size / 2**30:.4f} GiB hold no KV block of {bytes_per_block} bytes; raise kv_gib or lower block_size"
+        )
+    return blocks
+
+
+def _host_blocks(config: EngineConfig, bytes_per_block: int) -> int:
+    if config.cpu_offload_gib == 0:
+        return 0
+    most = psutil.virtual_memory().available * config.cpu_offload_safety_threshold
+    size = most if config.cpu_offload_gib is None else config.cpu_offload_gib * 2**30
+    if size > most:
+        log.warning(
+            "cpu_offload_gib=%s is more than %s of the free memory; using %.2f GiB",
+            config.cpu_offload_gib,
+            config.cpu_offload_safety_threshold,
+            most / 2**30,
+        )
+        size = most
+    blocks = int(size // bytes_per_block)
+    if blocks < 1:
+        raise ValueError(
+            f"cpu_offload_gib={size / 2**30:.6f} holds no KV block of {bytes_per_block} bytes; raise it, or 0 turns offload off"
+        )
+    return blocks

@@ -1,0 +1,120 @@
+"""What happens when KV runs out: who leaves the device, where to, and when there is room to come back.
+
+    offload      a parked sequence takes along the blocks that nobody else uses now; a shared prefix goes with the last child
+    soft reset   host memory is full, or computing again is cheaper than copying: the KV is dropped
+    mirror       full blocks are copied to host memory ahead of need, so that parking copies only partial blocks
+
+Batched offload and soft reset are ideas of transformers' continuous batching (changes #45184, #43150, #46587).
+"""
+
+from __future__ import annotations
+
+from engine.blocks import BlockStore
+from engine.config import EngineConfig
+from engine.sequence import Sequence
+from engine.stats import Counters
+
+
+class Pressure:
+    """Policy over the scheduler's `BlockStore`; keeps no state of its own."""
+
+    def __init__(self, config: EngineConfig, store: BlockStore, counters: Counters) -> None:
+        self.config = config
+        self.store = store
+        self.counters = counters
+
+    def need(self, seq: Sequence) -> int:
+        """Blocks that a running sequence must get to compute its next token."""
+        if seq.cached % self.config.block_size == 0:
+            return 0 if len(seq.blocks) * self.config.block_size > seq.cached else 1
+        return int(seq.blocks[-1].owners > 1)
+
+    def victims(self, running: list[Sequence]) -> list[Sequence]:
+        """The sequences to park so that the others can take a step: none if there is room, else the newest, enough of them that
+        the rest can grow by `lookahead_blocks`. The oldest always stays, so something always gets done."""
+        need = sum(map(self.need, running))
+        if need <= self.store.available or self.reclaim_idle(need) or len(running) <= 1:
+            return []
+        chosen: list[Sequence] = []
+        gained = 0
+        ahead = self.config.lookahead_blocks
+        for rested in (True, False):
+            for seq in reversed(running[1:]):
+                stay = len(running) - len(chosen)
+                if self.store.available + gained >= (stay * ahead if rested else need) or stay == 1:
+                    return chosen
+                if seq not in chosen and (not rested or seq.ran >= self.config.min_run_tokens):
+                    chosen.append(seq)
+                    need -= self.need(seq)
+                    gained += sum(block.users == 1 for block in seq.blocks)
+        return chosen
+
+    def fits(self, seq: Sequence, running: list[Sequence], budget: int) -> bool:
+        """Whether a waiting sequence can run now: its blocks come to the device, a chunk of it or its next token finds room,
+        and a block for each running sequence is left over, so that it is not parked again at once."""
+        size = self.config.block_size
+        absent = sum(block.device is None for block in seq.blocks)
+        first = min(seq.uncached, budget)
+        growth = -(-(seq.cached + first) // size) - len(seq.blocks)
+        growth += bool(seq.cached % size and seq.blocks[-1].owners > 1)
+        if self.store.available >= absent + growth + len(running):
+            return True
+        if running:
+            return False
+        # nothing runs, so nothing will be freed: blocks of others that wait must leave, and one block at a time will do
+        mine = set(seq.blocks)
+        while self.store.available < absent + max(growth, 1):
+            other = next((block for block in reversed(self.store.idle) if block not in mine), None)
+            if other is None:
+                break
+            if not self.store.offload(other):
+                self.store.lose(other)
+        return self.store.available >= absent + (1 if growth and not (seq.cached % size) else 0)
+
+    def reclaim_idle(self, need: int) -> bool:
+        """Blocks whose owners all wait leave the device, newest first, until `need` are available."""
+        while self.store.available < need and self.store.idle:
+            block = next(reversed(self.store.idle))
+            if not self.store.offload(block):
+                self.store.lose(block)
+        return self.store.available >= need
+
+    def offload(self, seq: Sequence) -> bool:
+        """Move the idle blocks of a stopped sequence to host memory. False if they do not fit there, or if prefilling them
+        again is cheaper; nothing has been moved then."""
+        leaving = [block for block in seq.blocks if block.users == 0 and block.device is not None]
+        fresh = sum(block.host is None for block in leaving)
+        if not self.store.host.size or fresh > self.store.host_available or not self._copy_pays(fresh, seq):
+            return False
+        for block in leaving:
+            if not self.store.offload(block):
+                self.store.lose(block)
+        seq.offloads += 1
+        self.counters.offloads += 1
+        return True
+
+    def mirror(self, running: list[Sequence]) -> None:
+        """When the pool will run out soon, copy full blocks of the newest sequences, who leave first."""
+        size = self.config.block_size
+        soon = 2 * self.config.lookahead_blocks * len(running)
+        if not self.config.mirror_ahead or self.store.available > soon:
+            return
+        left = self.config.mirror_blocks_per_step
+        for seq in reversed(running):
+            while left and seq.mirrored < seq.cached // size:
+                block = seq.blocks[seq.mirrored]
+                if block.host is None:
+                    if self.store.host.free <= self.store.host.size // 4 or not self.store.mirror(block):
+                        return
+                    self.counters.mirrored_blocks += 1
+                    left -= 1
+                seq.mirrored += 1
+            if not left:
+                return
+
+    def _copy_pays(self, blocks: int, seq: Sequence) -> bool:
+        """There and back over the measured copy rate, against the tokens over the measured prefill rate. Unknown: copy."""
+        copy, prefill = self.counters.copy_blocks_per_second, self.counters.prefill_tokens_per_second
+        if not copy or not prefill:
+            return True
+        return 2 * blocks / copy <= seq.cached / prefill

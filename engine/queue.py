@@ -1,0 +1,56 @@
+"""Who waits, and who is next: fair over clients, oldest first within one."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator
+
+from engine.sequence import Sequence
+
+
+def _place(sequence: Sequence) -> tuple[bool, tuple[int, int]]:
+    """Within a client, sequences that have begun (parked, reset, forked) go before prompts that have not: their KV or their
+    siblings hold memory already. Then the oldest."""
+    return not sequence.begun, sequence.age
+
+
+class WaitingQueue:
+    """Sequences that do not run. The next one comes from the client that runs the fewest, ties in turn, so that a client with
+    thousands of groups does not starve one with a single group."""
+
+    def __init__(self) -> None:
+        self._clients: dict[str, list[Sequence]] = {}
+        self._served: dict[str, int] = {}
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._clients.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for sequences in self._clients.values():
+            yield from sequences
+
+    def put(self, sequence: Sequence) -> None:
+        insort(self._clients.setdefault(sequence.state.client, []), sequence, key=_place)
+
+    def next(self, running: Counter[str]) -> Sequence | None:
+        """Look at the next one; `running` counts the running sequences of each client."""
+        if not self._clients:
+            return None
+        client = min(self._clients, key=lambda name: (running[name], self._served.get(name, 0)))
+        return self._clients[client][0]
+
+    def remove(self, sequence: Sequence, served: bool = False) -> None:
+        client = sequence.state.client
+        sequences = self._clients[client]
+        at = bisect_left(sequences, _place(sequence), key=_place)
+        assert sequences[at] is sequence
+        del sequences[at]
+        if not sequences:
+            del self._clients[client]
+        if served:
+            self._turn += 1
+            self._served[client] = self._turn
+        if not self._clients:
+            self._served.clear()

@@ -1,0 +1,416 @@
+"""The scheduler: which tokens of which sequences the next step computes, and where their KV lives. Policy only, in ints.
+
+`plan()` decides, the engine executes, `commit()` takes note of what was drawn. One call of `plan()`:
+
+    1. make room     the running sequences need blocks to grow; if there are too few, the newest are parked (engine.pressure)
+    2. decode        one row for each sequence that has one token to compute
+    3. prefill       chunks for the running sequences that have more, while the token budget lasts
+    4. start         waiting sequences: forked, parked or reset ones, then fresh prompts
+    5. mirror        ahead of pressure, copies of full blocks to host memory
+
+It is the only writer of sequences, groups, both pools and the prefix index.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable
+
+from engine.blocks import Block, BlockStore
+from engine.config import EngineConfig
+from engine.plan import Drawn, Plan, Row, SharedPrefix
+from engine.prefix import block_key
+from engine.pressure import Pressure
+from engine.queue import WaitingQueue
+from engine.request import FinishReason, Group, Sample
+from engine.sequence import GroupState, Sequence
+from engine.stats import Counters
+
+
+class Scheduler:
+    """See the module's docstring. `max_blocks`: blocks of the longest sequence the model can hold."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        device_blocks: int,
+        host_blocks: int,
+        max_blocks: int,
+        counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.block_size = config.block_size
+        self.max_blocks = min(max_blocks, device_blocks)
+        self.store = BlockStore(device_blocks, host_blocks)
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []
+        """oldest first"""
+        self.running_of: Counter[str] = Counter()
+        self.groups: dict[str, GroupState] = {}
+        self.version = 0
+        self.admitting = True
+        """False: waiting sequences stay where they are"""
+        self.counters = counters
+        self.pressure = Pressure(config, self.store, counters)
+        self._clock = clock
+        self._submitted = 0
+
+    # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def submit(self, group: Group, client: str, seed: int, eos: frozenset[int]) -> None:
+        """Raises ValueError if the id is taken or one child could never fit into the pool."""
+        if group.id in self.groups:
+            raise ValueError(f"group id {group.id!r} is in use by a group that is not finished; choose another")
+        need = -(-(len(group.prompt) + group.sampling.max_tokens) // self.block_size)
+        if need > self.store.device.size:
+            raise ValueError(
+                f"prompt of {len(group.prompt)} + max_tokens {group.sampling.max_tokens} need {need} KV blocks of "
+                f"{self.block_size} tokens, the pool has {self.store.device.size}; lower max_tokens or raise kv_tokens"
+            )
+        state = GroupState(group, client, self._submitted, seed, self._clock(), eos)
+        self._submitted += 1
+        self.groups[group.id] = state
+        state.sequences[0] = Sequence(state, 0, self.max_blocks)
+        self.waiting.put(state.sequences[0])
+
+    def abort(self, group_id: str) -> list[Sample]:
+        """The children that are not finished, with what they have. [] for an unknown id."""
+        state = self.groups.get(group_id)
+        return [] if state is None else self._end_group(state, "aborted")
+
+    def plan(self) -> Plan:
+        """Decide the next step. No rows: nothing can be done now."""
+        self.store.begin()
+        self._park(self.pressure.victims(self.running))
+        planned: set[bytes] = set()
+        rows = [row for seq in self.running if seq.uncached == 1 and (row := self._row(seq, 1, planned))]
+        budget = self.config.max_batch_tokens - len(rows)
+        for seq in [seq for seq in self.running if seq.uncached > 1]:
+            if budget and (row := self._row(seq, budget, planned)):
+                rows.append(row)
+                budget -= row.count
+        while budget and self.admitting and len(self.running) < self.config.max_num_seqs:
+            seq = self.waiting.next(self.running_of)
+            if seq is None or not self._start(seq, budget, planned):
+                break
+            if row := self._row(seq, budget, planned):
+                rows.append(row)
+                budget -= row.count
+        self.pressure.mirror(self.running)
+        rows.sort(key=lambda row: row.sequence.age)
+        return Plan(tuple(rows), tuple(self._shared_prefixes(rows)), self.store.moves)
+
+    def moved(self) -> None:
+        """The plan's copies are done."""
+        self.store.moved()
+
+    def move_failed(self, plan: Plan) -> None:
+        """The plan's copies stopped in the middle: sequences whose blocks cannot be trusted are reset; the plan is void."""
+        self.counters.failed_moves += 1
+        broken = self.store.move_failed()
+        for row in plan.rows:
+            self._truncate(row.sequence, self._blocks_for(row.sequence.cached))
+        for seq in list(self.running):
+            if any(block in broken for block in seq.blocks):
+                self._stop(seq)
+                self._soft_reset(seq)
+                self.waiting.put(seq)
+        self.store.discard(broken)
+
+    def commit(self, plan: Plan, drawn: Drawn) -> list[Sample]:
+        """Take note of a step: KV computed, tokens drawn, groups forked, children ended. Returns the ended ones."""
+        samples: list[Sample] = []
+        at = 0
+        for row in plan.rows:
+            seq = row.sequence
+            self._count_row(row)
+            seq.cached = row.start + row.count
+            seq.computed = max(seq.computed, seq.cached)
+            self._fill_blocks(seq, row.start)
+            if not row.samples:
+                continue
+            for child in self._fork(seq) if not seq.state.forked else [seq]:
+                ended = self._take_token(child, drawn, at)
+                at += 1
+                if ended is not None:
+                    samples.append(ended)
+        assert at == len(drawn.tokens)
+        return samples
+
+    def fail(self, plan: Plan, reason: str) -> list[Sample]:
+        """A step went wrong: the groups of its rows end with an error. What their blocks hold is not reused."""
+        states = {row.sequence.state.number: row.sequence.state for row in plan.rows}
+        for row in plan.rows:
+            self._distrust(row.sequence)
+        return [sample for state in states.values() for sample in self._end_group(state, "error", reason)]
+
+    def fail_stuck(self) -> list[Sample]:
+        """Nothing runs, nothing can start: end the group that is next with an error rather than wait for ever."""
+        seq = self.waiting.next(self.running_of)
+        assert seq is not None
+        need = self._blocks_for(seq.length)
+        reason = f"{need} KV blocks are needed to go on and cannot be freed from a pool of {self.store.device.size}"
+        return self._end_group(seq.state, "error", reason)
+
+    def refresh(self, version: int, kv: str) -> list[Sample]:
+        """The weights are another version now. `kv`: "keep" the KV of live sequences, "recompute" it, or "abort" them. Returns
+        the samples that end: aborted ones, and those that `max_version_lag` makes stale."""
+        self.version = version
+        samples: list[Sample] = []
+        for state in list(self.groups.values()):
+            begun = any(seq.begun for seq in state.sequences.values())
+            if kv == "abort" and begun:
+                samples += self._end_group(state, "aborted")
+                continue
+            for seq in list(state.sequences.values()):
+                lag = state.group.sampling.max_version_lag
+                if lag is not None and seq.spans and seq.spans[0][1] < version - lag:
+                    samples.append(self._end(seq, "stale"))
+                elif kv == "recompute" and seq.blocks:
+                    self._soft_reset(seq)
+        return samples
+
+    def check(self) -> None:
+        """Asserts that every block is accounted for. For tests and idle moments."""
+        owners: Counter[Block] = Counter()
+        users: Counter[Block] = Counter()
+        waiting = set(self.waiting)
+        for state in self.groups.values():
+            for seq in state.sequences.values():
+                owners.update(seq.blocks)
+                if seq.running:
+                    users.update(seq.blocks)
+                assert (seq in waiting) != seq.running, "a sequence is lost, or waits and runs"
+                assert seq.cached <= seq.length and len(seq.blocks) == self._blocks_for(seq.cached)
+        assert sorted(self.running, key=lambda seq: seq.age) == self.running
+        assert len(self.running) + len(waiting) == sum(len(state.sequences) for state in self.groups.values())
+        self.store.check(owners, users)
+
+    # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _row(self, seq: Sequence, budget: int, planned: set[bytes]) -> Row | None:
+        """The next tokens of a running sequence, at most `budget`. None: it must wait for blocks, or for a row of this very
+        step that computes the same prefix."""
+        if seq.uncached > 1:
+            self._find_cached(seq)
+            copied = bool(self.store.available and seq.cached % self.block_size and seq.blocks[-1].owners > 1)
+            room = (len(seq.blocks) + self.store.available - copied) * self.block_size - seq.cached
+            budget = min(budget, room)
+        count = min(seq.uncached, budget)
+        if count <= 0 or (seq.uncached > 1 and self._computed_by_other(seq, count, planned)):
+            return None
+        samples = 0
+        if count == seq.uncached:
+            samples = 1 if seq.state.forked else seq.state.group.sampling.n
+        self._extend(seq, seq.cached + count)
+        return Row(seq, seq.cached, count, samples)
+
+    def _extend(self, seq: Sequence, cached: int) -> None:
+        """Blocks to write tokens up to `cached`: a shared partial block is copied first, new ones are taken."""
+        if seq.cached % self.block_size:
+            block = seq.blocks[-1]
+            if block.owners > 1:
+                seq.put_block(-1, self.store.copy(block) if self.store.available else self.store.steal(block))
+            if seq.blocks[-1].version != self.version:
+                seq.blocks[-1].mixed = True
+        while len(seq.blocks) < self._blocks_for(cached):
+            seq.add_block(self.store.new(self.version))
+
+    def _find_cached(self, seq: Sequence) -> None:
+        """Full blocks that the prefix index knows are taken over instead of computed. One token stays to be computed, for its
+        logits."""
+        size = self.block_size
+        oldest = self.version - seq.state.group.sampling.max_kv_lag
+        while self.config.prefix_cache and seq.cached % size == 0 and seq.cached + size < seq.length:
+            parent = seq.blocks[-1].key if seq.blocks else None
+            if seq.blocks and parent is None:
+                return
+            block = self.store.index.find(parent, seq.tokens(seq.cached, size), self.version, oldest)
+            if block is None or (block.device is None and not self.store.available):
+                return
+            self.store.adopt(block)
+            self.store.use(block, full=True)
+            seq.add_block(block)
+            seq.cached += size
+            self.counters.prefix_hit_tokens += size
+
+    def _computed_by_other(self, seq: Sequence, count: int, planned: set[bytes]) -> bool:
+        """True if another row of this step computes the same next block. Adds the row's own blocks to `planned`."""
+        if not self.config.prefix_cache:
+            return False
+        size = self.block_size
+        first = seq.cached // size
+        parent = seq.blocks[first - 1].key if first else None
+        if (first and parent is None) or (seq.cached % size and seq.blocks[-1].version != self.version):
+            return False
+        for i in range(first, (seq.cached + count) // size):
+            parent = block_key(parent, seq.tokens(i * size, size), self.version)
+            if i == first and seq.cached % size == 0 and parent in planned:
+                return True
+            planned.add(parent)
+        return False
+
+    def _shared_prefixes(self, rows: list[Row]) -> list[SharedPrefix]:
+        """Runs of rows of one group that stand on the same prompt blocks."""
+        shared = []
+        first = 0
+        while first < len(rows):
+            seq = rows[first].sequence
+            blocks = seq.num_prompt // self.block_size
+            end = first + 1
+            if blocks and rows[first].start >= blocks * self.block_size:
+                prefix = seq.blocks[blocks - 1]
+                while end < len(rows) and self._stands_on(rows[end], seq.state, blocks, prefix):
+                    end += 1
+                if end - first > 1:
+                    shared.append(SharedPrefix(first, end - first, blocks))
+            first = end
+        return shared
+
+    def _stands_on(self, row: Row, state: GroupState, blocks: int, prefix: Block) -> bool:
+        seq = row.sequence
+        return seq.state is state and row.start >= blocks * self.block_size and seq.blocks[blocks - 1] is prefix
+
+    # ── starting and stopping ─────────────────────────────────────────────────────────────────────────────────────────
+    def _start(self, seq: Sequence, budget: int, planned: set[bytes]) -> bool:
+        """Let a waiting sequence run if its blocks and the next chunk fit beside what runs."""
+        for i, block in enumerate(seq.blocks):
+            if block.lost:
+                self._truncate(seq, i)
+                break
+        if not self.pressure.fits(seq, self.running, budget):
+            return False
+        self.waiting.remove(seq, served=True)
+        for i, block in enumerate(seq.blocks):
+            self.store.use(block, full=i < seq.cached // self.block_size)
+            assert block.device is not None
+            seq.table[i] = block.device
+        self._run(seq)
+        return True
+
+    def _run(self, seq: Sequence) -> None:
+        seq.running = True
+        seq.begun = True
+        seq.ran = 0
+        insort(self.running, seq, key=lambda s: s.age)
+        self.running_of[seq.state.client] += 1
+
+    def _stop(self, seq: Sequence) -> None:
+        """From running to nowhere; the caller puts it into the queue or ends it. It keeps its blocks."""
+        self._leave_running(seq)
+        for block in seq.blocks:
+            self.store.unuse(block)
+
+    def _leave_running(self, seq: Sequence) -> None:
+        seq.running = False
+        self.running.remove(seq)
+        self.running_of[seq.state.client] -= 1
+
+    def _park(self, victims: list[Sequence]) -> None:
+        """Stop the victims: their blocks move to host memory, or are dropped (soft reset)."""
+        for seq in victims:
+            self._stop(seq)
+            if not self.pressure.offload(seq):
+                self._soft_reset(seq)
+                self.counters.soft_resets += 1
+            self.waiting.put(seq)
+        if victims:
+            self.pressure.reclaim_idle(sum(self.pressure.need(seq) for seq in self.running))
+
+    def _soft_reset(self, seq: Sequence) -> None:
+        """Give the KV up; it is prefilled again from whatever the prefix index still has."""
+        self._truncate(seq, 0)
+
+    def _truncate(self, seq: Sequence, blocks: int) -> None:
+        for block in seq.blocks[blocks:]:
+            self.store.disown(block, used=seq.running)
+        del seq.blocks[blocks:]
+        seq.cached = min(seq.cached, blocks * self.block_size)
+        seq.mirrored = min(seq.mirrored, blocks)
+
+    # ── after a step ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def _fill_blocks(self, seq: Sequence, start: int) -> None:
+        """Blocks that became full get their key, and can be found from now on."""
+        size = self.block_size
+        for i in range(start // size, seq.cached // size):
+            block = seq.blocks[i]
+            parent = seq.blocks[i - 1].key if i else None
+            if block.key is not None or block.mixed or (i and parent is None) or not self.config.prefix_cache:
+                continue
+            block.key = block_key(parent, seq.tokens(i * size, size), block.version)
+            self.store.index.add(block)
+
+    def _fork(self, seq: Sequence) -> list[Sequence]:
+        """The prompt is cached: n children share its blocks. Those that find no place to run wait like anyone else."""
+        seq.state.forked = True
+        children = [seq, *seq.fork()]
+        for child in children[1:]:
+            seq.state.sequences[child.index] = child
+            self.store.share(child.blocks)
+            if len(self.running) < self.config.max_num_seqs:
+                for block in child.blocks:
+                    self.store.use(block, full=True)
+                self._run(child)
+            else:
+                self.waiting.put(child)
+        self.counters.forks += len(children) - 1
+        self.counters.fork_saved_tokens += (len(children) - 1) * seq.num_prompt
+        return children
+
+    def _take_token(self, seq: Sequence, drawn: Drawn, at: int) -> Sample | None:
+        """Append what was drawn; the sample if that ends the child."""
+        if not drawn.finite[at]:
+            self._distrust(seq)
+            reason = f"the logits of token {len(seq.output)} hold NaN or infinity: the weights or the KV are not finite"
+            return self._end(seq, "error", reason)
+        sampling = seq.state.group.sampling
+        raw = float(drawn.raw_logprobs[at]) if sampling.raw_logprobs and drawn.raw_logprobs is not None else None
+        token = int(drawn.tokens[at])
+        seq.append(token, float(drawn.logprobs[at]), raw, self.version)
+        self.counters.generated_tokens += 1
+        if token in seq.state.eos and len(seq.output) > sampling.min_tokens:
+            return self._end(seq, "stop")
+        if len(seq.output) == sampling.max_tokens:
+            return self._end(seq, "length")
+        return None
+
+    def _end(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> Sample:
+        if seq.running:
+            self._leave_running(seq)
+            for block in seq.blocks:
+                self.store.disown(block, used=True)
+        else:
+            self.waiting.remove(seq)
+            for block in seq.blocks:
+                self.store.disown(block, used=False)
+        seq.blocks.clear()
+        state = seq.state
+        del state.sequences[seq.index]
+        if not state.sequences:
+            del self.groups[state.group.id]
+        self.counters.ended[reason] += 1
+        return seq.sample(reason, self._clock() - state.arrived, error)
+
+    def _end_group(self, state: GroupState, reason: FinishReason, error: str | None = None) -> list[Sample]:
+        """End every child that is not finished; before the fork that is all n of them."""
+        if not state.forked:
+            only = self._end(state.sequences[0], reason, error)
+            n = state.group.sampling.n
+            return [only, *(Sequence(state, i, 0).sample(reason, only.seconds, error) for i in range(1, n))]
+        return [self._end(seq, reason, error) for seq in list(state.sequences.values())]
+
+    def _distrust(self, seq: Sequence) -> None:
+        """What this sequence alone holds is never found by the prefix index again."""
+        for block in seq.blocks:
+            if block.owners == 1:
+                self.store.index.remove(block)
+
+    def _count_row(self, row: Row) -> None:
+        if not row.sequence.state.forked or row.sequence.uncached > 1:
+            self.counters.prefill_tokens += row.count
+        self.counters.recomputed_tokens += max(0, min(row.sequence.computed, row.start + row.count) - row.start)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)

@@ -1,0 +1,157 @@
+"""A sequence: one child of a group (or the group's prompt before the fork), its tokens and its blocks of KV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from engine.blocks import Block
+from engine.request import FinishReason, Group, Sample
+
+
+class GroupState:
+    """A group while the engine works on it. Written by the scheduler only."""
+
+    __slots__ = ("group", "client", "number", "seed", "arrived", "sequences", "forked", "eos")
+
+    def __init__(self, group: Group, client: str, number: int, seed: int, arrived: float, eos: frozenset[int]) -> None:
+        self.group = group
+        self.client = client
+        self.number = number
+        """counts up with submission: a smaller one is older"""
+        self.seed = seed
+        self.arrived = arrived
+        self.eos = eos
+        """tokens that end a child with "stop" """
+        self.sequences: dict[int, Sequence] = {}
+        """the children not yet finished by index; before the fork only 0, which prefills the prompt for all"""
+        self.forked = False
+
+
+class Sequence:
+    """Tokens of one child and the KV computed for them.
+
+        tokens   p p p p p p o o o o o ?         p prompt, o output, ? the one that the next step draws
+                 └───── cached ────┘ └ to compute
+        blocks   [ 0  ][ 1  ][ 2  ][             ceil(cached / block_size) blocks
+
+    `cached` tokens have their KV in `blocks`; a sequence that decodes has exactly one token more than that.
+    `table` repeats the device slots of `blocks` while the sequence runs, for `Batch.build`.
+    """
+
+    __slots__ = (
+        "state",
+        "index",
+        "output",
+        "logprobs",
+        "raw_logprobs",
+        "spans",
+        "blocks",
+        "cached",
+        "computed",
+        "begun",
+        "running",
+        "ran",
+        "offloads",
+        "mirrored",
+        "table",
+    )
+
+    def __init__(self, state: GroupState, index: int, max_blocks: int) -> None:
+        self.state = state
+        self.index = index
+        self.output: list[int] = []
+        self.logprobs: list[float] = []
+        self.raw_logprobs: list[float] = []
+        self.spans: list[tuple[int, int]] = []
+        """(first output token, weight version)"""
+        self.blocks: list[Block] = []
+        self.cached = 0
+        self.computed = 0
+        """most tokens that were ever cached: what lies below is computed a second time"""
+        self.begun = False
+        """ran before"""
+        self.running = False
+        self.ran = 0
+        """tokens drawn since it started to run"""
+        self.offloads = 0
+        self.mirrored = 0
+        """leading full blocks known to have a copy in host memory"""
+        self.table = np.zeros(max_blocks, np.int32)
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """sorts oldest first; children of a group stand together"""
+        return self.state.number, self.index
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.state.group.prompt)
+
+    @property
+    def length(self) -> int:
+        return len(self.state.group.prompt) + len(self.output)
+
+    @property
+    def uncached(self) -> int:
+        """tokens to compute before the next one can be drawn"""
+        return self.length - self.cached
+
+    def add_block(self, block: Block) -> None:
+        """Append a block that is on the device."""
+        assert block.device is not None
+        self.table[len(self.blocks)] = block.device
+        self.blocks.append(block)
+
+    def put_block(self, at: int, block: Block) -> None:
+        """Replace a block by one that is on the device."""
+        assert block.device is not None
+        at %= len(self.blocks)
+        self.table[at] = block.device
+        self.blocks[at] = block
+
+    def tokens(self, start: int, count: int) -> np.ndarray:
+        """[count] int32 token ids from position `start` on."""
+        prompt = self.state.group.prompt
+        if start >= len(prompt):
+            first = start - len(prompt)
+            return np.array(self.output[first : first + count], np.int32)
+        head = prompt[start : start + count]
+        if len(head) == count:
+            return head
+        return np.concatenate([head, np.array(self.output[: count - len(head)], np.int32)])
+
+    def fork(self) -> Iterator[Sequence]:
+        """The children 1 … n - 1 of a sequence that has the whole prompt cached. They hold its blocks; the caller counts."""
+        for index in range(1, self.state.group.sampling.n):
+            child = Sequence(self.state, index, len(self.table))
+            child.blocks = self.blocks.copy()
+            child.cached = child.computed = self.cached
+            child.begun = True
+            child.table[:] = self.table
+            yield child
+
+    def append(self, token: int, logprob: float, raw_logprob: float | None, version: int) -> None:
+        if not self.spans or self.spans[-1][1] != version:
+            self.spans.append((len(self.output), version))
+        self.output.append(token)
+        self.logprobs.append(logprob)
+        if raw_logprob is not None:
+            self.raw_logprobs.append(raw_logprob)
+        self.ran += 1
+
+    def sample(self, reason: FinishReason, seconds: float, error: str | None = None) -> Sample:
+        return Sample(
+            group_id=self.state.group.id,
+            index=self.index,
+            token_ids=np.array(self.output, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            raw_logprobs=np.array(self.raw_logprobs, np.float32) if self.state.group.sampling.raw_logprobs else None,
+            finish_reason=reason,
+            weight_versions=list(self.spans),
+            prompt_tokens=self.num_prompt,
+            error=error,
+            seconds=seconds,
+            offloads=self.offloads,
+        )

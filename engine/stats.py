@@ -1,0 +1,45 @@
+"""Numbers of the engine since it started: counted where things happen, read by `Engine.status`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Counters:
+    steps: int = 0
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    """computed without being drawn: prompts, and prefill after a soft reset"""
+    recomputed_tokens: int = 0
+    """computed a second time"""
+    prefix_hit_tokens: int = 0
+    """taken over from the prefix index"""
+    forks: int = 0
+    fork_saved_tokens: int = 0
+    """prompt tokens that children did not have to prefill"""
+    offloads: int = 0
+    """sequences parked in host memory"""
+    offloaded_blocks: int = 0
+    """blocks copied device → host, mirrored ones included"""
+    mirrored_blocks: int = 0
+    restored_blocks: int = 0
+    """blocks copied host → device for sequences that came back"""
+    soft_resets: int = 0
+    failed_moves: int = 0
+    failed_steps: int = 0
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
+    step_seconds: float = 0.0
+    move_seconds: float = 0.0
+    """copies between the pools and copies of a fork"""
+    model_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    copy_blocks_per_second: float = 0.0
+    """measured, 0 = not yet"""
+    prefill_tokens_per_second: float = 0.0
+    """measured, 0 = not yet"""
+    peak_used_blocks: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    """children by finish reason"""

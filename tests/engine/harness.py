@@ -1,0 +1,220 @@
+"""The scheduler and the block store under random schedules, without torch: KV cells are Python pairs (token id, version).
+
+A step executes the plan on these cells. A token is a hash of all ids that its row sees through the block table, so any wrong
+block shows in what comes out; the versions show KV of other weights. Copies fail on demand.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from engine.blocks import Moves
+from engine.config import EngineConfig
+from engine.plan import Drawn, Plan
+from engine.request import Group, Sample, Sampling
+from engine.scheduler import Scheduler
+from engine.stats import Counters
+
+VOCAB = 97
+EOS = 0
+Cell = tuple[int, int]
+
+
+def draw(ids: tuple[int, ...], seed: int, index: int) -> int:
+    return hash((ids, seed, index)) % VOCAB
+
+
+def expected(group: Group) -> list[list[int]]:
+    """What each child must be."""
+    children = []
+    for index in range(group.sampling.n):
+        tokens: list[int] = []
+        while len(tokens) < group.sampling.max_tokens and (not tokens or tokens[-1] != EOS):
+            tokens.append(draw((*group.prompt.tolist(), *tokens), group.sampling.seed or 0, index))
+        children.append(tokens)
+    return children
+
+
+class Harness:
+    def __init__(self, device_blocks: int, host_blocks: int, **config: Any) -> None:
+        self.config = EngineConfig(kv_tokens=1, **config)
+        self.scheduler = Scheduler(
+            self.config, device_blocks=device_blocks, host_blocks=host_blocks, max_blocks=device_blocks, counters=Counters()
+        )
+        size = self.config.block_size
+        self.device: list[list[Cell | None]] = [[None] * size for _ in range(device_blocks)]
+        self.host: list[list[Cell | None]] = [[None] * size for _ in range(host_blocks)]
+        self.groups: dict[str, Group] = {}
+        self.born: dict[str, int] = {}
+        """oldest version whose KV a group may read"""
+        self.got: dict[tuple[str, int], Sample] = {}
+        self.copied_blocks = 0
+        self.stamped: dict[bytes, list[Cell | None]] = {}
+        add = self.scheduler.store.index.add
+
+        def stamp(block: Any) -> None:
+            add(block)
+            self.stamped.setdefault(block.key, list(self.device[block.device]))
+
+        self.scheduler.store.index.add = stamp  # type: ignore[method-assign]
+
+    def submit(self, id: str, prompt: list[int], client: str = "", **sampling: Any) -> bool:
+        group = Group(id, np.array(prompt, np.int32), Sampling(**sampling))
+        try:
+            self.scheduler.submit(group, client, group.sampling.seed or 0, frozenset({EOS}))
+        except ValueError:
+            return False
+        self.groups[id] = group
+        return True
+
+    def take(self, samples: list[Sample]) -> None:
+        for sample in samples:
+            assert (sample.group_id, sample.index) not in self.got, "a child was delivered twice"
+            self.got[sample.group_id, sample.index] = sample
+
+    def refresh(self, kv: str) -> None:
+        version = self.scheduler.version + 1
+        self.take(self.scheduler.refresh(version, kv))
+        if kv == "recompute":
+            self.born = dict.fromkeys(self.born, version)
+
+    def step(self, fail_copy: int | None = None) -> None:
+        """`fail_copy`: the copies stop after that many of them."""
+        plan = self.scheduler.plan()
+        for seq in self.scheduler.running:
+            self.born.setdefault(seq.state.group.id, self.scheduler.version)
+        if plan.moves and fail_copy is not None:
+            self.move(plan.moves, fail_copy)
+            self.scheduler.move_failed(plan)
+            return
+        self.move(plan.moves, None)
+        self.scheduler.moved()
+        if not plan.rows:
+            assert self.scheduler.running or not self.scheduler.waiting, "stuck"
+            return
+        self.take(self.scheduler.commit(plan, self.compute(plan)))
+
+    def move(self, moves: Moves, stop: int | None) -> None:
+        done = 0
+        for source, target, pairs in (
+            (self.device, self.host, moves.offloads),
+            (self.host, self.device, moves.restores),
+            (self.device, self.device, moves.copies),
+        ):
+            read = [list(source[pair[0]]) for pair in pairs]
+            for cells, (_, to) in zip(read, pairs, strict=True):
+                if done == stop:
+                    target[to] = [(-1, -1)] * len(cells)
+                    return
+                target[to] = cells
+                done += 1
+        self.copied_blocks += done
+
+    def compute(self, plan: Plan) -> Drawn:
+        size, version = self.config.block_size, self.scheduler.version
+        assert plan.num_tokens <= self.config.max_batch_tokens and len(plan.rows) <= self.config.max_num_seqs
+        for row in plan.rows:
+            seq = row.sequence
+            assert [block.device for block in seq.blocks] == seq.table[: len(seq.blocks)].tolist()
+            for position, token in enumerate(seq.tokens(row.start, row.count).tolist(), row.start):
+                block = seq.blocks[position // size]
+                assert block.owners == 1 or position // size < row.start // size or row.start % size == 0
+                self.device[seq.table[position // size]][position % size] = (token, version)
+        tokens = []
+        for row in plan.rows:
+            seq = row.sequence
+            cells = [cell for slot in seq.table[: len(seq.blocks)] for cell in self.device[slot]][: row.start + row.count]
+            assert None not in cells, "a row reads KV that was never written"
+            state = seq.state
+            floor = self.born[state.group.id] - state.group.sampling.max_kv_lag
+            assert all(cell[1] >= floor for cell in cells if cell), "a row reads KV of older weights than it may"
+            ids = tuple(cell[0] for cell in cells if cell)
+            tokens += [
+                draw(ids, state.seed, i) for i in (range(row.samples) if not state.forked else [seq.index] * row.samples)
+            ]
+        zeros = np.zeros(len(tokens), np.float32)
+        return Drawn(np.array(tokens, np.int32), zeros, None, np.ones(len(tokens), bool))
+
+    def check(self) -> None:
+        """Every invariant: the store's, and that what the index finds is there, on the device and in host memory."""
+        self.scheduler.check()
+        store = self.scheduler.store
+        for block in {*store.device.holder, *store.host.holder} - {None}:
+            assert block is not None
+            if store.index.holds(block):
+                assert block.device is None or self.device[block.device] == self.stamped[block.key]  # type: ignore[index]
+                assert block.host is None or self.host[block.host] == self.stamped[block.key]  # type: ignore[index]
+        for prefix, group in self.scheduler.groups.items():
+            assert len(group.sequences) <= self.groups[prefix].sampling.n
+
+    def finish(self, most_steps: int = 5000) -> None:
+        """Run to the end; every child is there, is what it must be, and no block is left over."""
+        for number in range(most_steps):
+            if not self.scheduler.groups:
+                break
+            self.step()
+            if number % 4 == 0:
+                self.check()
+        assert not self.scheduler.groups, "no end in sight"
+        for id, group in self.groups.items():
+            for index, want in enumerate(expected(group)):
+                sample = self.got[id, index]
+                got = sample.token_ids.tolist()
+                if sample.finish_reason in ("aborted", "stale"):
+                    assert want[: len(got)] == got
+                else:
+                    assert got == want and sample.finish_reason == ("stop" if want[-1] == EOS else "length")
+        assert len(self.got) == sum(group.sampling.n for group in self.groups.values())
+        store = self.scheduler.store
+        store.forget_cached()
+        assert store.device.free == store.device.size and store.host.free == store.host.size and not len(store.index)
+
+
+def random_harness(r: random.Random) -> Harness:
+    size = r.choice([1, 2, 4, 8])
+    return Harness(
+        r.choice([10, 16, 32, 128]),
+        r.choice([0, 3, 20, 200]),
+        block_size=size,
+        max_num_seqs=r.choice([1, 2, 5, 16]),
+        max_batch_tokens=r.choice([16, 32, 64]),
+        mirror_ahead=r.random() < 0.5,
+        prefix_cache=r.random() < 0.7,
+        lookahead_blocks=r.choice([1, 2, 4]),
+        min_run_tokens=r.choice([0, 1, 8]),
+    )
+
+
+def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness], None] = Harness.check) -> Harness:
+    """Submit, abort, refresh, step and broken copies in random order, the invariants checked after each, then to the end."""
+    r = random.Random(seed)
+    h = random_harness(r)
+    base = [r.randrange(1, VOCAB) for _ in range(40)]
+    breaks = r.random() < 0.4
+    lag = r.choice([0, 0, 0, 2])
+    for number in range(operations):
+        kind = r.random()
+        if kind < 0.3:
+            prompt = base[: r.randrange(0, 30)] + [r.randrange(1, VOCAB) for _ in range(r.randrange(1, 6))]
+            h.submit(
+                f"g{number}",
+                prompt,
+                client=r.choice("abc"),
+                n=r.choice([1, 2, 3, 7]),
+                max_tokens=r.choice([1, 3, 12]),
+                seed=number,
+                max_kv_lag=lag,
+            )
+        elif kind < 0.36 and h.groups:
+            h.take(h.scheduler.abort(r.choice(list(h.groups))))
+        elif kind < 0.4:
+            h.refresh(r.choice(["keep", "recompute", "abort"]))
+        else:
+            h.step(r.randrange(4) if breaks and r.random() < 0.2 else None)
+        on_check(h)
+    h.finish()
+    return h

@@ -1,0 +1,265 @@
+"""The engine as its user sees it: fork, limits, bad input, faults, fairness, status."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from engine.request import Group, Limits, Sampling
+from tests.engine.tiny import tiny_engine
+from tests.engine.toy import VOCAB, ToyModel, engine, expected, group, run
+
+
+def test_samples_are_what_they_must_be() -> None:
+    groups = [group(f"g{i}", range(1, 6 + i), n=3, seed=i, max_tokens=12) for i in range(6)]
+    samples = run(engine(), groups)
+    for each in groups:
+        for index, want in enumerate(expected(each)):
+            sample = samples[each.id, index]
+            assert sample.token_ids.tolist() == want
+            assert sample.finish_reason == ("stop" if want[-1] == 0 else "length")
+            assert sample.prompt_tokens == len(each.prompt) and sample.weight_versions == [(0, 0)]
+            assert len(sample.logprobs) == len(want) and sample.logprobs.dtype == np.float32
+
+
+def test_fork_saves_the_work() -> None:
+    """One prompt of 2,048 tokens, n = 64: prefilled once, its blocks shared, at most two more for each child."""
+    e = tiny_engine(kv_tokens=16_384, block_size=32, max_batch_tokens=512, model=None, max_num_seqs=64, name="llama-long")
+    e.submit(
+        Group(
+            "g", np.random.default_rng(0).integers(3, 199, 2048).astype(np.int32), Sampling(n=64, max_tokens=4, ignore_eos=True)
+        )
+    )
+    while e.status()["forks"] == 0:
+        assert e.step() == []
+    assert e.step() == []
+    status = e.status()
+    assert status["prefill_tokens"] <= 2048 + 64
+    assert status["kv"]["device_used"] <= 2048 // 32 + 2 * 64
+    assert status["fork_saved_tokens"] == 63 * 2048
+    e.check()
+
+
+def test_n_first_tokens_differ() -> None:
+    samples = run(engine(), [group("g", [3, 1, 4], n=16, max_tokens=1, temperature=3.0)])
+    assert len({sample.token_ids[0] for sample in samples.values()}) > 5
+
+
+@pytest.mark.parametrize("n", [1, 40, 1024])
+def test_more_children_than_places(n: int) -> None:
+    each = group("g", range(1, 10), n=n, max_tokens=3)
+    samples = run(engine(max_num_seqs=8, kv_tokens=96), [each])
+    assert [samples["g", i].token_ids.tolist() for i in range(n)] == expected(each)
+
+
+def test_a_child_that_waits_costs_no_prefill() -> None:
+    e = engine(max_num_seqs=4, kv_tokens=4096, prefix_cache=False)
+    run(e, [group("g", range(1, 12), n=32, max_tokens=6, ignore_eos=True)])
+    assert e.counters.prefill_tokens == 11 and e.counters.recomputed_tokens == 0
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("a prompt without tokens", {"prompt": []}, "prompt of 0 tokens"),
+    ("a token id past the embedding", {"prompt": [1, VOCAB]}, f"token id {VOCAB}"),
+    ("a negative token id", {"prompt": [1, -1]}, "token id -1"),
+    ("n of none", {"n": 0}, "n=0"),
+    ("n past the limit", {"n": 1025}, "Limits.max_n"),
+    ("n past any limit", {"n": 2**62}, "Limits.max_n"),
+    ("no tokens wanted", {"max_tokens": 0}, "max_tokens=0"),
+    ("tokens past the limit", {"max_tokens": 2**40}, "Limits.max_tokens"),
+    ("past the context", {"prompt": [1] * 250, "max_tokens": 7}, "lower max_tokens to 6"),
+    ("more than the pool can ever hold", {"prompt": [1] * 100, "max_tokens": 30}, "raise kv_tokens"),
+    ("NaN temperature", {"temperature": float("nan")}, "temperature=nan"),
+    ("infinite temperature", {"temperature": float("inf")}, "temperature=inf"),
+    ("negative temperature", {"temperature": -1.0}, "temperature=-1.0"),
+    ("a temperature that divides badly", {"temperature": 1e-30}, "use 0 for greedy"),
+    ("top_p 0", {"top_p": 0.0}, "top_p=0.0"),
+    ("top_p past 1", {"top_p": 1.5}, "top_p=1.5"),
+    ("top_p NaN", {"top_p": float("nan")}, "top_p=nan"),
+    ("negative top_k", {"top_k": -1}, "top_k=-1"),
+    ("min_p of 1", {"min_p": 1.0}, "min_p=1.0"),
+    ("min_tokens past max_tokens", {"min_tokens": 9}, "min_tokens=9"),
+    ("a stop token past the embedding", {"stop_token_ids": (VOCAB,)}, "stop_token_ids"),
+    ("a negative stop token", {"stop_token_ids": (-1,)}, "stop_token_ids"),
+    ("a hundred stop tokens", {"stop_token_ids": (1,) * 100}, "Limits.max_stop_token_ids"),
+    ("a negative seed", {"seed": -1}, "seed=-1"),
+    ("a seed past 63 bits", {"seed": 2**63}, "seed="),
+    ("an id without a name", {"id": ""}, "group id"),
+    ("an id without an end", {"id": "x" * 1000}, "Limits.max_id_bytes"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), [(bad[1], bad[2]) for bad in BAD], ids=[bad[0] for bad in BAD])
+def test_bad_input_is_refused_with_the_reason(options: dict[str, Any], message: str) -> None:
+    e = engine(kv_tokens=100)
+    options = dict(options)
+    id, prompt = options.pop("id", "bad"), options.pop("prompt", [1, 2])
+    with pytest.raises(ValueError, match=message.replace("(", "\\(")):
+        e.submit(group(id, prompt, **options))
+    assert not e.has_work
+    run(e, [group("good", [1, 2, 3])])
+
+
+def test_a_live_id_is_taken() -> None:
+    e = engine()
+    e.submit(group("g", [1]))
+    with pytest.raises(ValueError, match="in use"):
+        e.submit(group("g", [2]))
+    run(e)
+    run(e, [group("g", [2])])
+
+
+def test_abort_returns_what_there_is() -> None:
+    e = engine()
+    e.submit(group("g", [1, 2], n=3, max_tokens=50, ignore_eos=True))
+    e.submit(group("late", [1, 2], n=2))
+    for _ in range(5):
+        e.step()
+    aborted = e.abort("g")
+    assert [(s.index, s.finish_reason, len(s.token_ids)) for s in aborted] == [(i, "aborted", 5) for i in range(3)]
+    assert e.abort("g") == [] and e.abort("nobody") == []
+    assert len(run(e)) == 2
+
+
+def test_abort_before_the_fork_names_every_child() -> None:
+    e = engine()
+    e.submit(group("g", [1, 2], n=3))
+    assert [(s.index, len(s.token_ids)) for s in e.abort("g")] == [(0, 0), (1, 0), (2, 0)]
+    e.check()
+
+
+def test_a_failed_step_fails_its_groups_and_nothing_else() -> None:
+    model = ToyModel()
+    e = engine(model, max_num_seqs=4)
+    e.submit(group("a", [1, 2, 3], n=4, max_tokens=9, ignore_eos=True))
+    model.fail_at = {3}
+    samples = {}
+    while e.has_work:
+        samples |= {(s.group_id, s.index): s for s in e.step()}
+        e.check()
+    assert len(samples) == 4
+    samples |= run(e, [group("b", [4, 5, 6], n=4, max_tokens=9, ignore_eos=True)])
+    assert {(s.finish_reason, s.error) for s in samples.values() if s.group_id == "a"} == {
+        ("error", "RuntimeError: injected failure of the forward")
+    }
+    assert [samples["b", i].token_ids.tolist() for i in range(4)] == expected(
+        group("b", [4, 5, 6], n=4, max_tokens=9, ignore_eos=True)
+    )
+    assert e.status()["failed_steps"] == 1
+
+
+def test_a_failed_copy_is_mended() -> None:
+    e = engine(kv_tokens=60, cpu_offload_gib=0.0001)
+    move, calls = e.kv.move, [0]
+
+    def broken(moves: Any) -> None:
+        calls[0] += bool(moves)
+        if moves and calls[0] % 3 == 0:
+            move(type(moves)(offloads=moves.offloads))
+            raise MemoryError("injected failure of a copy")
+        move(moves)
+
+    e.kv.move = broken  # type: ignore[method-assign]
+    groups = [group(f"g{i}", range(1, 9), n=4, max_tokens=16, seed=i, ignore_eos=True) for i in range(4)]
+    samples = run(e, groups)
+    assert e.counters.failed_moves > 0
+    for each in groups:
+        assert [samples[each.id, i].token_ids.tolist() for i in range(4)] == expected(each)
+
+
+def test_nan_ends_its_child_only() -> None:
+    """NaN in the KV of one child: it ends with an error, its neighbours do not notice, its blocks are not found again."""
+    e = tiny_engine()
+    r = np.random.default_rng(0)
+    victim, other = (group(name, r.integers(3, 199, 20), n=2, max_tokens=12, seed=1, ignore_eos=True) for name in ("v", "o"))
+    want = run(tiny_engine(), [other])
+    e.submit(victim)
+    e.submit(other)
+    for _ in range(3):
+        e.step()
+    child = next(seq for seq in e.scheduler.running if seq.state.group.id == "v" and seq.index == 1)
+    e.kv.data[child.blocks[-1].device] = torch.nan
+    samples = run(e)
+    assert samples["v", 1].finish_reason == "error" and "NaN" in (samples["v", 1].error or "")
+    assert samples["v", 0].finish_reason == "length"
+    for i in range(2):
+        assert samples["o", i].logprobs.tobytes() == want["o", i].logprobs.tobytes()
+    again = run(e, [victim])
+    assert {sample.finish_reason for sample in again.values()} == {"length"}
+
+
+def test_clients_share_fairly() -> None:
+    """A client with fifty groups does not keep another one waiting."""
+    e = engine(max_num_seqs=4, kv_tokens=4096)
+    for i in range(50):
+        e.submit(group(f"big{i}", [1, 2, 3], n=4, max_tokens=10, ignore_eos=True), client="big")
+    for _ in range(3):
+        e.step()
+    e.submit(group("small", [4, 5], n=2, max_tokens=10, ignore_eos=True), client="small")
+    done = []
+    while not any(id == "small" for id in done):
+        done += [sample.group_id for sample in e.step()]
+    assert len(set(done)) <= 6, "the small client waited for many groups of the big one"
+
+
+def test_min_tokens_and_stop_tokens() -> None:
+    each = group("g", [5, 6], n=64, max_tokens=30, min_tokens=6, stop_token_ids=(3, 4), temperature=2.0)
+    samples = run(engine(max_num_seqs=64, max_batch_tokens=64, kv_tokens=8192), [each])
+    reasons = {sample.finish_reason for sample in samples.values()}
+    assert "stop" in reasons
+    for sample in samples.values():
+        tokens = sample.token_ids.tolist()
+        assert not set(tokens[:6]) & {0, 3, 4} and not set(tokens[6:-1]) & {0, 3, 4}
+        assert sample.finish_reason == ("stop" if tokens[-1] in (0, 3, 4) else "length")
+    free = run(engine(), [group("g", [5, 6], n=8, max_tokens=30, ignore_eos=True, temperature=2.0)])
+    assert any(0 in sample.token_ids[:-1] for sample in free.values())
+
+
+def test_status_is_json_and_adds_up() -> None:
+    e = engine()
+    e.submit(group("g", range(1, 9), n=4, ignore_eos=True))
+    e.step()
+    status = json.loads(json.dumps(e.status()))
+    kv = status["kv"]
+    assert kv["device_free"] + kv["device_used"] + kv["device_cached"] == kv["device_blocks"]
+    assert status["running"] == 4 and status["groups"] == 1
+
+
+def test_limits_are_the_caller_s() -> None:
+    e = engine()
+    e.limits = Limits(max_n=2)
+    with pytest.raises(ValueError, match="max_n"):
+        e.submit(group("g", [1], n=3))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_size", 0),
+        ("max_num_seqs", 0),
+        ("max_batch_tokens", 1),
+        ("cpu_offload_gib", -1.0),
+        ("kv_tokens", 0),
+        ("threads", 0),
+    ],
+)
+def test_bad_configuration_is_named(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        engine(**{field: value})
+
+
+def test_offload_memory_that_holds_no_block() -> None:
+    with pytest.raises(ValueError, match="holds no KV block"):
+        engine(cpu_offload_gib=1e-12)
+
+
+def test_unknown_configuration_is_an_error() -> None:
+    from engine.config import EngineConfig
+
+    with pytest.raises(msgspec.ValidationError, match="block_sise"):
+        msgspec.convert({"block_sise": 16}, EngineConfig)

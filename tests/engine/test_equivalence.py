@@ -1,0 +1,108 @@
+"""Equivalence classes: configurations that must give the same samples, tokens and log-probs to the bit.
+
+The canonical run is a roomy pool with everything at once. The negative control gives one group another seed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.request import Group, Sample
+from tests.engine.tiny import tiny_engine
+from tests.engine.toy import group, run
+
+ROOMY: dict[str, Any] = {"kv_tokens": 16_384}
+CLASSES: dict[str, dict[str, Any]] = {
+    "small chunks": {**ROOMY, "max_batch_tokens": 64},
+    "one at a time": {**ROOMY, "max_num_seqs": 1},
+    "few at a time": {**ROOMY, "max_num_seqs": 5},
+    "soft resets": {"kv_tokens": 320, "prefix_cache": False},
+    "soft resets and prefix cache": {"kv_tokens": 320},
+    "offload": {"kv_tokens": 320, "cpu_offload_gib": 0.01, "mirror_ahead": False},
+    "offload, mirrored ahead": {"kv_tokens": 320, "cpu_offload_gib": 0.01},
+    "offload, host memory for little": {"kv_tokens": 320, "cpu_offload_gib": 0.0002},
+    "no prefix cache": {**ROOMY, "prefix_cache": False},
+    "prefix not shared": {**ROOMY, "share_prefix": False},
+}
+
+
+def groups(seed: int = 0) -> list[Group]:
+    r = np.random.default_rng(3)
+    made = [
+        group(f"g{i}", r.integers(3, 199, int(r.integers(1, 60))), n=4, max_tokens=20, seed=seed + i, ignore_eos=True)
+        for i in range(8)
+    ]
+    greedy = {"temperature": 0.0, "n": 2, "max_tokens": 24, "ignore_eos": True}
+    cut = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "max_tokens": 15, "seed": 5}
+    return [*made, group("greedy", r.integers(3, 199, 21), **greedy), group("cut", r.integers(3, 199, 33), n=3, **cut)]
+
+
+def assert_same(one: dict[tuple[str, int], Sample], other: dict[tuple[str, int], Sample]) -> None:
+    assert one.keys() == other.keys()
+    for key, sample in one.items():
+        np.testing.assert_array_equal(sample.token_ids, other[key].token_ids)
+        assert sample.logprobs.tobytes() == other[key].logprobs.tobytes(), "log-probs differ in some bit"
+        assert sample.finish_reason == other[key].finish_reason
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def canonical(request: pytest.FixtureRequest) -> tuple[str, dict[tuple[str, int], Sample]]:
+    return request.param, run(tiny_engine(dtype=request.param, **ROOMY), groups())
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_class(name: str, canonical: tuple[str, dict[tuple[str, int], Sample]]) -> None:
+    dtype, samples = canonical
+    engine = tiny_engine(dtype=dtype, **CLASSES[name])
+    assert_same(samples, run(engine, groups()))
+    if "resets" in name:
+        assert engine.counters.soft_resets > 0
+    if "offload" in name:
+        assert engine.counters.offloads > 0
+    if name in ("offload", "offload, mirrored ahead"):
+        assert engine.counters.recomputed_tokens == 0
+
+
+def test_alone_or_in_a_crowd(canonical: tuple[str, dict[tuple[str, int], Sample]]) -> None:
+    """Each group alone, and all of them among 40 others that come and go."""
+    dtype, samples = canonical
+    for each in groups():
+        alone = run(tiny_engine(dtype=dtype, **ROOMY), [each])
+        assert_same({key: samples[key] for key in alone}, alone)
+    r = np.random.default_rng(9)
+    crowd = [
+        group(f"other{i}", r.integers(3, 199, int(r.integers(1, 50))), n=int(r.integers(1, 6)), max_tokens=12, seed=i)
+        for i in range(40)
+    ]
+    for pool in (ROOMY, {"kv_tokens": 512}):
+        mixed = run(tiny_engine(dtype=dtype, **pool), [*crowd[:20], *groups(), *crowd[20:]])
+        assert_same(samples, {key: mixed[key] for key in samples})
+
+
+def test_forked_or_independent(canonical: tuple[str, dict[tuple[str, int], Sample]]) -> None:
+    """Child i of a group is the same whether n is 4 or 7: it depends on (seed, index, position) and its logits."""
+    dtype, samples = canonical
+    each = groups()[3]
+    wider = group("g3", each.prompt, n=7, max_tokens=20, seed=3, ignore_eos=True)
+    mine = run(tiny_engine(dtype=dtype, **ROOMY), [wider])
+    assert_same({("g3", i): samples["g3", i] for i in range(4)}, {("g3", i): mine["g3", i] for i in range(4)})
+
+
+def test_another_seed_is_seen(canonical: tuple[str, dict[tuple[str, int], Sample]]) -> None:
+    dtype, samples = canonical
+    with pytest.raises(AssertionError):
+        assert_same(samples, run(tiny_engine(dtype=dtype, **ROOMY), groups(seed=1)))
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 64])
+def test_block_sizes_agree(block_size: int) -> None:
+    """Another block size is another order of sums: greedy tokens agree in fp32, log-probs to 1e-5."""
+    greedy = [group(g.id, g.prompt, temperature=0.0, n=1, max_tokens=20, ignore_eos=True) for g in groups()]
+    one = run(tiny_engine(**ROOMY), greedy)
+    other = run(tiny_engine(block_size=block_size, **ROOMY), greedy)
+    for key, sample in one.items():
+        np.testing.assert_array_equal(sample.token_ids, other[key].token_ids)
+        np.testing.assert_allclose(sample.logprobs, other[key].logprobs, atol=1e-5, rtol=0)

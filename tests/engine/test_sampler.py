@@ -1,0 +1,139 @@
+"""The sampler: distributions, truncation, independence of the batch, numbers that are not finite."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.request import Sampling
+from engine.sampler import SamplingBatch, sample, uniform
+
+
+def batch(samplings: list[Sampling], position: int = 0) -> SamplingBatch:
+    """One draw from one row of logits for each; draw i is child i."""
+    n = len(samplings)
+    u = uniform(*(np.array(x, np.uint64) for x in ([s.seed or 0 for s in samplings], range(n), [position] * n)))
+    return SamplingBatch(
+        logits_row=np.arange(n),
+        temperature=np.array([s.temperature for s in samplings], np.float32),
+        top_k=np.array([s.top_k for s in samplings], np.int64),
+        top_p=np.array([s.top_p for s in samplings], np.float32),
+        min_p=np.array([s.min_p for s in samplings], np.float32),
+        uniform=u,
+        forbidden=[],
+        raw=any(s.raw_logprobs for s in samplings),
+    )
+
+
+def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    want = probabilities[probabilities > 0] * counts.sum()
+    return float(((counts[probabilities > 0] - want) ** 2 / want).sum())
+
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(), 6),
+        (Sampling(temperature=0.5), 6),
+        (Sampling(temperature=2.0), 6),
+        (Sampling(top_k=3), 3),
+        (Sampling(top_p=0.7), 2),
+        (Sampling(min_p=0.2), 3),
+        (Sampling(temperature=1.5, top_k=5, top_p=0.9, min_p=0.05), 4),
+    ],
+)
+def test_frequencies_are_the_probabilities(sampling: Sampling, kept: int) -> None:
+    """chi-square over 20,000 draws; the log-prob returned is that of the distribution drawn from."""
+    n = 20_000
+    drawn = sample(LOGITS.expand(n, -1), batch([sampling] * n))
+    scaled = (LOGITS / sampling.temperature).log_softmax(-1)
+    reference = _cut_by_hand(scaled.double().exp().numpy(), sampling)
+    assert (reference > 0).sum() == kept
+    counts = np.bincount(drawn.tokens, minlength=6)
+    assert (counts[reference == 0] == 0).all()
+    assert chi_square(counts, reference) < 20.5, "p < 0.001 at 5 degrees of freedom"
+    np.testing.assert_allclose(drawn.logprobs, np.log(reference[drawn.tokens]), atol=1e-5)
+
+
+def test_a_wrong_distribution_is_seen() -> None:
+    """The negative control of the test above."""
+    drawn = sample(LOGITS.expand(20_000, -1), batch([Sampling(temperature=1.1)] * 20_000))
+    assert chi_square(np.bincount(drawn.tokens, minlength=6), LOGITS.softmax(-1).double().numpy()) > 20.5
+
+
+def _cut_by_hand(p: np.ndarray, sampling: Sampling) -> np.ndarray:
+    order = np.argsort(-p, kind="stable")
+    keep = np.ones(len(p), bool)
+    if sampling.top_k:
+        keep[order[sampling.top_k :]] = False
+    p = np.where(keep, p, 0) / p[keep].sum()
+    p = np.where(p >= sampling.min_p * p.max(), p, 0)
+    p /= p.sum()
+    mass = 0.0
+    out = np.zeros_like(p)
+    for token in order:
+        if mass >= sampling.top_p:
+            break
+        out[token] = p[token]
+        mass += p[token]
+    return out / out.sum()
+
+
+def test_draws_are_independent_over_seed_index_and_position() -> None:
+    n = 30_000
+    u = np.stack(
+        [
+            uniform(*(np.array(x, np.uint64) for x in axes))
+            for axes in ((range(n), [0] * n, [0] * n), ([7] * n, range(n), [0] * n), ([7] * n, [0] * n, range(n)))
+        ]
+    )
+    assert ((u >= 0) & (u < 1)).all()
+    for row in u:
+        assert chi_square(np.bincount((row * 50).astype(int), minlength=50), np.full(50, 1 / 50)) < 85.4
+        assert abs(np.corrcoef(row[:-1], row[1:])[0, 1]) < 0.02
+    assert (np.abs(np.corrcoef(u) - np.eye(3)) < 0.02).all()
+
+
+def test_a_row_does_not_see_its_neighbours() -> None:
+    """Tokens and log-probs to the bit, alone and among rows that ask for every kind of truncation."""
+    torch.manual_seed(0)
+    logits = torch.randn(12, 1000) * 3
+    kinds = [Sampling(seed=1), Sampling(temperature=0.0), Sampling(top_k=7, seed=2), Sampling(top_p=0.8, seed=3)]
+    kinds += [
+        Sampling(min_p=0.1, seed=4),
+        Sampling(temperature=0.6, top_k=20, top_p=0.9, min_p=0.01, seed=5, raw_logprobs=True),
+    ]
+    together = sample(logits, batch(kinds * 2))
+    for i, kind in enumerate(kinds * 2):
+        lone = batch([kind])
+        lone.uniform[:] = batch(kinds * 2).uniform[i]
+        alone = sample(logits[i : i + 1], lone)
+        assert alone.tokens[0] == together.tokens[i]
+        assert alone.logprobs.tobytes() == together.logprobs[i : i + 1].tobytes()
+
+
+def test_greedy_takes_the_best_and_never_draws() -> None:
+    drawn = sample(LOGITS.expand(100, -1), batch([Sampling(temperature=0.0)] * 100))
+    assert (drawn.tokens == 0).all()
+    np.testing.assert_allclose(drawn.logprobs, LOGITS.log_softmax(-1)[0].item(), rtol=1e-6)
+
+
+def test_the_ends_of_the_unit_interval() -> None:
+    """u = 0 and u just below 1 fall on tokens that can be drawn."""
+    logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]] * 2)
+    ends = batch([Sampling()] * 2)
+    ends.uniform[:] = [0.0, np.nextafter(1.0, 0.0)]
+    assert sample(logits.nan_to_num(neginf=-1e30), ends).tokens.tolist() == [1, 2]
+
+
+def test_what_is_not_finite_is_flagged() -> None:
+    logits = torch.randn(3, 50)
+    logits[1, 7] = torch.nan
+    drawn = sample(logits, batch([Sampling()] * 3))
+    assert drawn.finite.tolist() == [True, False, True]
+    clean = sample(logits[[0, 2]], batch([Sampling()] * 2))
+    assert clean.tokens[0] == drawn.tokens[0]

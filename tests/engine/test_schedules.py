@@ -1,0 +1,198 @@
+"""Random schedules over both pools and the index, and mutants of the store that they must catch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import engine.blocks
+import engine.prefix
+import engine.pressure
+import engine.scheduler
+from engine.blocks import BlockPool, BlockStore
+from engine.scheduler import Scheduler
+from tests.engine.harness import Harness, random_schedule
+
+
+@settings(max_examples=4000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**48))
+def test_random_schedules(seed: int) -> None:
+    """4,000 schedules of 50 operations: nothing lost, nothing leaked, nothing wrong, whatever fails in between."""
+    random_schedule(seed)
+
+
+@pytest.mark.long
+@settings(max_examples=100_000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**48))
+def test_random_schedules_long(seed: int) -> None:
+    random_schedule(seed)
+
+
+@settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**48))
+def test_tight_pools_finish(seed: int) -> None:
+    """Pools of 1.0 to 1.5 times the largest sequence: everything finishes, and no child is parked without bound."""
+    r = random.Random(seed)
+    size = r.choice([2, 4, 8])
+    longest = r.randrange(8, 60)
+    blocks = -(-longest // size)
+    h = Harness(
+        int(blocks * r.uniform(1.0, 1.5)),
+        r.choice([0, 5, 400]),
+        block_size=size,
+        max_num_seqs=r.choice([2, 8, 32]),
+        max_batch_tokens=32,
+        mirror_ahead=r.random() < 0.5,
+        min_run_tokens=r.choice([0, 4]),
+        lookahead_blocks=r.choice([1, 2]),
+    )
+    for number in range(r.randrange(1, 5)):
+        prompt = [r.randrange(1, 97) for _ in range(r.randrange(1, longest))]
+        n, most = r.choice([1, 4, 32]), longest - len(prompt)
+        assert h.submit(f"g{number}", prompt, client=r.choice("ab"), n=n, max_tokens=most, seed=number)
+    h.finish(20_000)
+
+
+def patch_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """skip a release of a device slot"""
+    release, calls = BlockPool.release, [0]
+
+    def skip(self: BlockPool, slot: int) -> None:
+        calls[0] += 1
+        if calls[0] % 7:
+            release(self, slot)
+        else:
+            self.holder[slot] = None
+
+    monkeypatch.setattr(BlockPool, "release", skip)
+
+
+def patch_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fork without counting"""
+    monkeypatch.setattr(BlockStore, "share", lambda self, blocks: None)
+
+
+def patch_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """the key forgets the block before"""
+    key = engine.prefix.block_key
+
+    def orphan(parent: bytes | None, tokens: object, version: int) -> bytes:
+        return key(b"x" if parent else None, tokens, version)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.prefix, "block_key", orphan)
+    monkeypatch.setattr(engine.scheduler, "block_key", orphan)
+
+
+def patch_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """the key forgets the version"""
+    key = engine.prefix.block_key
+    monkeypatch.setattr(engine.prefix, "block_key", lambda parent, tokens, version: key(parent, tokens, 0))
+    monkeypatch.setattr(engine.scheduler, "block_key", lambda parent, tokens, version: key(parent, tokens, 0))
+
+
+def patch_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """write into a shared partial block instead of a copy"""
+
+    def extend(self: Scheduler, seq: object, cached: int) -> None:
+        while len(seq.blocks) < self._blocks_for(cached):  # type: ignore[attr-defined]
+            seq.add_block(self.store.new(self.version))  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Scheduler, "_extend", extend)
+
+
+def patch_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a restored block is not copied back"""
+    use = BlockStore.use
+
+    def forget(self: BlockStore, block: object, full: bool) -> None:
+        use(self, block, full)  # type: ignore[arg-type]
+        self.moves.restores.clear()
+
+    monkeypatch.setattr(BlockStore, "use", forget)
+
+
+def patch_stale_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """the copy of a partial block in host memory outlives a restore"""
+    use = BlockStore.use
+    monkeypatch.setattr(BlockStore, "use", lambda self, block, full: use(self, block, True))
+
+
+def patch_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """after a failed copy the destination is trusted"""
+    failed = BlockStore.move_failed
+
+    def trust(self: BlockStore) -> set[object]:
+        failed(self)
+        return set()
+
+    monkeypatch.setattr(BlockStore, "move_failed", trust)
+
+
+def patch_failed_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """after a failed copy the host's half is trusted"""
+    failed = BlockStore.move_failed
+
+    def trust(self: BlockStore) -> set[object]:
+        self._to_host.clear()
+        return failed(self)  # type: ignore[return-value]
+
+    monkeypatch.setattr(BlockStore, "move_failed", trust)
+
+
+def patch_disown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """an owner too many leaves"""
+    disown = BlockStore.disown
+    calls = [0]
+
+    def twice(self: BlockStore, block: object, used: bool) -> None:
+        calls[0] += 1
+        disown(self, block, used)  # type: ignore[arg-type]
+        if calls[0] % 11 == 0 and block.owners > block.users:  # type: ignore[attr-defined]
+            disown(self, block, False)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(BlockStore, "disown", twice)
+
+
+def patch_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """restores before offloads"""
+    move = Harness.move
+
+    def wrong(self: Harness, moves: engine.blocks.Moves, stop: int | None) -> None:
+        move(self, engine.blocks.Moves(restores=moves.restores), stop)
+        move(self, engine.blocks.Moves(offloads=moves.offloads, copies=moves.copies), stop)
+
+    monkeypatch.setattr(Harness, "move", wrong)
+
+
+def patch_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a parked sequence's blocks leave without a copy when host memory is full, and it is not told"""
+    monkeypatch.setattr(engine.blocks.Block, "lost", property(lambda self: False))
+
+
+MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    patch_release,
+    patch_share,
+    patch_hash,
+    patch_version,
+    patch_copy,
+    patch_restore,
+    patch_stale_host,
+    patch_failed,
+    patch_failed_host,
+    patch_disown,
+    patch_order,
+    patch_lost,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__doc__)
+def test_mutants_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: each way to break the store turns the random schedules red."""
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, IndexError, AttributeError, TypeError, engine.blocks.OutOfBlocks)):
+        for seed in range(400):
+            random_schedule(seed)

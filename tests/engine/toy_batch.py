@@ -1,0 +1,22 @@
+"""A SamplingBatch for a single draw, for computing by hand what an engine must draw."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.request import Sampling
+from engine.sampler import SamplingBatch, uniform
+
+
+def one_draw(sampling: Sampling, index: int, position: int) -> SamplingBatch:
+    assert sampling.seed is not None
+    return SamplingBatch(
+        logits_row=np.zeros(1, np.int64),
+        temperature=np.array([sampling.temperature], np.float32),
+        top_k=np.array([sampling.top_k], np.int64),
+        top_p=np.array([sampling.top_p], np.float32),
+        min_p=np.array([sampling.min_p], np.float32),
+        uniform=uniform(*(np.array([x], np.uint64) for x in (sampling.seed, index, position))),
+        forbidden=[],
+        raw=False,
+    )
