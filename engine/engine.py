@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import torch
 
-from engine.attention import Backend, ReferenceAttention
+from engine.attention import Backend, choose_backend
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.kv import KVGeometry, PagedKV
@@ -60,7 +60,8 @@ class Engine:
             module = load_model(config.model, getattr(torch, config.dtype), torch.device(config.device))
             model = Model(module, config.model)
         self.model = model
-        self.backend: Backend = ReferenceAttention()
+        self.backend = choose_backend(config.attention, model.device, config.threads)
+        log.info("%s: %s", model.name, self.backend)
         self.counters = Counters()
         bytes_per_block = model.geometry.bytes_per_token * config.block_size
         device_blocks = _device_blocks(config, bytes_per_block, model)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.blocks import Moves
+from engine.pool import Moves
 
 
 class KVGeometry(NamedTuple):

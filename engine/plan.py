@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.blocks import Moves
+from engine.pool import Moves
 from engine.sequence import Sequence
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 if TYPE_CHECKING:
-    from engine.blocks import Block
+    from engine.pool import Block
 
 
 def block_key(parent: bytes | None, tokens: np.ndarray, version: int) -> bytes:

@@ -18,15 +18,17 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 
-from engine.blocks import Block, BlockStore
+from engine.blocks import BlockStore
 from engine.config import EngineConfig
-from engine.plan import Drawn, Plan, Row, SharedPrefix
-from engine.prefix import block_key
+from engine.plan import Drawn, Plan, Row
+from engine.pool import Block
 from engine.pressure import Pressure
 from engine.queue import WaitingQueue
 from engine.request import FinishReason, Group, Sample
 from engine.sequence import GroupState, Sequence
+from engine.sharing import computed_by_other, shared_prefixes
 from engine.stats import Counters
+from engine.tables import BlockTables
 
 
 class Scheduler:
@@ -55,6 +57,7 @@ class Scheduler:
         self.admitting = True
         """False: waiting sequences stay where they are"""
         self.counters = counters
+        self.tables = BlockTables(config, self.store, counters)
         self.pressure = Pressure(config, self.store, counters)
         self._clock = clock
         self._submitted = 0
@@ -101,7 +104,8 @@ class Scheduler:
                 budget -= row.count
         self.pressure.mirror(self.running)
         rows.sort(key=lambda row: row.sequence.age)
-        return Plan(tuple(rows), tuple(self._shared_prefixes(rows)), self.store.moves)
+        shared = tuple(shared_prefixes(rows, self.block_size)) if self.config.share_prefix else ()
+        return Plan(tuple(rows), shared, self.store.moves)
 
     def moved(self) -> None:
         """The plan's copies are done."""
@@ -112,7 +116,7 @@ class Scheduler:
         self.counters.failed_moves += 1
         broken = self.store.move_failed()
         for row in plan.rows:
-            self._truncate(row.sequence, self._blocks_for(row.sequence.cached))
+            self.tables.truncate(row.sequence, self._blocks_for(row.sequence.cached))
         for seq in list(self.running):
             if any(block in broken for block in seq.blocks):
                 self._stop(seq)
@@ -129,7 +133,7 @@ class Scheduler:
             self._count_row(row)
             seq.cached = row.start + row.count
             seq.computed = max(seq.computed, seq.cached)
-            self._fill_blocks(seq, row.start)
+            self.tables.fill(seq, row.start)
             if not row.samples:
                 continue
             for child in self._fork(seq) if not seq.state.forked else [seq]:
@@ -144,7 +148,7 @@ class Scheduler:
         """A step went wrong: the groups of its rows end with an error. What their blocks hold is not reused."""
         states = {row.sequence.state.number: row.sequence.state for row in plan.rows}
         for row in plan.rows:
-            self._distrust(row.sequence)
+            self.tables.distrust(row.sequence)
         return [sample for state in states.values() for sample in self._end_group(state, "error", reason)]
 
     def fail_stuck(self) -> list[Sample]:
@@ -194,91 +198,28 @@ class Scheduler:
         """The next tokens of a running sequence, at most `budget`. None: it must wait for blocks, or for a row of this very
         step that computes the same prefix."""
         if seq.uncached > 1:
-            self._find_cached(seq)
+            self.tables.find_cached(seq, self.version)
             copied = bool(self.store.available and seq.cached % self.block_size and seq.blocks[-1].owners > 1)
             room = (len(seq.blocks) + self.store.available - copied) * self.block_size - seq.cached
             budget = min(budget, room)
         count = min(seq.uncached, budget)
-        if count <= 0 or (seq.uncached > 1 and self._computed_by_other(seq, count, planned)):
+        if count <= 0:
             return None
+        if self.config.prefix_cache and seq.uncached > 1:
+            if computed_by_other(seq, count, planned, self.block_size, self.version):
+                return None
         samples = 0
         if count == seq.uncached:
             samples = 1 if seq.state.forked else seq.state.group.sampling.n
-        self._extend(seq, seq.cached + count)
+        self.tables.extend(seq, seq.cached + count, self.version)
         return Row(seq, seq.cached, count, samples)
-
-    def _extend(self, seq: Sequence, cached: int) -> None:
-        """Blocks to write tokens up to `cached`: a shared partial block is copied first, new ones are taken."""
-        if seq.cached % self.block_size:
-            block = seq.blocks[-1]
-            if block.owners > 1:
-                seq.put_block(-1, self.store.copy(block) if self.store.available else self.store.steal(block))
-            if seq.blocks[-1].version != self.version:
-                seq.blocks[-1].mixed = True
-        while len(seq.blocks) < self._blocks_for(cached):
-            seq.add_block(self.store.new(self.version))
-
-    def _find_cached(self, seq: Sequence) -> None:
-        """Full blocks that the prefix index knows are taken over instead of computed. One token stays to be computed, for its
-        logits."""
-        size = self.block_size
-        oldest = self.version - seq.state.group.sampling.max_kv_lag
-        while self.config.prefix_cache and seq.cached % size == 0 and seq.cached + size < seq.length:
-            parent = seq.blocks[-1].key if seq.blocks else None
-            if seq.blocks and parent is None:
-                return
-            block = self.store.index.find(parent, seq.tokens(seq.cached, size), self.version, oldest)
-            if block is None or (block.device is None and not self.store.available):
-                return
-            self.store.adopt(block)
-            self.store.use(block, full=True)
-            seq.add_block(block)
-            seq.cached += size
-            self.counters.prefix_hit_tokens += size
-
-    def _computed_by_other(self, seq: Sequence, count: int, planned: set[bytes]) -> bool:
-        """True if another row of this step computes the same next block. Adds the row's own blocks to `planned`."""
-        if not self.config.prefix_cache:
-            return False
-        size = self.block_size
-        first = seq.cached // size
-        parent = seq.blocks[first - 1].key if first else None
-        if (first and parent is None) or (seq.cached % size and seq.blocks[-1].version != self.version):
-            return False
-        for i in range(first, (seq.cached + count) // size):
-            parent = block_key(parent, seq.tokens(i * size, size), self.version)
-            if i == first and seq.cached % size == 0 and parent in planned:
-                return True
-            planned.add(parent)
-        return False
-
-    def _shared_prefixes(self, rows: list[Row]) -> list[SharedPrefix]:
-        """Runs of rows of one group that stand on the same prompt blocks."""
-        shared = []
-        first = 0
-        while first < len(rows):
-            seq = rows[first].sequence
-            blocks = seq.num_prompt // self.block_size
-            end = first + 1
-            if blocks and rows[first].start >= blocks * self.block_size:
-                prefix = seq.blocks[blocks - 1]
-                while end < len(rows) and self._stands_on(rows[end], seq.state, blocks, prefix):
-                    end += 1
-                if end - first > 1:
-                    shared.append(SharedPrefix(first, end - first, blocks))
-            first = end
-        return shared
-
-    def _stands_on(self, row: Row, state: GroupState, blocks: int, prefix: Block) -> bool:
-        seq = row.sequence
-        return seq.state is state and row.start >= blocks * self.block_size and seq.blocks[blocks - 1] is prefix
 
     # ── starting and stopping ─────────────────────────────────────────────────────────────────────────────────────────
     def _start(self, seq: Sequence, budget: int, planned: set[bytes]) -> bool:
         """Let a waiting sequence run if its blocks and the next chunk fit beside what runs."""
         for i, block in enumerate(seq.blocks):
             if block.lost:
-                self._truncate(seq, i)
+                self.tables.truncate(seq, i)
                 break
         if not self.pressure.fits(seq, self.running, budget):
             return False
@@ -321,27 +262,9 @@ class Scheduler:
 
     def _soft_reset(self, seq: Sequence) -> None:
         """Give the KV up; it is prefilled again from whatever the prefix index still has."""
-        self._truncate(seq, 0)
-
-    def _truncate(self, seq: Sequence, blocks: int) -> None:
-        for block in seq.blocks[blocks:]:
-            self.store.disown(block, used=seq.running)
-        del seq.blocks[blocks:]
-        seq.cached = min(seq.cached, blocks * self.block_size)
-        seq.mirrored = min(seq.mirrored, blocks)
+        self.tables.truncate(seq, 0)
 
     # ── after a step ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def _fill_blocks(self, seq: Sequence, start: int) -> None:
-        """Blocks that became full get their key, and can be found from now on."""
-        size = self.block_size
-        for i in range(start // size, seq.cached // size):
-            block = seq.blocks[i]
-            parent = seq.blocks[i - 1].key if i else None
-            if block.key is not None or block.mixed or (i and parent is None) or not self.config.prefix_cache:
-                continue
-            block.key = block_key(parent, seq.tokens(i * size, size), block.version)
-            self.store.index.add(block)
-
     def _fork(self, seq: Sequence) -> list[Sequence]:
         """The prompt is cached: n children share its blocks. Those that find no place to run wait like anyone else."""
         seq.state.forked = True
@@ -357,12 +280,13 @@ class Scheduler:
                 self.waiting.put(child)
         self.counters.forks += len(children) - 1
         self.counters.fork_saved_tokens += (len(children) - 1) * seq.num_prompt
+        self.counters.fork_shared_blocks += (len(children) - 1) * (seq.num_prompt // self.block_size)
         return children
 
     def _take_token(self, seq: Sequence, drawn: Drawn, at: int) -> Sample | None:
         """Append what was drawn; the sample if that ends the child."""
         if not drawn.finite[at]:
-            self._distrust(seq)
+            self.tables.distrust(seq)
             reason = f"the logits of token {len(seq.output)} hold NaN or infinity: the weights or the KV are not finite"
             return self._end(seq, "error", reason)
         sampling = seq.state.group.sampling
@@ -400,12 +324,6 @@ class Scheduler:
             n = state.group.sampling.n
             return [only, *(Sequence(state, i, 0).sample(reason, only.seconds, error) for i in range(1, n))]
         return [self._end(seq, reason, error) for seq in list(state.sequences.values())]
-
-    def _distrust(self, seq: Sequence) -> None:
-        """What this sequence alone holds is never found by the prefix index again."""
-        for block in seq.blocks:
-            if block.owners == 1:
-                self.store.index.remove(block)
 
     def _count_row(self, row: Row) -> None:
         if not row.sequence.state.forked or row.sequence.uncached > 1:

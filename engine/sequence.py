@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from engine.blocks import Block
+from engine.pool import Block
 from engine.request import FinishReason, Group, Sample
 
 

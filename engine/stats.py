@@ -19,6 +19,8 @@ class Counters:
     forks: int = 0
     fork_saved_tokens: int = 0
     """prompt tokens that children did not have to prefill"""
+    fork_shared_blocks: int = 0
+    """full prompt blocks that children took by reference"""
     offloads: int = 0
     """sequences parked in host memory"""
     offloaded_blocks: int = 0

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.blocks import Moves
 from engine.config import EngineConfig
 from engine.plan import Drawn, Plan
+from engine.pool import Moves
 from engine.request import Group, Sample, Sampling
 from engine.scheduler import Scheduler
 from engine.stats import Counters

@@ -42,6 +42,7 @@ def test_fork_saves_the_work() -> None:
     assert status["prefill_tokens"] <= 2048 + 64
     assert status["kv"]["device_used"] <= 2048 // 32 + 2 * 64
     assert status["fork_saved_tokens"] == 63 * 2048
+    assert status["fork_shared_blocks"] == 63 * 2048 // 32
     e.check()
 
 

@@ -48,15 +48,18 @@ def assert_same(one: dict[tuple[str, int], Sample], other: dict[tuple[str, int],
         assert sample.finish_reason == other[key].finish_reason
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def canonical(request: pytest.FixtureRequest) -> tuple[str, dict[tuple[str, int], Sample]]:
-    return request.param, run(tiny_engine(dtype=request.param, **ROOMY), groups())
+ARITHMETIC = [{"dtype": dtype, "attention": name} for dtype in ("float32", "bfloat16") for name in ("native", "reference")]
+
+
+@pytest.fixture(scope="module", params=ARITHMETIC, ids=lambda options: "-".join(options.values()))
+def canonical(request: pytest.FixtureRequest) -> tuple[dict[str, str], dict[tuple[str, int], Sample]]:
+    return request.param, run(tiny_engine(**request.param, **ROOMY), groups())
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_class(name: str, canonical: tuple[str, dict[tuple[str, int], Sample]]) -> None:
-    dtype, samples = canonical
-    engine = tiny_engine(dtype=dtype, **CLASSES[name])
+def test_class(name: str, canonical: tuple[dict[str, str], dict[tuple[str, int], Sample]]) -> None:
+    arithmetic, samples = canonical
+    engine = tiny_engine(**arithmetic, **CLASSES[name])
     assert_same(samples, run(engine, groups()))
     if "resets" in name:
         assert engine.counters.soft_resets > 0
@@ -66,11 +69,11 @@ def test_class(name: str, canonical: tuple[str, dict[tuple[str, int], Sample]]) 
         assert engine.counters.recomputed_tokens == 0
 
 
-def test_alone_or_in_a_crowd(canonical: tuple[str, dict[tuple[str, int], Sample]]) -> None:
+def test_alone_or_in_a_crowd(canonical: tuple[dict[str, str], dict[tuple[str, int], Sample]]) -> None:
     """Each group alone, and all of them among 40 others that come and go."""
-    dtype, samples = canonical
+    arithmetic, samples = canonical
     for each in groups():
-        alone = run(tiny_engine(dtype=dtype, **ROOMY), [each])
+        alone = run(tiny_engine(**arithmetic, **ROOMY), [each])
         assert_same({key: samples[key] for key in alone}, alone)
     r = np.random.default_rng(9)
     crowd = [
@@ -78,23 +81,23 @@ def test_alone_or_in_a_crowd(canonical: tuple[str, dict[tuple[str, int], Sample]
         for i in range(40)
     ]
     for pool in (ROOMY, {"kv_tokens": 512}):
-        mixed = run(tiny_engine(dtype=dtype, **pool), [*crowd[:20], *groups(), *crowd[20:]])
+        mixed = run(tiny_engine(**arithmetic, **pool), [*crowd[:20], *groups(), *crowd[20:]])
         assert_same(samples, {key: mixed[key] for key in samples})
 
 
-def test_forked_or_independent(canonical: tuple[str, dict[tuple[str, int], Sample]]) -> None:
+def test_forked_or_independent(canonical: tuple[dict[str, str], dict[tuple[str, int], Sample]]) -> None:
     """Child i of a group is the same whether n is 4 or 7: it depends on (seed, index, position) and its logits."""
-    dtype, samples = canonical
+    arithmetic, samples = canonical
     each = groups()[3]
     wider = group("g3", each.prompt, n=7, max_tokens=20, seed=3, ignore_eos=True)
-    mine = run(tiny_engine(dtype=dtype, **ROOMY), [wider])
+    mine = run(tiny_engine(**arithmetic, **ROOMY), [wider])
     assert_same({("g3", i): samples["g3", i] for i in range(4)}, {("g3", i): mine["g3", i] for i in range(4)})
 
 
-def test_another_seed_is_seen(canonical: tuple[str, dict[tuple[str, int], Sample]]) -> None:
-    dtype, samples = canonical
+def test_another_seed_is_seen(canonical: tuple[dict[str, str], dict[tuple[str, int], Sample]]) -> None:
+    arithmetic, samples = canonical
     with pytest.raises(AssertionError):
-        assert_same(samples, run(tiny_engine(dtype=dtype, **ROOMY), groups(seed=1)))
+        assert_same(samples, run(tiny_engine(**arithmetic, **ROOMY), groups(seed=1)))
 
 
 @pytest.mark.parametrize("block_size", [4, 16, 64])

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import engine.blocks
 import engine.prefix
-import engine.pressure
-import engine.scheduler
-from engine.blocks import BlockPool, BlockStore
-from engine.scheduler import Scheduler
+import engine.sharing
+import engine.tables
+from engine.blocks import BlockStore
+from engine.pool import Block, BlockPool, Moves, OutOfBlocks
+from engine.sequence import Sequence
+from engine.tables import BlockTables
 from tests.engine.harness import Harness, random_schedule
 
 
@@ -76,6 +77,11 @@ def patch_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockStore, "share", lambda self, blocks: None)
 
 
+def replace_key(monkeypatch: pytest.MonkeyPatch, key: Callable[[bytes | None, object, int], bytes]) -> None:
+    for module in (engine.prefix, engine.sharing, engine.tables):
+        monkeypatch.setattr(module, "block_key", key)
+
+
 def patch_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     """the key forgets the block before"""
     key = engine.prefix.block_key
@@ -83,25 +89,23 @@ def patch_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     def orphan(parent: bytes | None, tokens: object, version: int) -> bytes:
         return key(b"x" if parent else None, tokens, version)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine.prefix, "block_key", orphan)
-    monkeypatch.setattr(engine.scheduler, "block_key", orphan)
+    replace_key(monkeypatch, orphan)
 
 
 def patch_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """the key forgets the version"""
     key = engine.prefix.block_key
-    monkeypatch.setattr(engine.prefix, "block_key", lambda parent, tokens, version: key(parent, tokens, 0))
-    monkeypatch.setattr(engine.scheduler, "block_key", lambda parent, tokens, version: key(parent, tokens, 0))
+    replace_key(monkeypatch, lambda parent, tokens, version: key(parent, tokens, 0))  # type: ignore[arg-type]
 
 
 def patch_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """write into a shared partial block instead of a copy"""
 
-    def extend(self: Scheduler, seq: object, cached: int) -> None:
-        while len(seq.blocks) < self._blocks_for(cached):  # type: ignore[attr-defined]
-            seq.add_block(self.store.new(self.version))  # type: ignore[attr-defined]
+    def extend(self: BlockTables, seq: Sequence, cached: int, version: int) -> None:
+        while len(seq.blocks) < -(-cached // self.block_size):
+            seq.add_block(self.store.new(version))
 
-    monkeypatch.setattr(Scheduler, "_extend", extend)
+    monkeypatch.setattr(BlockTables, "extend", extend)
 
 
 def patch_restore(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,16 +165,16 @@ def patch_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """restores before offloads"""
     move = Harness.move
 
-    def wrong(self: Harness, moves: engine.blocks.Moves, stop: int | None) -> None:
-        move(self, engine.blocks.Moves(restores=moves.restores), stop)
-        move(self, engine.blocks.Moves(offloads=moves.offloads, copies=moves.copies), stop)
+    def wrong(self: Harness, moves: Moves, stop: int | None) -> None:
+        move(self, Moves(restores=moves.restores), stop)
+        move(self, Moves(offloads=moves.offloads, copies=moves.copies), stop)
 
     monkeypatch.setattr(Harness, "move", wrong)
 
 
 def patch_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """a parked sequence's blocks leave without a copy when host memory is full, and it is not told"""
-    monkeypatch.setattr(engine.blocks.Block, "lost", property(lambda self: False))
+    monkeypatch.setattr(Block, "lost", property(lambda self: False))
 
 
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
@@ -193,6 +197,6 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
 def test_mutants_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: each way to break the store turns the random schedules red."""
     mutant(monkeypatch)
-    with pytest.raises((AssertionError, KeyError, IndexError, AttributeError, TypeError, engine.blocks.OutOfBlocks)):
+    with pytest.raises((AssertionError, KeyError, IndexError, AttributeError, TypeError, OutOfBlocks)):
         for seed in range(400):
             random_schedule(seed)

@@ -1,0 +1,55 @@
+# Needs python3 (3.11 or later) and make; everything else goes into .venv. PYTHON=… picks another interpreter.
+# torch comes from pip's own index: on a machine without a GPU, PIP_EXTRA_INDEX_URL (or pip.conf) may name a CPU-only one.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+PACKAGES := engine transport rollout
+SOURCES := $(PACKAGES) $(wildcard recipes) tests
+
+.DEFAULT_GOAL := help
+.PHONY: help venv model demo test check format bench clean
+.SUFFIXES:
+
+help:
+	@echo "make demo    a real model answers a trainer's groups over ZeroMQ (about a minute, after the installation)"
+	@echo "make test    the test suite"
+	@echo "make check   format, lint, types, import directions"
+	@echo "make bench   throughput of the named workloads; WORKLOADS='fanout long' and ARGS='--scale 0.25' pick"
+	@echo "make format  let ruff rewrite the sources"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "rollout needs Python 3.11 or later; name one: make PYTHON=python3.12 …" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' \
+		|| { echo "this Python cannot make virtual environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,plot,wandb]'
+	@touch $@
+
+model: $(STAMP)
+	@$(BIN)/python -m rollout.models smollm2 >/dev/null
+
+demo: $(STAMP)
+	@$(BIN)/rollout demo $(ARGS)
+
+test: model
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	@$(BIN)/ruff format --check $(SOURCES)
+	@$(BIN)/ruff check $(SOURCES)
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest --quiet tests/test_shape.py
+
+format: $(STAMP)
+	@$(BIN)/ruff format $(SOURCES)
+	@$(BIN)/ruff check --fix $(SOURCES)
+
+bench: model
+	@$(BIN)/rollout bench $(or $(WORKLOADS),fanout long pressure shared_prefix fork_latency single_stream) $(ARGS)
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,617 @@
+/* Attention over paged KV on CPUs, in one file without headers of torch.
+
+   The promise: what a query gets depends on its own numbers alone. A query meets its blocks one after the other with online
+   softmax in fp32 (Milakov & Gimelshein 2018; Dao et al. 2022), and every number of it lives in lanes of its own: tiles of
+   1 … 6 queries, a shared or a private block, one thread or many run the same operations on the same lanes in the same
+   order. A masked position adds exactly nothing. No query's blocks are ever split over threads.
+
+   Sharing: rows that stand beside each other and have the same next block in their tables meet it together, so that it is
+   read once for all of them; they part where their tables differ (a walk over the trie of their tables, so prefixes nest).
+
+   Memory. The pool is [blocks, layers, 2, kv_heads, block_size, head_dim]. Inside one head's K or V of one block the elements
+   are packed into 32-bit words, VL words being one vector register. A word is one fp32, or a pair of bf16 (low half first):
+
+       K   [block_size / VL][S][VL] words    word (tile, s, lane) = dims 2s, 2s+1 of token tile · VL + lane   (fp32: dim s)
+       V   [block_size / 2][D] words         word (t, d) = dim d of tokens 2t, 2t+1                            (fp32: token t)
+
+   with S = D / 2 for bf16, D for fp32. So scores (lanes = tokens) and output (lanes = dims) are both one product
+   acc[query][lanes] += word[query][step] · B[step][lanes] without sums across lanes. Where block_size or head_dim is no
+   multiple of VL, K and V stay plain [block_size][D] and are packed, zero-padded, when they are read.
+
+   bf16 uses vdpbf16ps where there is one, fp32 FMA on widened values elsewhere. Weights are rounded to bf16 before they meet V,
+   and the rounded ones are summed, so that they add up to one. No contraction by the compiler: FMA is written out. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#define VL 16
+#elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#define VL 8
+#else
+#define VL 4
+#endif
+#if VL == 16 && defined(__AVX512BF16__)
+#define DOT 1 /* pairs of bf16 are multiplied as they are */
+#else
+#define DOT 0
+#endif
+
+enum {
+    TILE = VL == 4 ? 3 : VL == 8 ? 3 : 6, /* queries that share the loads of a block: as many as fit the registers */
+    MAX_QUERIES = 192,                    /* of one item */
+    CHUNK_QUERIES = 48,                   /* wanted of one chunk and one kv head: their state stays in the L1/L2 cache */
+    MAX_DIM = 256,
+    MAX_BLOCK = 512,
+    MAX_PLAIN = 64 * 256, /* largest padded block_size · head_dim that is packed on the fly */
+    WRITE_TOKENS = 32,
+};
+#define MASKED -1e30f
+
+typedef float vf __attribute__((vector_size(4 * VL)));
+typedef uint32_t vu __attribute__((vector_size(4 * VL)));
+typedef vf vf_mem __attribute__((aligned(4), may_alias));
+typedef vu vu_mem __attribute__((aligned(4), may_alias));
+#define INLINE static inline __attribute__((always_inline))
+
+/* ---- vectors: lanes never meet, except in lane_max ---- */
+
+INLINE vf load(const float *p) { return *(const vf_mem *)p; }
+INLINE void store(float *p, vf x) { *(vf_mem *)p = x; }
+INLINE vu load_words(const uint32_t *p) { return *(const vu_mem *)p; }
+#if VL == 16
+INLINE vf fma_(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+INLINE vf max_(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE float lane_max(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+INLINE vf all(float x) { return (vf)_mm512_set1_ps(x); }
+INLINE vu all_words(uint32_t x) { return (vu)_mm512_set1_epi32((int)x); }
+#elif VL == 8
+INLINE vf fma_(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+INLINE vf max_(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE float lane_max(vf x) {
+    __m128 y = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+INLINE vf all(float x) { return (vf)_mm256_set1_ps(x); }
+INLINE vu all_words(uint32_t x) { return (vu)_mm256_set1_epi32((int)x); }
+#else
+INLINE vf fma_(vf a, vf b, vf c) { return a * b + c; }
+INLINE vf all(float x) { return (vf){x, x, x, x}; }
+INLINE vu all_words(uint32_t x) { return (vu){x, x, x, x}; }
+INLINE vf max_(vf a, vf b) {
+    vu m = (vu)(a > b);
+    return (vf)(((vu)a & m) | ((vu)b & ~m));
+}
+INLINE float lane_max(vf x) {
+    float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
+    return a > b ? a : b;
+}
+#endif
+
+/* 2^x, relative error 3e-6 (coarse, for weights that become bf16) or 1.2e-7; exactly 1 at 0; 0 below -126, so also where
+   a masked score is -inf; NaN stays NaN. */
+INLINE vf exp2_(vf x, int coarse) {
+    const vf magic = all(12582912.0f); /* 1.5 · 2^23: adding it rounds to an integer, which then stands in the low bits */
+    vf t = x + magic, f = x - (t - magic), p;
+    if (coarse) {
+        p = fma_(all(0.009582852944731712f), f, all(0.055906426161527634f));
+        p = fma_(p, f, all(0.24024099111557007f));
+        p = fma_(p, f, all(0.6931241750717163f));
+    } else {
+        p = fma_(all(0.00015353361959569156f), f, all(0.0013398875016719103f));
+        p = fma_(p, f, all(0.00961843691766262f));
+        p = fma_(p, f, all(0.055503323674201965f));
+        p = fma_(p, f, all(0.24022647738456726f));
+        p = fma_(p, f, all(0.6931471824645996f));
+    }
+    p = fma_(p, f, all(1.0f));
+    vu scaled = (vu)p + ((vu)t << 23);
+    return (vf)(scaled & ~(vu)(x < all(-126.0f)));
+}
+
+INLINE uint16_t to_bf16(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    if (x != x) return 0x7fc0;
+    return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+/* Weights to bf16, VL of them to p; what they became comes back. */
+INLINE vf round_weights(vf x, uint16_t *p) {
+#if DOT
+    __m256i h = (__m256i)_mm512_cvtneps_pbh((__m512)x);
+    _mm256_storeu_si256((__m256i *)p, h);
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
+#else
+    vu u = (vu)x, r = (u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u, nan = (vu)(x != x);
+    r = (r & ~nan) | (u & nan & 0xffff0000u);
+    for (int i = 0; i < VL; i++) p[i] = (uint16_t)(r[i] >> 16);
+    return (vf)r;
+#endif
+}
+
+/* ---- the one product: acc[query][lane] += sum over steps of A[query][step] · B[step][lane] ---- */
+
+#if DOT
+typedef vu Words; /* as they are: fp32, or pairs of bf16 */
+INLINE Words widen(vu w, int bf16) { return (void)bf16, w; }
+INLINE vf dot(vf acc, Words a, Words b, int bf16) {
+    if (bf16) return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+    return fma_((vf)a, (vf)b, acc);
+}
+#else
+typedef struct {
+    vf low, high;
+} Words;
+INLINE Words widen(vu w, int bf16) {
+    if (bf16) return (Words){(vf)(w << 16), (vf)(w & 0xffff0000u)};
+    return (Words){(vf)w, (vf)w};
+}
+INLINE vf dot(vf acc, Words a, Words b, int bf16) {
+    acc = fma_(a.low, b.low, acc);
+    return bf16 ? fma_(a.high, b.high, acc) : acc;
+}
+#endif
+
+typedef struct {
+    float *acc;        /* [queries][lanes] */
+    const uint32_t *a; /* [queries][steps] words */
+    const uint32_t *b; /* words; rows are `row` apart, vectors `vec` */
+    int64_t acc_row, a_row, row, vec, ahead; /* `ahead`: bytes from B to what is read next, to be prefetched */
+    int steps;
+} Product;
+
+INLINE void product(const Product *p, int nq, int nv, int bf16) {
+    vf acc[6][4];
+    float *to = p->acc;
+    const int64_t acc_row = p->acc_row, row = p->row, vec = p->vec, a_row = p->a_row, ahead = p->ahead;
+    for (int q = 0; q < nq; q++)
+        for (int v = 0; v < nv; v++) acc[q][v] = load(to + q * acc_row + v * VL);
+    const uint32_t *a = p->a, *b = p->b, *end = a + p->steps;
+    for (; a < end; a++, b += row) {
+        Words m[4];
+        for (int v = 0; v < nv; v++) {
+            m[v] = widen(load_words(b + v * vec), bf16);
+            __builtin_prefetch((const char *)(b + v * vec) + ahead, 0, 2); /* to L2: L1 has too few misses in flight */
+        }
+        for (int q = 0; q < nq; q++) {
+            Words x = widen(all_words(a[q * a_row]), bf16);
+            for (int v = 0; v < nv; v++) acc[q][v] = dot(acc[q][v], x, m[v], bf16);
+        }
+    }
+    for (int q = 0; q < nq; q++)
+        for (int v = 0; v < nv; v++) store(to + q * acc_row + v * VL, acc[q][v]);
+}
+
+typedef void (*ProductFn)(const Product *);
+#define KERNEL(nq, nv) \
+    static void f32_##nq##_##nv(const Product *p) { product(p, nq, nv, 0); } \
+    static void b16_##nq##_##nv(const Product *p) { product(p, nq, nv, 1); }
+#define KERNELS(nq) KERNEL(nq, 1) KERNEL(nq, 2) KERNEL(nq, 4)
+#define NAMES(t, nq) {t##_##nq##_1, t##_##nq##_2, t##_##nq##_4}
+KERNELS(1) KERNELS(2) KERNELS(3)
+#if VL == 16
+KERNELS(4) KERNELS(5) KERNELS(6)
+static const ProductFn kernels[2][6][3] = {
+    {NAMES(f32, 1), NAMES(f32, 2), NAMES(f32, 3), NAMES(f32, 4), NAMES(f32, 5), NAMES(f32, 6)},
+    {NAMES(b16, 1), NAMES(b16, 2), NAMES(b16, 3), NAMES(b16, 4), NAMES(b16, 5), NAMES(b16, 6)}};
+#else
+static const ProductFn kernels[2][3][3] = {{NAMES(f32, 1), NAMES(f32, 2), NAMES(f32, 3)},
+                                           {NAMES(b16, 1), NAMES(b16, 2), NAMES(b16, 3)}};
+#endif
+
+/* `vectors` of lanes, as many at a time as there is a kernel for. */
+static void multiply(Product p, int nq, int vectors, int bf16) {
+    while (vectors) {
+        int nv = vectors >= 4 && VL == 16 ? 4 : vectors >= 2 ? 2 : 1;
+        kernels[bf16][nq - 1][nv == 4 ? 2 : nv - 1](&p);
+        p.acc += nv * VL;
+        p.b += nv * p.vec;
+        vectors -= nv;
+    }
+}
+
+/* ---- a step ---- */
+
+typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
+typedef struct {
+    char *data; /* the pool */
+    int64_t blocks, layers, kv_heads, block_size, dim, q_heads, bf16;
+    int64_t rows, tokens, table_row, threads, share;
+    const int32_t *query_starts, *context_lens, *table;
+    const int64_t *slots;
+    int32_t *chunks; /* [≤ tokens][4]: first token, end token, first row, end row */
+    int64_t num_chunks, heads; /* an item is a chunk and so many kv heads */
+    Parallel parallel; /* GOMP_parallel and GOMP_barrier of the OpenMP that torch runs on, or NULL */
+    void (*barrier)(void);
+} Step;
+
+typedef struct {
+    const Step *step;
+    int64_t layer, window;
+    const char *q, *k, *v;
+    int64_t q_token, q_head, k_token, k_head, v_token, v_head; /* strides in elements */
+    char *out;                                                 /* [tokens][q_heads][dim] */
+    float *lse;                                                /* [tokens][q_heads] or NULL */
+    float scale;                                               /* log2(e) · scaling: softmax is computed with 2^x */
+    int64_t next_write, next_item;
+} Call;
+
+INLINE int bytes(const Step *s) { return s->bf16 ? 2 : 4; }
+INLINE int packed(const Step *s) { return s->block_size % VL == 0 && s->dim % VL == 0; }
+INLINE int padded(int64_t n) { return (int)((n + VL - 1) / VL * VL); }
+INLINE char *half(const Step *s, int64_t block, int64_t layer, int kv, int64_t head) {
+    int64_t size = s->block_size * s->dim * bytes(s);
+    return s->data + (((block * s->layers + layer) * 2 + kv) * s->kv_heads + head) * size;
+}
+
+/* Word indices of dim d of token t; `dim` and the number of K steps are padded ones. */
+INLINE int64_t k_word(int t, int s, int steps) { return ((int64_t)(t / VL) * steps + s) * VL + t % VL; }
+
+static void write_token(const Call *c, int64_t token) {
+    const Step *s = c->step;
+    const int64_t slot = s->slots[token], block = slot / s->block_size;
+    const int t = (int)(slot % s->block_size), dim = (int)s->dim, size = bytes(s);
+    for (int h = 0; h < s->kv_heads; h++) {
+        const char *k = c->k + (token * c->k_token + h * c->k_head) * size;
+        const char *v = c->v + (token * c->v_token + h * c->v_head) * size;
+        char *to_k = half(s, block, c->layer, 0, h), *to_v = half(s, block, c->layer, 1, h);
+        if (!packed(s)) {
+            memcpy(to_k + (int64_t)t * dim * size, k, dim * size);
+            memcpy(to_v + (int64_t)t * dim * size, v, dim * size);
+        } else if (s->bf16) {
+            uint32_t *words = (uint32_t *)to_k + k_word(t, 0, dim / 2);
+            for (int i = 0; i < dim / 2; i++) memcpy(words + i * VL, k + 4 * i, 4);
+            uint16_t *halves = (uint16_t *)to_v + (int64_t)(t / 2) * dim * 2 + t % 2;
+#if VL == 16
+            for (int d = 0; d < dim; d += VL) { /* a masked store leaves the neighbour's halves alone, in any thread */
+                __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(v + 2 * d)));
+                if (t % 2) x = _mm512_slli_epi32(x, 16);
+                _mm512_mask_storeu_epi16(halves - t % 2 + 2 * d, t % 2 ? 0xaaaaaaaau : 0x55555555u, x);
+            }
+#else
+            for (int d = 0; d < dim; d++) memcpy(halves + 2 * d, v + 2 * d, 2);
+#endif
+        } else {
+            uint32_t *words = (uint32_t *)to_k + k_word(t, 0, dim);
+            for (int i = 0; i < dim; i++) memcpy(words + i * VL, k + 4 * i, 4);
+            memcpy(to_v + (int64_t)t * dim * 4, v, dim * 4);
+        }
+    }
+}
+
+/* ---- one item: a chunk of tokens and some kv heads; its queries are numbered [kv head][token][head of the group] ---- */
+
+typedef struct {
+    const Call *call;
+    int h0, h1, group, dim, size, steps; /* dim and size (of a block) padded to VL */
+    int t0, t1;
+    int32_t position[MAX_QUERIES];
+    float m[MAX_QUERIES + VL]; /* running maximum of the scaled scores */
+    float l[MAX_QUERIES * VL]; /* running sum of weights, lane = token % VL */
+    float acc[MAX_QUERIES * MAX_DIM];
+    uint32_t q[MAX_QUERIES * MAX_DIM];
+    float scores[6 * MAX_BLOCK];
+    uint32_t weights[6 * MAX_BLOCK];
+    uint32_t k_packed[MAX_PLAIN], v_packed[MAX_PLAIN], last[MAX_DIM];
+} Item;
+
+/* Block `block` of one head in plain order → packed words, of which the first n tokens are visible and the others zero. */
+static void pack(Item *w, const char *k, const char *v, int n) {
+    const Step *s = w->call->step;
+    const int dim = (int)s->dim, steps = w->steps, half_steps = s->bf16 ? 2 : 1;
+    memset(w->k_packed, 0, sizeof(uint32_t) * w->size * steps);
+    memset(w->v_packed, 0, sizeof(uint32_t) * (w->size / half_steps) * w->dim);
+    for (int t = 0; t < n; t++)
+        for (int d = 0; d < dim; d++) {
+            if (s->bf16) {
+                ((uint16_t *)(w->k_packed + k_word(t, d / 2, steps)))[d % 2] = ((const uint16_t *)k)[t * dim + d];
+                ((uint16_t *)(w->v_packed + (t / 2) * w->dim + d))[t % 2] = ((const uint16_t *)v)[t * dim + d];
+            } else {
+                w->k_packed[k_word(t, d, steps)] = ((const uint32_t *)k)[t * dim + d];
+                w->v_packed[t * w->dim + d] = ((const uint32_t *)v)[t * dim + d];
+            }
+        }
+}
+
+/* Queries q0 … q0 + nq - 1, at `positions`, meet tokens 0 … n - 1 of the block that starts at position `start`. */
+static void meet(Item *w, int q0, int nq, const int32_t *positions, int64_t start, int n, const uint32_t *k, const uint32_t *v,
+                 int64_t ahead) {
+    const Call *c = w->call;
+    const int bf16 = (int)c->step->bf16, vectors = (n + VL - 1) / VL, size = w->size, dim = w->dim;
+    for (int i = 0; i < nq; i++)
+        for (int x = 0; x < vectors; x++) store(w->scores + i * size + x * VL, all(0));
+    multiply((Product){.acc = w->scores, .acc_row = size, .a = w->q + q0 * w->steps, .a_row = w->steps, .b = k, .row = VL,
+                       .vec = (int64_t)w->steps * VL, .ahead = ahead, .steps = w->steps},
+             nq, vectors, bf16);
+
+    vu lane;
+    for (int i = 0; i < VL; i++) lane[i] = (uint32_t)i;
+    const vf old = load(w->m + q0);
+    vf highest = all(MASKED);
+    for (int i = 0; i < nq; i++) {
+        const int64_t end = positions[i] + 1 - start < n ? positions[i] + 1 - start : n;
+        const int64_t from = c->window > 0 && positions[i] - c->window >= start ? positions[i] - c->window + 1 - start : 0;
+        float *scores = w->scores + i * size;
+        vf best = all(-INFINITY);
+        for (int x = 0; x < vectors; x++) {
+            vf t = load(scores + x * VL) * all(c->scale);
+            if (x * VL < from || (x + 1) * VL > end) {
+                vu at = lane + (uint32_t)(x * VL);
+                vu seen = (vu)(at < (uint32_t)(end > 0 ? end : 0)) & ~(vu)(at < (uint32_t)from);
+                t = (vf)(((vu)t & seen) | ((vu)all(-INFINITY) & ~seen));
+            }
+            store(scores + x * VL, t);
+            best = max_(best, t);
+        }
+        vu here = (vu)(lane == (uint32_t)i);
+        highest = (vf)(((vu)all(lane_max(best)) & here) | ((vu)highest & ~here));
+    }
+    float top[VL], shrink[VL];
+    highest = max_(highest, old); /* old where highest is NaN: the NaN is in the weights then */
+    store(top, highest);
+    store(shrink, exp2_(old - highest, bf16));
+
+    float *acc = w->acc + q0 * dim;
+    for (int i = 0; i < nq; i++) {
+        const float *scores = w->scores + i * size;
+        uint32_t *weights = w->weights + i * size;
+        vf sum = load(w->l + (q0 + i) * VL) * all(shrink[i]);
+        for (int x = 0; x < vectors; x++) {
+            vf p = exp2_(load(scores + x * VL) - all(top[i]), bf16);
+            if (bf16)
+                p = round_weights(p, (uint16_t *)weights + x * VL);
+            else
+                store((float *)weights + x * VL, p);
+            sum = sum + p;
+        }
+        store(w->l + (q0 + i) * VL, sum);
+        w->m[q0 + i] = top[i];
+        if (shrink[i] != 1.0f)
+            for (int d = 0; d < dim; d += VL) store(acc + i * dim + d, load(acc + i * dim + d) * all(shrink[i]));
+    }
+
+    const int pairs = bf16 ? n / 2 : n;
+    Product out = {.acc = acc, .acc_row = dim, .a = w->weights, .a_row = size, .b = v, .row = dim, .vec = VL, .ahead = ahead,
+                   .steps = pairs};
+    multiply(out, nq, dim / VL, bf16);
+    if (bf16 && n % 2) { /* the last pair's second token is not written yet: whatever lies there must not be read */
+        for (int d = 0; d < dim; d++) w->last[d] = v[pairs * dim + d] & 0xffffu;
+        out.a += pairs, out.b = w->last, out.steps = 1, out.ahead = 0;
+        multiply(out, nq, dim / VL, bf16);
+    }
+}
+
+/* Tokens t0 … t1 - 1 of the item meet block number `number` of their rows; `next` is the block that will be read next. */
+static void meet_block(Item *w, int t0, int t1, int64_t number, int64_t block, int64_t next) {
+    const Call *c = w->call;
+    const Step *s = c->step;
+    const int64_t start = number * s->block_size;
+    const int tokens = w->t1 - w->t0, end = (t1 - w->t0) * w->group;
+    for (int h = w->h0; h < w->h1; h++) {
+        const char *k = half(s, block, c->layer, 0, h), *v = half(s, block, c->layer, 1, h);
+        int64_t ahead = (h + 1 < w->h1 ? half(s, block, c->layer, 0, h + 1) : half(s, next, c->layer, 0, w->h0)) - k;
+        for (int q0 = (t0 - w->t0) * w->group, nq; q0 < end; q0 += nq) {
+            nq = end - q0 < TILE ? end - q0 : TILE;
+            int32_t positions[6], highest = -1, lowest = INT32_MAX;
+            for (int i = 0; i < nq; i++) {
+                positions[i] = w->position[(q0 + i) / w->group];
+                highest = positions[i] > highest ? positions[i] : highest;
+                lowest = positions[i] < lowest ? positions[i] : lowest;
+            }
+            if (highest < start || (c->window > 0 && lowest - c->window + 1 >= start + s->block_size)) continue;
+            const int n = (int)(highest + 1 - start < s->block_size ? highest + 1 - start : s->block_size);
+            const int at = (h - w->h0) * tokens * w->group + q0;
+            if (packed(s)) {
+                meet(w, at, nq, positions, start, n, (const uint32_t *)k, (const uint32_t *)v, ahead);
+                ahead = 0;
+            } else {
+                pack(w, k, v, n);
+                meet(w, at, nq, positions, start, n, w->k_packed, w->v_packed, 0);
+            }
+        }
+    }
+}
+
+INLINE int first_token(const Item *w, int row) {
+    int t = w->call->step->query_starts[row];
+    return t > w->t0 ? t : w->t0;
+}
+INLINE int end_token(const Item *w, int row) {
+    int t = w->call->step->query_starts[row + 1];
+    return t < w->t1 ? t : w->t1;
+}
+/* Blocks that the row's tokens in this chunk see. */
+INLINE int64_t num_blocks(const Item *w, int row) {
+    return w->position[end_token(w, row) - 1 - w->t0] / w->call->step->block_size + 1;
+}
+
+/* Rows r0 … r1 - 1 from block number `number` on; `after` is the block that will be read when they are done. */
+static void walk(Item *w, int r0, int r1, int64_t number, int64_t after) {
+    const Step *s = w->call->step;
+    int64_t end = num_blocks(w, r0);
+    const int32_t *table = s->table + r0 * s->table_row;
+    for (int r = r0 + 1; r < r1; r++) {
+        const int32_t *other = s->table + r * s->table_row;
+        int64_t blocks = num_blocks(w, r), same = number;
+        end = blocks < end ? blocks : end;
+        while (same < end && other[same] == table[same]) same++;
+        end = same;
+    }
+    if (w->call->window > 0 && r1 == r0 + 1) { /* blocks that left the window may be anybody's */
+        int64_t from = (w->position[first_token(w, r0) - w->t0] - w->call->window + 1) / s->block_size;
+        number = from > number ? from : number;
+    }
+    for (; number < end; number++) {
+        int64_t next = number + 1 < num_blocks(w, r0) ? table[number + 1] : after >= 0 ? after : table[number];
+        meet_block(w, first_token(w, r0), end_token(w, r1 - 1), number, table[number], next);
+    }
+    for (int a = r0, b; a < r1; a = b) {
+        b = a + 1;
+        if (num_blocks(w, a) <= end) continue;
+        const int32_t *own = s->table + a * s->table_row;
+        while (s->share && b < r1 && num_blocks(w, b) > end && s->table[b * s->table_row + end] == own[end]) b++;
+        walk(w, a, b, end, b < r1 && num_blocks(w, b) > end ? s->table[b * s->table_row + end] : after);
+    }
+}
+
+static void load_queries(Item *w) {
+    const Call *c = w->call;
+    const Step *s = c->step;
+    const int64_t size = s->dim * bytes(s);
+    int i = 0;
+    for (int h = w->h0; h < w->h1; h++)
+        for (int64_t t = w->t0; t < w->t1; t++)
+            for (int g = 0; g < w->group; g++, i++) {
+                char *to = (char *)(w->q + i * w->steps);
+                memcpy(to, c->q + (t * c->q_token + (h * w->group + g) * c->q_head) * bytes(s), size);
+                memset(to + size, 0, w->steps * 4 - size);
+                w->m[i] = MASKED;
+            }
+    memset(w->l, 0, sizeof(float) * i * VL);
+    memset(w->acc, 0, sizeof(float) * i * w->dim);
+}
+
+static void store_outputs(Item *w) {
+    const Call *c = w->call;
+    const Step *s = c->step;
+    int i = 0;
+    for (int h = w->h0; h < w->h1; h++)
+        for (int64_t t = w->t0; t < w->t1; t++)
+            for (int g = 0; g < w->group; g++, i++) {
+                const int64_t at = t * s->q_heads + h * w->group + g;
+                float sum = 0;
+                for (int x = 0; x < VL; x++) sum += w->l[i * VL + x];
+                if (c->lse) c->lse[at] = (w->m[i] + log2f(sum)) * 0.6931471805599453f;
+                const float *acc = w->acc + i * w->dim, share = 1.0f / sum;
+                for (int d = 0; d < s->dim; d++) {
+                    if (s->bf16)
+                        ((uint16_t *)c->out)[at * s->dim + d] = to_bf16(acc[d] * share);
+                    else
+                        ((float *)c->out)[at * s->dim + d] = acc[d] * share;
+                }
+            }
+}
+
+static void run_item(const Call *c, const int32_t *chunk, int64_t head) {
+    const Step *s = c->step;
+    Item item, *w = &item; /* half a megabyte of address space, of which only what is used is touched */
+    const int r0 = chunk[2], r1 = chunk[3];
+    w->call = c, w->h0 = (int)head, w->h1 = (int)(head + s->heads < s->kv_heads ? head + s->heads : s->kv_heads);
+    w->group = (int)(s->q_heads / s->kv_heads);
+    w->dim = padded(s->dim), w->size = padded(s->block_size), w->steps = s->bf16 ? w->dim / 2 : w->dim;
+    w->t0 = chunk[0], w->t1 = chunk[1];
+    for (int r = r0; r < r1; r++)
+        for (int t = first_token(w, r); t < end_token(w, r); t++)
+            w->position[t - w->t0] = s->context_lens[r] - s->query_starts[r + 1] + t;
+    load_queries(w);
+    if (s->share || r1 == r0 + 1)
+        walk(w, r0, r1, 0, -1);
+    else
+        for (int r = r0; r < r1; r++) walk(w, r, r + 1, 0, r + 1 < r1 ? s->table[(r + 1) * s->table_row] : -1);
+    store_outputs(w);
+}
+
+static void write_all(Call *c) {
+    const int64_t tokens = c->step->tokens;
+    for (;;) {
+        int64_t from = __atomic_fetch_add(&c->next_write, WRITE_TOKENS, __ATOMIC_RELAXED);
+        if (from >= tokens) return;
+        for (int64_t t = from; t < tokens && t < from + WRITE_TOKENS; t++) write_token(c, t);
+    }
+}
+
+/* Chunks from the last to the first: in a long prompt the last ones see most blocks. */
+static void attend_all(Call *c) {
+    const Step *s = c->step;
+    const int64_t parts = (s->kv_heads + s->heads - 1) / s->heads, items = s->num_chunks * parts;
+    for (;;) {
+        int64_t i = items - 1 - __atomic_fetch_add(&c->next_item, 1, __ATOMIC_RELAXED);
+        if (i < 0) return;
+        run_item(c, s->chunks + i / parts * 4, i % parts * s->heads);
+    }
+}
+
+static void write_and_attend(void *call) {
+    Call *c = call;
+    write_all(c);
+    c->step->barrier();
+    attend_all(c);
+}
+
+/* Cut the step's tokens into chunks. 0, or what is wrong: 1 a row without tokens or of more tokens than context, 2 a block id,
+   3 a slot, 4 the table is too narrow, 5 shared rows, 6 shared blocks that are not the same. */
+int rollout_plan(Step *s, const int32_t *shared, int64_t groups) {
+    const int64_t group = s->q_heads / s->kv_heads;
+    int64_t most = CHUNK_QUERIES / group, wanted = (s->tokens * s->kv_heads + 3 * s->threads - 1) / (3 * s->threads);
+    most = most > wanted ? wanted : most;
+    most = most < 1 ? 1 : most;
+    for (int64_t r = 0; r < s->rows; r++) {
+        const int64_t count = s->query_starts[r + 1] - s->query_starts[r], context = s->context_lens[r];
+        if (count < 1 || context < count) return 1;
+        const int64_t blocks = (context + s->block_size - 1) / s->block_size;
+        if (blocks > s->table_row) return 4;
+        for (int64_t b = 0; b < blocks; b++) {
+            const int32_t id = s->table[r * s->table_row + b];
+            if (id < 0 || id >= s->blocks) return 2;
+        }
+    }
+    for (int64_t t = 0; t < s->tokens; t++)
+        if (s->slots[t] < 0 || s->slots[t] >= s->blocks * s->block_size) return 3;
+    int64_t g = 0;
+    s->num_chunks = 0;
+    for (int64_t r = 0, end; r < s->rows; r = end) {
+        const int32_t *next = g < groups ? shared + 3 * g : NULL;
+        if (next && (next[0] < r || next[1] < 1 || next[0] + (int64_t)next[1] > s->rows)) return 5;
+        if (next && next[0] == r) {
+            end = r + next[1];
+            g++;
+            for (int64_t o = r + 1; o < end; o++)
+                for (int64_t b = 0; b < next[2]; b++)
+                    if (b >= s->table_row || s->table[o * s->table_row + b] != s->table[r * s->table_row + b]) return 6;
+        } else { /* single tokens beside each other make a chunk, a longer row its own */
+            end = r + 1;
+            while (s->query_starts[end] - s->query_starts[r] == end - r && end < s->rows &&
+                   s->query_starts[end + 1] - s->query_starts[end] == 1 && !(next && next[0] == end))
+                end++;
+        }
+        const int64_t t0 = s->query_starts[r], tokens = s->query_starts[end] - t0, n = (tokens + most - 1) / most;
+        int64_t row = r;
+        for (int64_t i = 0; i < n; i++) {
+            int32_t *chunk = s->chunks + 4 * s->num_chunks++;
+            chunk[0] = (int32_t)(t0 + tokens * i / n), chunk[1] = (int32_t)(t0 + tokens * (i + 1) / n);
+            while (s->query_starts[row + 1] <= chunk[0]) row++;
+            chunk[2] = (int32_t)row;
+            int64_t last = row;
+            while (s->query_starts[last + 1] < chunk[1]) last++;
+            chunk[3] = (int32_t)last + 1;
+        }
+    }
+    /* With chunks enough for all threads an item takes all kv heads, which lie together; else they are spread. */
+    const int64_t fit = MAX_QUERIES / (most * group);
+    s->heads = s->num_chunks < 3 * s->threads ? 1 : fit < s->kv_heads ? fit : s->kv_heads;
+    return g == groups ? 0 : 5;
+}
+
+/* Write k and v of the step's tokens into the pool (k NULL: they are there), then attend. Strides in elements. */
+void rollout_attend(const Step *s, int64_t layer, int64_t window, float scaling, const void *q, int64_t q_token, int64_t q_head,
+                    const void *k, int64_t k_token, int64_t k_head, const void *v, int64_t v_token, int64_t v_head, void *out,
+                    float *lse) {
+    Call c = {.step = s, .layer = layer, .window = window, .scale = scaling * 1.4426950408889634f, .q = q, .q_token = q_token,
+              .q_head = q_head, .k = k, .k_token = k_token, .k_head = k_head, .v = v, .v_token = v_token, .v_head = v_head,
+              .out = out, .lse = lse, .next_write = k ? 0 : s->tokens};
+    int64_t threads = s->num_chunks * s->kv_heads / s->heads;
+    threads = threads < s->threads ? threads : s->threads;
+    if (threads > 1 && s->parallel) {
+        s->parallel(write_and_attend, &c, (unsigned)threads, 0);
+    } else {
+        write_all(&c);
+        attend_all(&c);
+    }
+}
+
+int rollout_lanes(void) { return VL; }

@@ -1,0 +1,345 @@
+"""The CPU kernel of `native.c`: built with the system's C compiler on first use, called through ctypes.
+
+The file is compiled for the best instruction set that this CPU has (avx512_bf16, avx512, avx2, or plain C for anything else)
+and kept in `$ROLLOUT_CACHE/native` (default `~/.cache/rollout/native`) under a name that hashes source, flags, compiler and
+CPU. It takes about a second. Threads are those of the OpenMP that torch itself runs on: a second one beside it would fight
+for the same cores.
+
+What lies inside K and V of a block is packed for the instruction set (drawn in `native.c`), so only this process can read it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from engine.batch import Batch
+    from engine.kv import PagedKV
+
+SOURCE = Path(__file__).with_name("native.c")
+FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC", "-shared"]
+_AVX512 = ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+ISAS: dict[str, tuple[set[str], list[str]]] = {
+    "avx512_bf16": ({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}, [*_AVX512, "-mavx512bf16"]),
+    "avx512": ({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"}, _AVX512),
+    "avx2": ({"avx2", "fma"}, ["-mavx2", "-mfma"]),
+    "plain": (set(), []),
+}
+"""instruction set: (CPU flags it needs, compiler flags), best first"""
+MAX_GROUP, MAX_DIM, MAX_BLOCK, MAX_PLAIN = 64, 256, 512, 64 * 256
+PLAN_ERRORS = {
+    1: "a row has no tokens, or more tokens than context_lens allows",
+    2: "a block id in block_table is outside the pool",
+    3: "a slot is outside the pool",
+    4: "block_table has fewer columns than a row has blocks",
+    5: "shared: (first row, rows, blocks) must be in order, inside the batch and apart",
+    6: "shared: rows that are said to share their leading blocks do not have the same ones in block_table",
+}
+
+
+class NativeUnavailable(RuntimeError):
+    """There is no native kernel on this machine; the message says why. The torch reference gives the same attention."""
+
+
+class _Step(ctypes.Structure):
+    """`Step` of native.c."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("blocks", "layers", "kv_heads", "block_size", "dim", "q_heads", "bf16")),
+        *((name, ctypes.c_int64) for name in ("rows", "tokens", "table_row", "threads", "share")),
+        *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "table", "slots", "chunks")),
+        ("num_chunks", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("parallel", ctypes.c_void_p),
+        ("barrier", ctypes.c_void_p),
+    ]
+
+
+class NativeStep:
+    """The index arrays of one step where the kernel can read them, for all layers. Immutable."""
+
+    def __init__(self, struct: _Step, keep: tuple[object, ...]) -> None:
+        self.pointer = ctypes.byref(struct)
+        self.tokens: int = struct.tokens
+        self.q_heads: int = struct.q_heads
+        self.shape = (struct.kv_heads, struct.dim)
+        self.layers: int = struct.layers
+        self.dtype = torch.bfloat16 if struct.bf16 else torch.float32
+        self._keep = keep
+
+
+class NativeAttention:
+    """A CPU attention backend (`engine.attention.seam.Backend`).
+
+    The output of a query is bitwise the same alone or in a batch, in decode or in any chunk of a prefill, with its prefix
+    shared or not, with any number of threads; not across block sizes or instruction sets.
+    """
+
+    name = "native"
+
+    def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
+        """threads: None = torch's number at each step. isa: one of `ISAS`, None = the best this CPU has.
+
+        Raises NativeUnavailable (no compiler, compilation failed) and ValueError (unknown isa, threads < 1)."""
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads={threads}: must be at least 1, or None for torch's number")
+        self.threads = threads
+        self.isa = isa or best_isa()
+        self.library = build(self.isa)
+        lib = _load(self.library)
+        self._plan, self._attend = lib.rollout_plan, lib.rollout_attend
+        self.lanes: int = lib.rollout_lanes()
+        self._parallel, self._barrier = _openmp()
+
+    def __str__(self) -> str:
+        threads = "torch's threads" if self.threads is None else f"{self.threads} threads"
+        return f"native attention ({self.isa}, {threads}{'' if self._parallel else ', no OpenMP found: 1 used'})"
+
+    def step(
+        self,
+        data: torch.Tensor,
+        query_starts: np.ndarray,
+        context_lens: np.ndarray,
+        block_table: np.ndarray,
+        slots: np.ndarray | torch.Tensor,
+        q_heads: int,
+        shared: np.ndarray | None = None,
+    ) -> NativeStep:
+        """Check and keep the arrays of one step.
+
+        data [blocks, layers, 2, kv_heads, block_size, head_dim] bf16 or fp32, contiguous, on the CPU · query_starts [R + 1] ·
+        context_lens [R] tokens visible to a row's last query · block_table [R, M] · slots [T] block · block_size + offset ·
+        shared [G, 3] (first row, rows, leading blocks in common), ordered by row; None = read nothing for several rows at
+        once. Below the blocks of `shared`, whatever else its rows have in common is found in block_table, so prefixes nest.
+        Raises ValueError naming what does not fit."""
+        blocks, layers, two, kv_heads, block_size, dim = data.shape
+        if (
+            data.dtype not in (torch.bfloat16, torch.float32)
+            or data.device.type != "cpu"
+            or not data.is_contiguous()
+            or two != 2
+        ):
+            raise ValueError(
+                f"KV pool: need contiguous bf16 or fp32 [N, L, 2, H, B, D] on the CPU, got {data.dtype} {data.shape}"
+            )
+        if q_heads % kv_heads or q_heads // kv_heads > MAX_GROUP:
+            raise ValueError(f"{q_heads} query heads over {kv_heads} KV heads: need a multiple, at most {MAX_GROUP} ×")
+        padded = [-(-n // self.lanes) * self.lanes for n in (block_size, dim)]
+        if dim > MAX_DIM or block_size > MAX_BLOCK or (padded != [block_size, dim] and padded[0] * padded[1] > MAX_PLAIN):
+            raise ValueError(
+                f"block_size={block_size}, head_dim={dim}: at most {MAX_BLOCK} and {MAX_DIM}, multiples of {self.lanes}"
+            )
+        starts, lens, table = (np.ascontiguousarray(a, np.int32) for a in (query_starts, context_lens, block_table))
+        places = np.ascontiguousarray(slots, np.int64)
+        groups = np.ascontiguousarray(np.empty((0, 3)) if shared is None else shared, np.int32)
+        if len(starts) != len(lens) + 1 or table.ndim != 2 or len(table) != len(lens) or groups.shape[1:] != (3,) or starts[0]:
+            raise ValueError(
+                f"shapes: query_starts {starts.shape} from 0, context_lens {lens.shape}, block_table {table.shape}, "
+                f"shared {groups.shape} should be [R + 1], [R], [R, M], [G, 3]"
+            )
+        if len(places) != starts[-1]:
+            raise ValueError(f"slots: {len(places)} for {starts[-1]} tokens")
+        chunks = np.empty((max(1, len(places)), 4), np.int32)
+        threads = self.threads or torch.get_num_threads()
+        struct = _Step(
+            data=data.data_ptr(), blocks=blocks, layers=layers, kv_heads=kv_heads, block_size=block_size, dim=dim,
+            q_heads=q_heads, bf16=data.dtype == torch.bfloat16, rows=len(lens), tokens=len(places), table_row=table.shape[1],
+            threads=threads, share=shared is not None, query_starts=starts.ctypes.data, context_lens=lens.ctypes.data,
+            table=table.ctypes.data, slots=places.ctypes.data, chunks=chunks.ctypes.data, parallel=self._parallel,
+            barrier=self._barrier,
+        )  # fmt: skip
+        error = self._plan(ctypes.byref(struct), groups.ctypes.data, len(groups))
+        if error:
+            raise ValueError(PLAN_ERRORS[error])
+        return NativeStep(struct, (struct, data, starts, lens, table, places, chunks))
+
+    def run(
+        self,
+        step: NativeStep,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        scaling: float,
+        window: int = 0,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write key and value [≥ T, kv_heads, D] of the step's T tokens into the pool (None: they are there already), then
+        attend query [≥ T, q_heads, D] to it. All of the pool's dtype, any strides as long as D is contiguous.
+
+        window 0 = full, else a query sees its own and the window - 1 positions before it. Returns out [P, q_heads, D] with
+        P = len(query), zero from T on. lse [P, q_heads] fp32, if given, gets the natural log of the sum of exp(scores)."""
+        tokens, dtype = step.tokens, step.dtype
+        if (
+            query.shape[1:] != (step.q_heads, step.shape[1])
+            or query.dtype != dtype
+            or query.stride(2) != 1
+            or len(query) < tokens
+        ):
+            raise ValueError(
+                f"query {tuple(query.shape)} {query.dtype}: need [{tokens}, {step.q_heads}, {step.shape[1]}] {dtype}"
+            )
+        if not 0 <= layer < step.layers or window < 0:
+            raise ValueError(f"layer={layer} of {step.layers}, window={window}: outside the pool or negative")
+        kv: list[int | None] = [None, 0, 0, None, 0, 0]
+        if (key is None) != (value is None):
+            raise ValueError("key and value: give both, or neither where they are in the pool already")
+        if key is not None and value is not None:
+            for x in (key, value):
+                if x.shape[1:] != step.shape or x.dtype != dtype or x.stride(2) != 1 or len(x) < tokens:
+                    raise ValueError(
+                        f"key or value {tuple(x.shape)} {x.dtype}: need [{tokens}, {step.shape}] {dtype}, D contiguous"
+                    )
+            kv = [key.data_ptr(), key.stride(0), key.stride(1), value.data_ptr(), value.stride(0), value.stride(1)]
+        if out is None:
+            out = torch.empty(query.shape, dtype=dtype)
+        elif out.shape != query.shape or out.dtype != dtype or not out.is_contiguous():
+            raise ValueError(f"out {tuple(out.shape)} {out.dtype}: need contiguous {tuple(query.shape)} {dtype}")
+        if lse is not None and (lse.shape != query.shape[:2] or lse.dtype != torch.float32 or not lse.is_contiguous()):
+            raise ValueError(f"lse {tuple(lse.shape)} {lse.dtype}: need contiguous {tuple(query.shape[:2])} float32")
+        if len(query) > tokens:
+            out[tokens:].zero_()
+        self._attend(
+            step.pointer, layer, window, scaling, query.data_ptr(), query.stride(0), query.stride(1), *kv, out.data_ptr(),
+            None if lse is None else lse.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def prepare(self, batch: Batch, kv: PagedKV) -> dict[int, NativeStep]:
+        """Filled by number of query heads on first use, as layers may differ in it."""
+        return {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: Batch,
+        kv: PagedKV,
+        scaling: float,
+        window: int,
+    ) -> torch.Tensor:
+        """The seam's contract. Sharing is off where the batch says nothing of it (`batch.shared` is empty)."""
+        q_heads = query.shape[1]
+        step = batch.attention.get(q_heads)
+        if step is None:
+            shared = batch.shared if len(batch.shared) else None
+            step = self.step(kv.data, batch.query_starts, batch.context_lens, batch.block_table, batch.slots, q_heads, shared)
+            batch.attention[q_heads] = step
+        return self.run(step, layer, query, key, value, scaling, window)
+
+    def attend_full(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int = 0, block_size: int = 32
+    ) -> torch.Tensor:
+        """Plain causal attention over whole sequences, bitwise what the paged path gives with the same block size.
+
+        query [B, q_heads, T, D], key and value [B, kv_heads, T, D] → [B, q_heads, T, D] (a transposed view). For a trainer's
+        forward; no gradient flows through it."""
+        (b, q_heads, t, d), kv_heads = query.shape, key.shape[1]
+        m = -(-t // block_size)
+        data = torch.empty((b * m, 1, 2, kv_heads, block_size, d), dtype=query.dtype)
+        table = np.arange(b * m, dtype=np.int32).reshape(b, m)
+        positions = np.arange(t)
+        slots = table[:, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        starts, lens = np.arange(b + 1, dtype=np.int32) * t, np.full(b, t, np.int32)
+        step = self.step(data, starts, lens, table, slots.ravel(), q_heads)
+        q, k, v = (x.transpose(1, 2).reshape(b * t, x.shape[1], d) for x in (query, key, value))
+        return self.run(step, 0, q, k, v, scaling, window).view(b, t, q_heads, d).transpose(1, 2)
+
+
+def best_isa() -> str:
+    """The first of `ISAS` of which this CPU has every flag."""
+    have = cpu_flags()
+    return next(isa for isa, (need, _) in ISAS.items() if need <= have)
+
+
+def cpu_flags() -> set[str]:
+    """Flags of the first CPU in /proc/cpuinfo; empty where there is no such file or the machine is no x86-64."""
+    info = Path("/proc/cpuinfo")
+    if platform.machine() not in ("x86_64", "AMD64") or not info.exists():
+        return set()
+    line = next((line for line in info.read_text().splitlines() if line.startswith("flags")), ":")
+    return set(line.split(":", 1)[1].split())
+
+
+def build(isa: str) -> Path:
+    """Compile `native.c` for `isa` unless that was done before; the path of the shared library.
+
+    Raises ValueError for an unknown isa, NativeUnavailable with the compiler's words otherwise."""
+    if isa not in ISAS:
+        raise ValueError(f"isa={isa!r}: one of {', '.join(ISAS)}")
+    need, flags = ISAS[isa]
+    missing = need - cpu_flags()
+    if missing:
+        raise NativeUnavailable(f"this CPU has no {', '.join(sorted(missing))}, which {isa} needs")
+    compiler = next(filter(None, map(shutil.which, filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"]))), None)
+    if compiler is None:
+        raise NativeUnavailable("no C compiler: install gcc or clang, or set CC")
+    command = [compiler, *FLAGS, *flags, str(SOURCE)]
+    about = "\0".join([*FLAGS, *flags, os.path.realpath(compiler), str(os.stat(compiler).st_mtime_ns), platform.machine()])
+    key = hashlib.sha256(SOURCE.read_bytes() + about.encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("ROLLOUT_CACHE") or Path.home() / ".cache" / "rollout") / "native"
+    target = folder / f"attention-{isa}-{key}.so"
+    if target.exists():
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
+        os.close(handle)
+    except OSError as error:
+        raise NativeUnavailable(
+            f"cannot write to {folder} ({error}): set ROLLOUT_CACHE to a folder that can be written"
+        ) from error
+    try:
+        done = subprocess.run([*command, "-o", temporary, "-lm"], capture_output=True, text=True, timeout=120)
+        if done.returncode:
+            raise NativeUnavailable(f"{' '.join(command)} failed: {done.stderr.strip()[-2000:]}")
+        os.replace(temporary, target)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailable(f"{' '.join(command)} failed: {error}") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return target
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeUnavailable(f"cannot load {path}: {error}") from error
+    pointer, i64 = ctypes.c_void_p, ctypes.c_int64
+    lib.rollout_plan.argtypes = [pointer, pointer, i64]
+    lib.rollout_plan.restype = ctypes.c_int
+    tensor = [pointer, i64, i64]
+    lib.rollout_attend.argtypes = [pointer, i64, i64, ctypes.c_float, *tensor, *tensor, *tensor, pointer, pointer]
+    lib.rollout_attend.restype = None
+    lib.rollout_lanes.restype = ctypes.c_int
+    return lib
+
+
+def _openmp() -> tuple[int | None, int | None]:
+    """Addresses of GOMP_parallel and GOMP_barrier in the OpenMP that torch runs on: a preloaded one, else what libtorch_cpu is
+    linked with (libgomp; libomp and libiomp5 offer both names too). (None, None): torch has none; one thread then."""
+    libraries: list[str | None] = [None, *map(str, Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"))]
+    for name in libraries:
+        try:
+            lib = ctypes.CDLL(name)
+            parallel, barrier = (ctypes.cast(getattr(lib, f), ctypes.c_void_p).value for f in ("GOMP_parallel", "GOMP_barrier"))
+            return parallel, barrier
+        except (OSError, AttributeError):
+            continue
+    return None, None

@@ -1,0 +1,46 @@
+"""What the rows of one step have in common: prefixes to read once, and prefixes to compute once."""
+
+from __future__ import annotations
+
+from engine.plan import Row, SharedPrefix
+from engine.pool import Block
+from engine.prefix import block_key
+from engine.sequence import GroupState, Sequence
+
+
+def shared_prefixes(rows: list[Row], block_size: int) -> list[SharedPrefix]:
+    """Runs of rows of one group that stand on the same prompt blocks."""
+    shared = []
+    first = 0
+    while first < len(rows):
+        seq = rows[first].sequence
+        blocks = seq.num_prompt // block_size
+        end = first + 1
+        if blocks and rows[first].start >= blocks * block_size:
+            prefix = seq.blocks[blocks - 1]
+            while end < len(rows) and _stands_on(rows[end], seq.state, blocks, block_size, prefix):
+                end += 1
+            if end - first > 1:
+                shared.append(SharedPrefix(first, end - first, blocks))
+        first = end
+    return shared
+
+
+def _stands_on(row: Row, state: GroupState, blocks: int, block_size: int, prefix: Block) -> bool:
+    seq = row.sequence
+    return seq.state is state and row.start >= blocks * block_size and seq.blocks[blocks - 1] is prefix
+
+
+def computed_by_other(seq: Sequence, count: int, planned: set[bytes], block_size: int, version: int) -> bool:
+    """True if another row of this step computes the block that the next `count` tokens of `seq` start with. Otherwise the full
+    blocks of these tokens are added to `planned`, keys of what this step computes."""
+    first = seq.cached // block_size
+    parent = seq.blocks[first - 1].key if first else None
+    if (first and parent is None) or (seq.cached % block_size and seq.blocks[-1].version != version):
+        return False
+    for i in range(first, (seq.cached + count) // block_size):
+        parent = block_key(parent, seq.tokens(i * block_size, block_size), version)
+        if i == first and seq.cached % block_size == 0 and parent in planned:
+            return True
+        planned.add(parent)
+    return False

@@ -1,0 +1,13 @@
+"""`rollout bench`: named workloads through the whole service, or with --in-process through the engine alone.
+
+workloads.py   the table of workloads, and the KV each needs
+text.py        prompts: slices of real text
+target.py      what is driven: the service as a process of its own, or an engine in this one
+runner.py      warm up, run, measure, check; one dict a run and one summary
+report.py      the table and the JSON lines
+"""
+
+from rollout.bench.command import run
+from rollout.bench.runner import BenchFailed
+
+__all__ = ["BenchFailed", "run"]

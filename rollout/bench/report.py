@@ -1,0 +1,52 @@
+"""How figures leave: a table for people, JSON lines for programs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from rollout.bench.workloads import Workload
+
+
+def write_json(sink: TextIO | None, row: dict[str, Any]) -> None:
+    if sink is not None:
+        sink.write(json.dumps(row) + "\n")
+        sink.flush()
+
+
+def print_start(console: Console, workload: Workload) -> None:
+    console.print(
+        f"{workload.name}: {workload.prompts} × {workload.prompt_tokens} prompt tokens, "
+        f"n = {workload.n}, {workload.new_tokens} new"
+    )
+
+
+def print_run(console: Console, row: dict[str, Any]) -> None:
+    console.print(
+        f"  run {row['run']}: {row['generated_tokens']} tokens in {row['seconds']:.2f} s, "
+        f"{row['tokens_per_second']:.0f} tokens/s"
+    )
+
+
+def print_table(console: Console, summaries: list[dict[str, Any]]) -> None:
+    """Medians of the runs; the range is the slowest and the fastest."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("workload", no_wrap=True)
+    for name in ("tokens/s", "range", "seconds", "prefilled", "recomputed", "off/restored", "resets", "RSS GiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in summaries:
+        table.add_row(
+            row["workload"],
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['tokens_per_second_min']:.0f}-{row['tokens_per_second_max']:.0f}",
+            f"{row['seconds']:.2f}",
+            f"{row['prefill_tokens']:.0f}",
+            f"{row['recomputed_tokens']:.0f}",
+            f"{row['offloaded_blocks']:.0f}/{row['restored_blocks']:.0f}",
+            f"{row['soft_resets']:.0f}",
+            f"{row['peak_rss_bytes'] / 2**30:.2f}",
+        )
+    console.print(table)

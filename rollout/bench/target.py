@@ -1,0 +1,86 @@
+"""What a benchmark drives. A target takes prompts and yields samples as they finish, and tells its counters and memory."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+
+from engine.request import Group, Sample, Sampling
+from rollout.client import RolloutClient
+from rollout.config import Config
+from rollout.models import hide_progress_bars
+from rollout.process import RunningService, service_process
+
+
+class Target(Protocol):
+    name: str
+
+    def generate(self, prompts: list[np.ndarray], sampling: Sampling) -> Iterator[Sample]: ...
+
+    def status(self) -> dict[str, Any]:
+        """`Engine.status()`, whose counters run from the start of the target."""
+        ...
+
+    def peak_rss_bytes(self) -> int: ...
+
+
+OpenTarget = Callable[[Config], AbstractContextManager[Target]]
+
+
+class ServiceTarget:
+    """client → ZeroMQ → engine in a process of its own."""
+
+    name = "rollout"
+
+    def __init__(self, client: RolloutClient, service: RunningService) -> None:
+        self.client, self.service = client, service
+
+    def generate(self, prompts: list[np.ndarray], sampling: Sampling) -> Iterator[Sample]:
+        return self.client.generate(prompts, sampling)
+
+    def status(self) -> dict[str, Any]:
+        return self.client.status()
+
+    def peak_rss_bytes(self) -> int:
+        return self.service.peak_rss_bytes()
+
+
+class EngineTarget:
+    """The engine in this process, without sockets."""
+
+    name = "rollout-in-process"
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.submitted = 0
+
+    def generate(self, prompts: list[np.ndarray], sampling: Sampling) -> Iterator[Sample]:
+        for prompt in prompts:
+            self.engine.submit(Group(str(self.submitted), prompt, sampling))
+            self.submitted += 1
+        while self.engine.has_work:
+            yield from self.engine.step()
+
+    def status(self) -> dict[str, Any]:
+        return self.engine.status()
+
+    def peak_rss_bytes(self) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+@contextmanager
+def open_service(config: Config) -> Iterator[Target]:
+    with service_process(config) as service, RolloutClient(service.endpoint, name="rollout bench") as client:
+        yield ServiceTarget(client, service)
+
+
+@contextmanager
+def open_engine(config: Config) -> Iterator[Target]:
+    from engine.engine import Engine
+
+    hide_progress_bars()
+    yield EngineTarget(Engine(config.engine, limits=config.limits))

@@ -1,0 +1,64 @@
+"""The workloads by name. One is a row of this table; nothing else knows a name."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rollout.config import InputError
+
+ROOM = 1.1
+"""a roomy pool is this much larger than the need, so that the warm-up's blocks are in nobody's way"""
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """`prompts` groups of `n` children; every child makes `new_tokens` tokens (end tokens are ignored)."""
+
+    name: str
+    prompts: int
+    prompt_tokens: int
+    n: int
+    new_tokens: int
+    kv_share: float | None = None
+    """KV pool as a share of what all children need at their longest; None = roomy"""
+
+    def scaled(self, factor: float, block_size: int) -> Workload:
+        """Prompt and new tokens times `factor`, but not below one block, unless the workload itself is."""
+
+        def scale(tokens: int) -> int:
+            return max(round(tokens * factor), min(tokens, block_size))
+
+        return msgspec.structs.replace(self, prompt_tokens=scale(self.prompt_tokens), new_tokens=scale(self.new_tokens))
+
+    def needed_kv_tokens(self, block_size: int) -> int:
+        """KV of all children at full length, in tokens of whole blocks: a prompt's full blocks once a group, the rest once a
+        child."""
+        shared = self.prompt_tokens // block_size
+        whole = -(-(self.prompt_tokens + self.new_tokens) // block_size)
+        return self.prompts * (shared + self.n * (whole - shared)) * block_size
+
+    def kv_tokens(self, block_size: int) -> int:
+        """Size of the pool to run it in."""
+        needed = self.needed_kv_tokens(block_size)
+        if self.kv_share is None:
+            return int(needed * ROOM) + 64 * block_size
+        return int(needed * self.kv_share)
+
+
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload(name="fanout", prompts=8, prompt_tokens=512, n=16, new_tokens=256),
+        Workload(name="long", prompts=2, prompt_tokens=1024, n=32, new_tokens=1024),
+        Workload(name="pressure", prompts=2, prompt_tokens=1024, n=32, new_tokens=1024, kv_share=1 / 3),
+        Workload(name="shared_prefix", prompts=1, prompt_tokens=4096, n=32, new_tokens=128),
+        Workload(name="fork_latency", prompts=1, prompt_tokens=2048, n=64, new_tokens=8),
+        Workload(name="single_stream", prompts=1, prompt_tokens=64, n=1, new_tokens=256),
+    )
+}
+
+
+def find(name: str) -> Workload:
+    """Raises InputError listing the names."""
+    if name not in WORKLOADS:
+        raise InputError(f"no workload {name!r}; there are: {', '.join(WORKLOADS)}")
+    return WORKLOADS[name]

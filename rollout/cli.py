@@ -1,0 +1,248 @@
+"""The command `rollout`. Each command is a function of its arguments that returns an exit status.
+
+0 = done, 1 = an error with its reason on standard error, 2 = wrong usage, 130 = stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+import tyro
+
+from engine.request import Sampling
+from rollout import config as configuration
+from rollout.config import DEFAULT_ENDPOINT, Config, InputError
+from rollout.models import ModelNotFound
+from rollout.process import ServiceFailed, write_atomically
+from transport.errors import RolloutError
+
+Settings = Annotated[Config, tyro.conf.arg(name="")]
+
+
+class ServeArgs(msgspec.Struct, kw_only=True):
+    """Serve a model until Ctrl-C or SIGTERM. Flags win over the TOML file, the file over the defaults."""
+
+    settings: Settings = Config()
+    config: str | None = None
+    """TOML file with tables [engine], [service], [limits]"""
+    model: str | None = None
+    """short for --engine.model"""
+    ready_file: str | None = None
+    """file that appears, holding the endpoint, once the service listens"""
+    exit_on_stdin_close: bool = False
+    """stop when standard input ends, for parents that may die without a word"""
+
+
+class StatusArgs(msgspec.Struct, kw_only=True):
+    """Print the status of a running service as JSON."""
+
+    address: str = DEFAULT_ENDPOINT
+    timeout: float = 10.0
+    """seconds to wait for the service"""
+
+
+class GenerateArgs(msgspec.Struct, kw_only=True):
+    """Sample completions of prompts in a JSONL file; one JSON object a sample comes out, in the order they finish."""
+
+    prompts: str
+    """JSONL file; a line is {"messages": [...]}, {"prompt": "text"} or {"token_ids": [...]}, with an "id" if you like"""
+    out: str
+    """JSONL file to write; - is standard output"""
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling()
+    address: str | None = None
+    """a running service; without it one is started for this run"""
+    settings: Settings = Config()
+    config: str | None = None
+    """TOML file for the service that is started"""
+    model: str | None = None
+    """short for --engine.model; with --address: where the tokenizer is, if not where the service says"""
+
+
+class DemoArgs(msgspec.Struct, kw_only=True):
+    """A small real model answers the groups of a trainer, over ZeroMQ."""
+
+    model: str = "smollm2"
+    n: int = 8
+    """samples of each prompt"""
+    max_tokens: int = 48
+    """longest answer"""
+
+
+class BenchArgs(msgspec.Struct, kw_only=True):
+    """Run named workloads through the whole service and print a table."""
+
+    names: tyro.conf.Positional[tuple[str, ...]]
+    """workloads; a wrong name prints the list"""
+    model: str = "smollm2"
+    in_process: bool = False
+    """drive the engine directly, without sockets and a second process"""
+    scale: float = 1.0
+    """factor on prompt and new tokens (at least a block of each, unless the workload has less)"""
+    repeat: int = 3
+    """runs of each workload; the summary is their median"""
+    json: str | None = None
+    """file that gets one JSON object a run and one a workload; - is standard output"""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    threads: int | None = None
+
+
+def serve(argv: list[str]) -> int:
+    args = parse(lambda base: ServeArgs(settings=base), argv, "rollout serve")
+    config = with_model(args.settings, args.model)
+    stop = Stopper()
+    from engine.engine import Engine
+    from rollout import models
+    from rollout.service import Service
+
+    folder = models.resolve(config.engine.model)
+    models.hide_progress_bars()
+    try:
+        engine = Engine(msgspec.structs.replace(config.engine, model=str(folder)), limits=config.limits)
+        service = Service(
+            engine,
+            config.service.endpoint,
+            limits=config.limits,
+            client_grace_s=config.service.client_grace_s,
+            max_outbox_bytes=config.service.max_outbox_bytes,
+        )
+    except ValueError as error:  # a configuration that this model or machine cannot serve
+        raise InputError(str(error)) from error
+    stop.service_stop = service.stop
+    if args.exit_on_stdin_close:
+        threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
+    kv = engine.status()["kv"]
+    print(f"rollout: serving {config.engine.model} at {service.endpoint}, KV {kv}", flush=True)
+    if args.ready_file:
+        write_atomically(Path(args.ready_file), service.endpoint)
+    service.run()
+    return 0
+
+
+class Stopper:
+    """SIGINT and SIGTERM: before the service exists they end the process, from then on they ask the service to stop."""
+
+    def __init__(self) -> None:
+        self.service_stop: Callable[[], None] | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.service_stop is None:
+            raise SystemExit(0)
+        self.service_stop()
+
+
+def _stop_at_end_of_input() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def status(argv: list[str]) -> int:
+    args = tyro.cli(StatusArgs, args=argv, prog="rollout status")
+    from rollout.client import RolloutClient
+
+    with RolloutClient(args.address, name="rollout status", connect_timeout_s=args.timeout) as client:
+        print(json.dumps(client.status(timeout=args.timeout), indent=2))
+    return 0
+
+
+def generate(argv: list[str]) -> int:
+    args = parse(lambda base: GenerateArgs(prompts=tyro.MISSING, out=tyro.MISSING, settings=base), argv, "rollout generate")
+    from rollout.generate import run
+
+    config = with_model(args.settings, args.model)
+    return run(args.prompts, args.out, args.sampling, args.address, config, tokenizer=args.model if args.address else None)
+
+
+def bench(argv: list[str]) -> int:
+    args = tyro.cli(BenchArgs, args=argv, prog="rollout bench")
+    from rollout.bench import BenchFailed, run
+
+    try:
+        return run(
+            args.names,
+            model=args.model,
+            in_process=args.in_process,
+            scale=args.scale,
+            repeat=args.repeat,
+            json_file=args.json,
+            dtype=args.dtype,
+            threads=args.threads,
+        )
+    except BenchFailed as error:
+        print(f"rollout bench: {error}", file=sys.stderr)
+        return 1
+
+
+def demo(argv: list[str]) -> int:
+    args = tyro.cli(DemoArgs, args=argv, prog="rollout demo")
+    from rollout.demo import run
+
+    return run(args.model, args.n, args.max_tokens)
+
+
+Args = TypeVar("Args", ServeArgs, GenerateArgs)
+
+
+def parse(defaults: Callable[[Config], Args], argv: list[str], prog: str) -> Args:
+    """Command line over TOML file over defaults. Raises InputError for the file; exits with status 2 for the line."""
+    path = None
+    for i, word in enumerate(argv):
+        if word == "--config" and i + 1 < len(argv):
+            path = argv[i + 1]
+        elif word.startswith("--config="):
+            path = word.removeprefix("--config=")
+    default = defaults(configuration.load(path) if path is not None else Config())
+    return tyro.cli(type(default), args=argv, prog=prog, default=default)
+
+
+def with_model(config: Config, model: str | None) -> Config:
+    if model is None:
+        return config
+    return msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, model=model))
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "serve": serve,
+    "generate": generate,
+    "status": status,
+    "bench": bench,
+    "demo": demo,
+}
+
+USAGE = """usage: rollout COMMAND [OPTIONS]      (rollout COMMAND --help lists the options)
+
+  serve      serve a model until Ctrl-C or SIGTERM
+  generate   sample completions of the prompts in a JSONL file
+  status     print the status of a running service
+  bench      run named workloads and print a table
+  demo       watch a small real model answer a trainer's groups"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in COMMANDS:
+        print(f"rollout: no command {name!r}\n{USAGE}", file=sys.stderr)
+        return 2
+    try:
+        return COMMANDS[name](rest)
+    except KeyboardInterrupt:
+        print(f"rollout {name}: stopped", file=sys.stderr)
+        return 130
+    except (InputError, ModelNotFound, RolloutError, ServiceFailed) as error:
+        print(f"rollout {name}: {error}", file=sys.stderr)
+        return 1

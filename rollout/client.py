@@ -1,0 +1,237 @@
+"""The trainer's end. Imports neither torch nor the engine.
+
+with RolloutClient("tcp://127.0.0.1:5655") as client:
+    for sample in client.generate([[1, 2, 3], [4, 5]], Sampling(n=8, max_tokens=256)):
+        print(sample.group_id, sample.index, sample.token_ids, sample.finish_reason)
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from engine.request import Limits, Sample, Sampling
+from rollout.handle import Handle
+from rollout.link import Link
+from transport.errors import InvalidRequest, LimitExceeded, RequestTimeout, ServiceLost
+from transport.frames import pack
+from transport.messages import Submit, Welcome, digest
+from transport.sockets import ClientEnd, ClientTransport
+
+__all__ = ["Handle", "RolloutClient", "Sample", "Sampling"]
+
+Prompt = Sequence[int] | np.ndarray
+
+
+class RolloutClient:
+    """A connection to a rollout service. Thread-safe; one background thread does all the talking, heartbeats included, so a
+    trainer may be busy for as long as it likes.
+
+    Args:
+        address: as `rollout serve` prints it, e.g. tcp://127.0.0.1:5655.
+        name: for people, in logs and in the status.
+        transport: another end instead of a socket, e.g. `LoopbackService().connect()`.
+        connect_timeout_s: how long to wait for the service here. ServiceLost after that, saying what to check.
+        link_timeout_s: without a connection for so long, open groups fail with ServiceLost. A link that heals sooner loses
+            nothing. A stopped process is noticed 4 s before that clock starts.
+        stall_timeout_s: connected, but the service's loop says nothing for so long (a single engine step may take minutes):
+            open groups fail with ServiceLost.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        name: str = "",
+        transport: ClientTransport | None = None,
+        connect_timeout_s: float = 10.0,
+        link_timeout_s: float = 4.0,
+        stall_timeout_s: float = 300.0,
+    ) -> None:
+        if (address is None) == (transport is None):
+            raise ValueError("give an address or a transport, one of the two")
+        end = transport if transport is not None else ClientEnd(str(address), Limits())
+        self._ids = itertools.count()
+        self._serials = itertools.count(1)
+        self._link = Link(end, secrets.token_hex(16), name, link_timeout_s, stall_timeout_s)
+        try:
+            self._link.first_welcome.result(connect_timeout_s)
+        except TimeoutError:
+            connected = end.connected
+            self.close()
+            raise ServiceLost(
+                f"{end.address} accepts connections but did not answer within {connect_timeout_s} s: it is in a long step, it "
+                "is stopped, or it is not a rollout service"
+                if connected
+                else f"no service at {end.address} within {connect_timeout_s} s: is `rollout serve` running, and is this the "
+                "endpoint that it printed?"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def info(self) -> Welcome:
+        """What the service said of itself when this client last connected: model, vocab_size, context, eos_token_ids, version,
+        limits, incarnation."""
+        welcome = self._link.welcome
+        assert welcome is not None, "the constructor waits for it"
+        return welcome
+
+    def submit(self, prompt: Prompt, sampling: Sampling | None = None, group_id: str | None = None) -> Handle:
+        """Send one group; returns at once.
+
+        Args:
+            prompt: [prompt_tokens] token ids, as a list of int or an integer array (copied).
+            group_id: any text that no live group of this client has; made up if None.
+
+        Raises InvalidRequest or LimitExceeded for what cannot even be sent. What the service refuses is raised by the handle.
+        """
+        return self._submit(prompt, sampling if sampling is not None else Sampling(), group_id, None)
+
+    def _submit(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        group_id: str | None,
+        on_change: Callable[[Handle, Sample | None], None] | None,
+    ) -> Handle:
+        group_id = group_id if group_id is not None else f"#{next(self._ids)}"
+        tokens = token_array(prompt)
+        submit = Submit(group_id, tokens, sampling, next(self._serials))
+        try:
+            frames, content = pack(submit), digest(submit)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequest(f"this group cannot be sent: {error}", str(group_id)) from None
+        limits = self.info.limits
+        for name, size, most in (
+            ("max_header_bytes", len(frames[0]), limits.max_header_bytes),
+            ("max_frame_bytes", tokens.nbytes, limits.max_frame_bytes),
+        ):
+            if size > most:
+                raise LimitExceeded(f"its message has a frame of {size} bytes: at most {most} (Limits.{name})", group_id)
+        handle = Handle(group_id, sampling.n, len(tokens), frames, content)
+        handle.on_cancel, handle.on_change = self._link.cancel, on_change
+        self._link.submit(handle)
+        return handle
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        group_ids: Sequence[str] | None = None,
+        timeout: float | None = None,
+    ) -> Iterator[Sample]:
+        """Samples of all groups as they finish. Groups are sent when the iteration starts; ending it early cancels them.
+
+        Args:
+            prompts: one group each.
+            sampling: for all of them, or one for each.
+            group_ids: one for each; made up if None.
+            timeout: seconds between two samples, at most.
+
+        Raises the typed error of the first group that fails (the others are cancelled), RequestTimeout."""
+        arrived: queue.SimpleQueue[tuple[Handle, Sample | None]] = queue.SimpleQueue()
+        handles = self._submit_all(prompts, sampling, group_ids, lambda handle, sample: arrived.put((handle, sample)))
+        left = sum(handle.n for handle in handles)
+        try:
+            while left:
+                try:
+                    handle, sample = arrived.get(timeout=timeout)
+                except queue.Empty:
+                    raise RequestTimeout(f"no sample in {timeout} s; {left} are missing") from None
+                if sample is None:
+                    handle.result(0)  # raises why it failed
+                else:
+                    left -= 1
+                    yield sample
+        finally:
+            _cancel(handles)
+
+    def generate_groups(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        group_ids: Sequence[str] | None = None,
+        timeout: float | None = None,
+    ) -> Iterator[list[Sample]]:
+        """Whole groups (n samples, sorted by index) in the order of the prompts. Otherwise as `generate`; `timeout` is the
+        longest wait for one group."""
+        handles = self._submit_all(prompts, sampling, group_ids)
+        try:
+            for handle in handles:
+                yield handle.result(timeout)
+        finally:
+            _cancel(handles)
+
+    def status(self, timeout: float = 10.0) -> dict[str, Any]:
+        """The service's status. Raises RequestTimeout, ServiceLost."""
+        future: Future[dict[str, Any]] = Future()
+        self._link.status(future)
+        try:
+            return future.result(timeout)
+        except RequestTimeout:
+            raise
+        except TimeoutError:
+            raise RequestTimeout(f"no status within {timeout} s") from None
+
+    def close(self) -> None:
+        """Ends the session: the service aborts what is still open, waiting callers get ClientClosed. May be repeated."""
+        self._link.close()
+
+    def __enter__(self) -> RolloutClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _submit_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None,
+        group_ids: Sequence[str] | None,
+        on_change: Callable[[Handle, Sample | None], None] | None = None,
+    ) -> list[Handle]:
+        samplings = [sampling or Sampling()] * len(prompts) if isinstance(sampling, Sampling | None) else list(sampling)
+        ids: list[str | None] = [None] * len(prompts) if group_ids is None else list(group_ids)
+        if not len(prompts) == len(samplings) == len(ids):
+            raise ValueError(f"{len(prompts)} prompts, {len(samplings)} samplings, {len(ids)} group_ids: must be as many")
+        handles: list[Handle] = []
+        try:
+            for prompt, one, group_id in zip(prompts, samplings, ids, strict=True):
+                handles.append(self._submit(prompt, one, group_id, on_change))
+        except BaseException:
+            _cancel(handles)
+            raise
+        return handles
+
+
+def _cancel(handles: list[Handle]) -> None:
+    for handle in handles:
+        if not handle.done:
+            handle.cancel()
+
+
+def token_array(prompt: Prompt) -> np.ndarray:
+    """[prompt_tokens] int32, a copy. Raises InvalidRequest for anything that is not integers of 32 bits, in one dimension."""
+    try:
+        array = np.asarray(prompt)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidRequest(f"prompt: {error}") from None
+    if array.size == 0 and array.ndim == 1:
+        return np.zeros(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidRequest(f"prompt is {array.dtype} of shape {array.shape}: must be integer token ids [prompt_tokens]")
+    low, high = int(array.min()), int(array.max())
+    if low < -(2**31) or high >= 2**31:
+        raise InvalidRequest(f"prompt holds {low if low < -(2**31) else high}: token ids are 32-bit integers")
+    return np.array(array, np.int32)

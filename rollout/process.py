@@ -1,0 +1,100 @@
+"""The service as a child process: how `rollout generate`, `demo`, `bench` and the tests start one and are sure to end it.
+
+    with service_process(Config(engine=EngineConfig(model="smollm2"))) as service:
+        client = RolloutClient(service.endpoint)
+
+The child leads a session of its own, so Ctrl-C reaches the parent alone, which then stops the child in order. If the parent
+dies without a word, the pipe to the child's standard input closes, and the child stops by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from rollout.config import Config, dump
+
+STOP_TIMEOUT_S = 15.0
+
+
+class ServiceFailed(RuntimeError):
+    """The service process ended before it was ready, or was not ready in time; its own message is on standard error."""
+
+
+class RunningService(msgspec.Struct, frozen=True):
+    """Address and process of a service that is listening."""
+
+    endpoint: str
+    pid: int
+
+    def peak_rss_bytes(self) -> int:
+        """Largest resident memory of the process so far; where the system does not say, the present one."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+        except OSError:
+            return int(psutil.Process(self.pid).memory_info().rss)
+        peak = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+        return int(peak.split()[1]) * 1024
+
+
+@contextmanager
+def service_process(config: Config, *, start_timeout_s: float = 300.0) -> Iterator[RunningService]:
+    """Runs `rollout serve` with `config` on a free loopback port until the block ends, however it ends.
+
+    Raises ServiceFailed if it is not listening after start_timeout_s.
+    """
+    service = msgspec.structs.replace(config.service, endpoint="tcp://127.0.0.1:*")
+    config = msgspec.structs.replace(config, service=service)
+    with tempfile.TemporaryDirectory(prefix="rollout-") as folder:
+        toml, ready = Path(folder) / "config.toml", Path(folder) / "ready"
+        toml.write_text(dump(config))
+        command = [sys.executable, "-m", "rollout", "serve", "--config", str(toml), "--ready-file", str(ready)]
+        child = subprocess.Popen(
+            [*command, "--exit-on-stdin-close"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            _await_ready(child, ready, start_timeout_s)
+            yield RunningService(endpoint=ready.read_text(), pid=child.pid)
+        finally:
+            _stop(child)
+
+
+def _await_ready(child: subprocess.Popen[bytes], ready: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not ready.exists():
+        try:
+            code = child.wait(timeout=0.02)
+        except subprocess.TimeoutExpired:
+            if time.monotonic() > deadline:
+                raise ServiceFailed(f"the service was not listening after {timeout_s:.0f} s") from None
+        else:
+            raise ServiceFailed(f"the service ended with exit status {code} before it was listening")
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    assert child.stdin is not None
+    child.terminate()
+    try:
+        child.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        print(f"rollout: the service did not stop in {STOP_TIMEOUT_S:.0f} s and was killed", file=sys.stderr)
+        child.kill()
+        child.wait()
+    finally:
+        child.stdin.close()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file appears whole, so that whoever waits for it can read it at once."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.rename(path)

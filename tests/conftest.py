@@ -1,0 +1,76 @@
+"""Fixtures that more than one package's tests use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from rollout.config import Config
+from rollout.process import service_process
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub for anything
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a Llama of 2 layers with random weights and a byte-level tokenizer of 259 ids (</s> is 2); context 8,192."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny_model")
+    words = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Folder of the real model if it is in the cache (`make model` puts it there); skips otherwise: tests do not download."""
+    from rollout import models
+
+    folder = models.smollm2_folder()
+    if not folder.is_dir():
+        pytest.skip(f"smollm2 is not in {models.cache_dir()}: run `make model` once")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_config(tiny_model: Path) -> Config:
+    """A service of the tiny model in little memory."""
+    return Config(engine=EngineConfig(model=str(tiny_model), dtype="float32", kv_tokens=65_536, cpu_offload_gib=0, threads=1))
+
+
+@pytest.fixture(scope="session")
+def tiny_service(tiny_config: Config) -> Iterator[str]:
+    """Address of a service process with the tiny model, shared by the tests that only use it."""
+    with service_process(tiny_config, start_timeout_s=100) as service:
+        yield service.endpoint

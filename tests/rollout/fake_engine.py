@@ -1,0 +1,124 @@
+"""An engine of scripts, without torch: what the service needs of one, with tokens that name their maker.
+
+Token k of child i of a prompt is (last prompt token + 7 * i + k) mod the vocabulary, so a test can tell every sample without
+asking the engine. Run as a program, it serves until SIGTERM:
+
+    python fake_engine.py ENDPOINT READY_FILE [STEP_SECONDS]
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from engine.request import Group, Limits, Sample
+
+VOCAB = 1000
+
+
+@dataclass
+class Child:
+    group: Group
+    index: int
+    tokens: list[int] = field(default_factory=list)
+
+
+def token(prompt: np.ndarray, index: int, position: int) -> int:
+    return (int(prompt[-1]) + 7 * index + position) % VOCAB
+
+
+def expected(prompt: list[int], index: int, count: int) -> list[int]:
+    return [token(np.array(prompt), index, k) for k in range(count)]
+
+
+class FakeEngine:
+    """One token a child a step. `crash_on`: a step raises while a child of a prompt that starts with it runs."""
+
+    def __init__(self, limits: Limits | None = None, context: int = 100_000, step_s: float = 0.0) -> None:
+        self.limits = limits or Limits()
+        self.vocab_size = VOCAB
+        self.context = context
+        self.version = 3
+        self.model = SimpleNamespace(name="fake", eos_token_ids=frozenset({2, 1}))
+        self.step_s = step_s
+        self.crash_on: int | None = None
+        self.frozen = False
+        """steps make nothing"""
+        self.aborted: list[str] = []
+        self.clients: Counter[str] = Counter()
+        self.groups: dict[str, list[Child]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.groups)
+
+    def submit(self, group: Group, client: str = "") -> None:
+        group.validate(self.limits, self.vocab_size, self.context)
+        if group.id in self.groups:
+            raise ValueError(f"group id {group.id} is live")
+        if len(group.prompt) + group.sampling.max_tokens > 50_000:
+            raise ValueError("it can never fit the KV pool of 50000 tokens")
+        self.clients[client] += 1
+        self.groups[group.id] = [Child(group, i) for i in range(group.sampling.n)]
+
+    def step(self) -> list[Sample]:
+        time.sleep(self.step_s)
+        if self.frozen:
+            return []
+        if any(children[0].group.prompt[0] == self.crash_on for children in self.groups.values()):
+            raise RuntimeError("scripted crash")
+        ended = []
+        for children in list(self.groups.values()):
+            for child in list(children):
+                child.tokens.append(token(child.group.prompt, child.index, len(child.tokens)))
+                if len(child.tokens) == child.group.sampling.max_tokens:
+                    ended.append(self._end(child, "length"))
+        return ended
+
+    def abort(self, group_id: str) -> list[Sample]:
+        children = list(self.groups.get(group_id, []))
+        if children:
+            self.aborted.append(group_id)
+        return [self._end(child, "aborted") for child in children]
+
+    def status(self) -> dict[str, object]:
+        return {"running": sum(map(len, self.groups.values())), "version": np.int64(self.version), "kv": {"used": 0}}
+
+    def _end(self, child: Child, reason: str) -> Sample:
+        siblings = self.groups[child.group.id]
+        siblings.remove(child)
+        if not siblings:
+            del self.groups[child.group.id]
+        count = len(child.tokens)
+        return Sample(
+            group_id=child.group.id,
+            index=child.index,
+            token_ids=np.array(child.tokens, np.int32),
+            logprobs=np.linspace(-1, 0, count, dtype=np.float32),
+            finish_reason=reason,  # type: ignore[arg-type]
+            weight_versions=[(0, self.version)] if count else [],
+            prompt_tokens=len(child.group.prompt),
+        )
+
+
+def main() -> None:
+    from rollout.service import Service
+
+    endpoint, ready, *rest = sys.argv[1:]
+    service = Service(FakeEngine(step_s=float(rest[0]) if rest else 0.0), endpoint)
+    signal.signal(signal.SIGTERM, lambda number, frame: service.stop("SIGTERM"))
+    temporary = Path(ready + ".tmp")
+    temporary.write_text(service.endpoint)
+    temporary.rename(ready)
+    service.run()
+
+
+if __name__ == "__main__":
+    main()

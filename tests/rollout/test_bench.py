@@ -1,0 +1,201 @@
+"""`rollout bench`: the table of workloads, the prompts, the figures, and that a run which did not do the work is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.request import Sample, Sampling
+from rollout import bench, models
+from rollout.bench.runner import COUNTERS, BenchFailed, measure
+from rollout.bench.text import PromptText
+from rollout.bench.workloads import WORKLOADS, Workload, find
+from rollout.config import Config, InputError
+
+TOY = Workload(name="toy", prompts=2, prompt_tokens=48, n=3, new_tokens=40)
+
+
+def test_the_table() -> None:
+    assert {w.name: (w.prompts, w.prompt_tokens, w.n, w.new_tokens) for w in WORKLOADS.values()} == {
+        "fanout": (8, 512, 16, 256),
+        "long": (2, 1024, 32, 1024),
+        "pressure": (2, 1024, 32, 1024),
+        "shared_prefix": (1, 4096, 32, 128),
+        "fork_latency": (1, 2048, 64, 8),
+        "single_stream": (1, 64, 1, 256),
+    }
+
+
+def test_an_unknown_workload_lists_the_names() -> None:
+    with pytest.raises(InputError, match="no workload 'fan'; there are: fanout, long, pressure"):
+        find("fan")
+
+
+def test_kv_needed() -> None:
+    assert TOY.needed_kv_tokens(32) == 2 * (1 + 3 * 2) * 32  # 88 tokens are 3 blocks, one of them shared
+    assert TOY.needed_kv_tokens(16) == 2 * (3 + 3 * 3) * 16  # 48 tokens are 3 full blocks, all shared
+    assert find("pressure").kv_tokens(32) == find("long").needed_kv_tokens(32) // 3 == 22_528
+    assert find("long").kv_tokens(32) > find("long").needed_kv_tokens(32)
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "scaled"),
+    [("fanout", 0.25, (128, 64)), ("fanout", 0.01, (32, 32)), ("fork_latency", 0.1, (205, 8)), ("long", 2.0, (2048, 2048))],
+)
+def test_scale(name: str, factor: float, scaled: tuple[int, int]) -> None:
+    workload = find(name).scaled(factor, block_size=32)
+    assert (workload.prompt_tokens, workload.new_tokens) == scaled
+
+
+def test_prompts_follow_each_other(tiny_model: Path) -> None:
+    text = PromptText(models.load_tokenizer(tiny_model))
+    first, second = text.slices(0, 2, 5)
+    np.testing.assert_array_equal(np.concatenate([first, second]), text.ids[:10])
+    assert first.dtype == np.int32
+    around = text.slices(len(text.ids) - 3, 1, 5)[0]
+    np.testing.assert_array_equal(around, np.concatenate([text.ids[-3:], text.ids[:2]]))
+
+
+def test_the_text_is_long_enough_for_smollm2(smollm2: Path) -> None:
+    assert len(PromptText(models.load_tokenizer(smollm2)).ids) >= 25_000
+
+
+class FakeTarget:
+    """Returns at once what it was asked for; `spoil` lets a test damage the samples."""
+
+    name = "fake"
+
+    def __init__(self, spoil: Any = None) -> None:
+        self.counters = dict.fromkeys((*COUNTERS, "steps", "fork_saved_tokens", "prefix_hit_tokens"), 0)
+        self.spoil = spoil
+        self.calls: list[tuple[list[np.ndarray], Sampling]] = []
+
+    def generate(self, prompts: list[np.ndarray], sampling: Sampling) -> Iterator[Sample]:
+        self.calls.append((prompts, sampling))
+        self.counters["prefill_tokens"] += sum(len(prompt) for prompt in prompts)
+        samples = [
+            Sample(
+                group_id=str(g),
+                index=i,
+                token_ids=np.zeros(sampling.max_tokens, np.int32),
+                logprobs=np.zeros(sampling.max_tokens, np.float32),
+                finish_reason="length",
+                weight_versions=[(0, 0)],
+                prompt_tokens=len(prompt),
+            )
+            for g, prompt in enumerate(prompts)
+            for i in range(sampling.n)
+        ]
+        return iter(self.spoil(samples) if self.spoil and len(self.calls) > 1 else samples)
+
+    def status(self) -> dict[str, Any]:
+        return {**self.counters, "attention": "none"}
+
+    def peak_rss_bytes(self) -> int:
+        return 1000
+
+
+def run_fake(target: FakeTarget, model: Path, repeat: int = 3) -> tuple[list[dict[str, Any]], EngineConfig]:
+    configs: list[Config] = []
+
+    @contextmanager
+    def open_target(config: Config) -> Iterator[FakeTarget]:
+        configs.append(config)
+        yield target
+
+    text = PromptText(models.load_tokenizer(model))
+    rows = list(measure(TOY, text, EngineConfig(model="m"), open_target, repeat))
+    assert len(configs) == 1  # one target a workload
+    return rows, configs[0].engine
+
+
+def test_figures_of_a_run_and_the_summary(tiny_model: Path) -> None:
+    target = FakeTarget()
+    rows, engine = run_fake(target, tiny_model)
+    *runs, summary = rows
+    assert engine.kv_tokens == TOY.kv_tokens(32)
+    assert [row["run"] for row in runs] == [0, 1, 2]
+    for row in runs:
+        assert (row["workload"], row["engine"], row["generated_tokens"]) == ("toy", "fake", 2 * 3 * 40)
+        assert row["prefill_tokens"] == 2 * 48  # the difference, not the total
+        assert row["tokens_per_second"] > 0 and row["peak_rss_bytes"] == 1000
+        assert row.keys() >= {"seconds", "recomputed_tokens", "offloaded_blocks", "restored_blocks", "soft_resets"}
+    assert summary["summary"] is True and summary["runs"] == 3
+    assert summary["tokens_per_second"] == sorted(row["tokens_per_second"] for row in runs)[1]
+    json.dumps(rows)
+
+
+def test_every_run_has_prompts_of_its_own(tiny_model: Path) -> None:
+    target = FakeTarget()
+    run_fake(target, tiny_model)
+    prompts = [prompt.tobytes() for call, _ in target.calls for prompt in call]
+    assert len(set(prompts)) == len(prompts) == 1 + 3 * 2
+    for _, sampling in target.calls[1:]:
+        assert (sampling.temperature, sampling.ignore_eos, sampling.top_p, sampling.n) == (1.0, True, 1.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda samples: samples[:-1], "5 different samples of 6"),
+        (lambda samples: [*samples[:-1], samples[0]], "5 different samples of 6"),
+    ],
+)
+def test_a_run_that_lost_samples_is_refused(tiny_model: Path, spoil: Any, named: str) -> None:
+    with pytest.raises(BenchFailed, match=named):
+        run_fake(FakeTarget(spoil), tiny_model)
+
+
+def test_a_run_with_short_or_failed_samples_is_refused(tiny_model: Path) -> None:
+    import msgspec
+
+    def change(**fields: Any) -> Any:
+        return lambda samples: [msgspec.structs.replace(samples[0], **fields), *samples[1:]]
+
+    for fields, named in (
+        ({"token_ids": np.zeros(3, np.int32)}, "3 tokens instead of 40"),
+        ({"logprobs": np.zeros(3, np.float32)}, "lacks log-probs"),
+        ({"finish_reason": "error", "error": "boom"}, "boom"),
+    ):
+        with pytest.raises(BenchFailed, match=named):
+            run_fake(FakeTarget(change(**fields)), tiny_model)
+
+
+def run_command(tiny_model: Path, folder: Path, *names: str, **options: Any) -> list[dict[str, Any]]:
+    out = folder / "out.jsonl"
+    given = {"in_process": True, "scale": 0.02, "repeat": 1, "dtype": "float32", "threads": 1} | options
+    assert bench.run(names, model=str(tiny_model), json_file=str(out), **given) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_in_process(tiny_model: Path, tmp_path: Path) -> None:
+    rows = run_command(tiny_model, tmp_path, "fanout", "fork_latency")
+    assert [(row["workload"], "summary" in row) for row in rows] == [
+        ("fanout", False),
+        ("fanout", True),
+        ("fork_latency", False),
+        ("fork_latency", True),
+    ]
+    assert rows[0]["engine"] == "rollout-in-process"
+    assert rows[0]["generated_tokens"] == 8 * 16 * 32
+    assert rows[0]["prefill_tokens"] <= 8 * 32 + 8 * 16  # each prompt once, not once a child
+
+
+def test_through_the_service(tiny_model: Path, tmp_path: Path) -> None:
+    rows = run_command(tiny_model, tmp_path, "fork_latency", in_process=False)
+    assert rows[0]["engine"] == "rollout"
+    assert rows[0]["generated_tokens"] == 64 * 8
+    assert rows[1]["peak_rss_bytes"] > 50e6
+
+
+@pytest.mark.parametrize(("options", "named"), [({"scale": 0.0}, "--scale"), ({"repeat": 0}, "--repeat")])
+def test_bad_numbers_are_named(tiny_model: Path, tmp_path: Path, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        run_command(tiny_model, tmp_path, "fanout", **options)

@@ -1,0 +1,172 @@
+"""The commands as a user runs them: processes, signals, exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.request import Sampling
+from rollout.cli import COMMANDS, main
+from rollout.client import RolloutClient
+from rollout.config import Config, dump
+from rollout.process import ServiceFailed, service_process
+
+ROLLOUT = [sys.executable, "-m", "rollout"]
+
+
+def rollout(*argv: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*ROLLOUT, *argv], capture_output=True, text=True, timeout=timeout)
+
+
+def await_true(condition: Callable[[], bool], what: str, timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+@contextmanager
+def serving(config: Config, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`rollout serve` as a shell would start it; its process and its endpoint, from the line that it prints."""
+    toml = folder / "rollout.toml"
+    toml.write_text(dump(config))
+    command = [*ROLLOUT, "serve", "--config", str(toml), "--service.endpoint", "tcp://127.0.0.1:*"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            with selectors.DefaultSelector() as selector:
+                selector.register(process.stdout, selectors.EVENT_READ)
+                assert selector.select(60), "serve printed nothing"
+            line = process.stdout.readline()
+            assert line.startswith("rollout: serving "), line
+            yield process, line.split(" at ")[1].split(",")[0]
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_stops_cleanly(number: signal.Signals, tiny_config: Config, tmp_path: Path) -> None:
+    with serving(tiny_config, tmp_path) as (process, endpoint), RolloutClient(endpoint) as client:
+        handle = client.submit([5, 6, 7], Sampling(n=2, max_tokens=8000, ignore_eos=True))
+        await_true(lambda: client.status()["running"] == 2, "running")
+        process.send_signal(number)
+        samples = handle.result(timeout=20)
+        assert [sample.finish_reason for sample in samples] == ["aborted", "aborted"]
+        assert process.wait(20) == 0
+        assert process.stderr is not None and process.stderr.read() == ""
+
+
+def test_a_child_service_ends_with_its_parent(tiny_config: Config, tmp_path: Path) -> None:
+    """Even if the parent is killed: nobody is left to clean up then."""
+    (tmp_path / "config.toml").write_text(dump(tiny_config))
+    program = f"""
+import os, signal
+from rollout.config import load
+from rollout.process import service_process
+with service_process(load({str(tmp_path / "config.toml")!r})) as service:
+    print(service.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    pid = int(done.stdout)
+    await_true(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "the service ended")
+
+
+def test_a_child_service_is_stopped_when_the_block_raises(tiny_config: Config) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        with service_process(tiny_config) as service:
+            assert psutil.pid_exists(service.pid)
+            raise KeyboardInterrupt
+    assert not psutil.pid_exists(service.pid)
+
+
+def test_a_child_service_that_cannot_start_says_so(tmp_path: Path) -> None:
+    from engine.config import EngineConfig
+
+    with pytest.raises(ServiceFailed, match="exit status 1 before it was listening"):
+        with service_process(Config(engine=EngineConfig(model=str(tmp_path)))):
+            raise AssertionError("it is not there")
+
+
+def test_status(tiny_service: str) -> None:
+    done = rollout("status", "--address", tiny_service)
+    assert done.returncode == 0, done.stderr
+    status = json.loads(done.stdout)
+    assert status["version"] == 0 and status["kv"]["device_blocks"] == 2048
+
+
+def test_generate_with_a_service_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Once upon a time"}\n')
+    files = ["--prompts", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    engine = ["--model", str(tiny_model), "--engine.dtype", "float32", "--engine.kv-tokens", "4096"]
+    done = rollout("generate", *files, *engine, "--n", "2", "--max-tokens", "4")
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "named"),
+    [
+        ([], 2, "usage"),
+        (["sreve"], 2, "no command 'sreve'"),
+        (["serve", "--engine.blok-size", "3"], 2, "--engine.blok-size"),
+        (["serve", "--config", "nowhere.toml"], 1, "nowhere.toml"),
+        (["serve", "--model", "/nowhere"], 1, "neither a folder"),
+        (["bench", "fan"], 1, "there are: fanout"),
+        (["generate", "--prompts", "nowhere.jsonl", "--out", "-"], 1, "nowhere.jsonl"),
+        (["status", "--address", "tcp://127.0.0.1:9", "--timeout", "0.3"], 1, "127.0.0.1:9"),
+    ],
+)
+def test_mistakes_have_a_status_and_a_reason(argv: list[str], code: int, named: str, capfd: pytest.CaptureFixture[str]) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        result = main(argv)
+    except SystemExit as stopped:
+        result = stopped.code
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    out, err = capfd.readouterr()
+    assert result == code
+    assert named in (out + err).replace("\n", " ")
+    assert "Traceback" not in err
+
+
+def test_an_address_that_is_not_loopback_is_refused(tiny_model: Path) -> None:
+    done = rollout("serve", "--model", str(tiny_model), "--service.endpoint", "tcp://0.0.0.0:0", "--engine.kv-tokens", "4096")
+    assert done.returncode == 1
+    assert "loopback" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: rollout {command}" in capsys.readouterr().out
+
+
+def test_the_demo_stops_what_it_started_on_ctrl_c(smollm2: Path) -> None:
+    process = subprocess.Popen([*ROLLOUT, "demo"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        await_true(lambda: bool(psutil.Process(process.pid).children()), "the service was started", 60)
+        (child,) = psutil.Process(process.pid).children()
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(30) == 130
+        assert not child.is_running()
+    finally:
+        process.kill()
+        process.stdout.close()

@@ -1,0 +1,157 @@
+"""The shape of the repository: who imports whom, what is slim, what is exported, and that the README is true."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("engine", "transport", "rollout", "recipes")
+MAY_IMPORT = {
+    "engine": (),
+    "transport": ("engine.request",),
+    "rollout": ("engine", "transport"),
+    "recipes": ("engine", "transport", "rollout"),
+}
+VALUE_TYPES = ("engine/request.py", "engine/config.py")
+"""no torch in these: the wire and the command line need them"""
+
+
+def imported(source: str, module: str) -> set[str]:
+    """Dotted names that a module imports, wherever in the file; `from a import b` counts as a and as a.b."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            parent = ".".join([*base, *([node.module] if node.module else [])])
+            names |= {parent} | {f"{parent}.{alias.name}" for alias in node.names}
+    return names
+
+
+def forbidden(source: str, module: str) -> set[str]:
+    """Names of our own rooms that this module may not import."""
+    room = module.split(".")[0]
+    allowed = (room, *MAY_IMPORT[room])
+
+    def fine(name: str) -> bool:
+        # `from engine import request` gives "engine" as well: the longer name decides
+        inside = any(name == prefix or name.startswith(prefix + ".") for prefix in allowed)
+        return inside or any(prefix.startswith(name + ".") for prefix in allowed)
+
+    return {name for name in imported(source, module) if name.split(".")[0] in ROOMS and not fine(name)}
+
+
+def modules() -> list[Path]:
+    return [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+def test_imports_point_down() -> None:
+    wrong = {}
+    for path in modules():
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        names = forbidden(path.read_text(), module)
+        if names:
+            wrong[module] = names
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "seen"),
+    [
+        ("import rollout.client", "engine.engine", {"rollout.client"}),
+        ("def f():\n    from transport import frames", "engine.kv", {"transport", "transport.frames"}),
+        ("from engine.engine import Engine", "transport.frames", {"engine.engine", "engine.engine.Engine"}),
+        ("from engine.request import Group", "transport.frames", set()),
+        ("from engine import request", "transport.frames", set()),
+        ("from engine import kv", "transport.frames", {"engine.kv"}),
+        ("from ..engine import kv", "transport.frames", {"engine.kv"}),
+        ("from engine.engine import Engine", "rollout.service", set()),
+    ],
+)
+def test_a_wrong_import_is_seen(source: str, module: str, seen: set[str]) -> None:
+    assert forbidden(source, module) == seen
+
+
+def test_value_types_import_no_torch() -> None:
+    for path in VALUE_TYPES:
+        assert not {"torch", "transformers"} & {name.split(".")[0] for name in imported((ROOT / path).read_text(), "engine.x")}
+
+
+def run_python(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_client_is_slim() -> None:
+    loaded = run_python("import rollout.client, sys; print(*sorted(sys.modules))").split()
+    heavy = {"torch", "transformers", "tyro", "rich", "wandb", "engine.engine", "engine.scheduler", "engine.kv"}
+    assert not heavy & set(loaded)
+
+
+def test_torch_would_be_noticed() -> None:
+    assert "torch" in run_python("import engine.kv, sys; print(*sorted(sys.modules))").split()
+
+
+def test_exported_names() -> None:
+    import rollout
+
+    assert sorted(rollout.__all__) == ["Handle", "RolloutClient", "RolloutError", "Sample", "Sampling", "__version__"]
+    for name in rollout.__all__:
+        assert getattr(rollout, name) is not None
+
+
+def test_the_version_is_the_distribution_s() -> None:
+    import rollout
+
+    assert rollout.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def readme_example() -> str:
+    found = re.findall(r"<!-- example -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(found) == 1
+    return found[0]
+
+
+def test_the_readme_example_is_short() -> None:
+    assert len(readme_example().splitlines()) <= 15
+
+
+def test_the_readme_example_runs_as_printed(tiny_service: str, tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(readme_example())
+    done = subprocess.run([sys.executable, script, tiny_service], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    children = re.findall(r"^#(\d+) (\d) (?:stop|length) -\d+\.\d\d  ", done.stdout, re.MULTILINE)
+    assert len(children) == 8 and len({group for group, _ in children}) == 2, done.stdout
+
+
+def test_the_readme_configuration_is_accepted(tmp_path: Path) -> None:
+    from rollout.config import load
+
+    (toml,) = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "rollout.toml").write_text(toml)
+    assert load(tmp_path / "rollout.toml").engine.kv_gib == 4.0
+
+
+def test_files_that_the_documents_link_to_exist() -> None:
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_files_and_functions_stay_readable() -> None:
+    long = {str(path.relative_to(ROOT)) for path in modules() if len(path.read_text().splitlines()) > 370}
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 70:
+                long.add(f"{path.relative_to(ROOT)}:{node.name}")
+    assert not long

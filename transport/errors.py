@@ -1,0 +1,108 @@
+"""Every error that a user of the service can meet.
+
+RolloutError                    kind on the wire
+├── ProtocolError               protocol_error      bytes that are no message of this protocol
+├── VersionMismatch             version_mismatch    the two ends speak different protocol versions
+├── NoSession                   no_session          the service does not (or no longer) know the session; Hello again
+├── InvalidRequest  (ValueError)   invalid_request     a field has a value that cannot be served
+├── LimitExceeded   (ValueError)   limit_exceeded      a field is over one of `Limits`
+├── IdConflict      (ValueError)   id_conflict         this group id is live with other content
+├── Busy                        busy                no room now; the same request may succeed later
+├── GroupFailed                 group_failed        the service itself failed on this request
+├── ServiceLost  (ConnectionError) service_lost        the service is dead, unreachable, stopping or stalled
+│   └── ServiceRestarted        service_restarted   another incarnation answers: what ran in the old one is gone
+├── RequestTimeout (TimeoutError)  request_timeout     the caller's own time ran out; the group is still live
+└── ClientClosed                client_closed       the client was closed while the request was open
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class RolloutError(Exception):
+    """Base of all errors here. `kind` is stable and travels; `group_id` names the group it is about, if there is one."""
+
+    kind: ClassVar[str] = "error"
+
+    def __init__(self, message: str, group_id: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.group_id = group_id
+
+    def __str__(self) -> str:
+        return self.message if self.group_id is None else f"group {self.group_id!r}: {self.message}"
+
+
+class ProtocolError(RolloutError):
+    kind = "protocol_error"
+
+
+class VersionMismatch(RolloutError):
+    kind = "version_mismatch"
+
+
+class NoSession(RolloutError):
+    kind = "no_session"
+
+
+class InvalidRequest(RolloutError, ValueError):
+    kind = "invalid_request"
+
+
+class LimitExceeded(RolloutError, ValueError):
+    kind = "limit_exceeded"
+
+
+class IdConflict(RolloutError, ValueError):
+    kind = "id_conflict"
+
+
+class Busy(RolloutError):
+    kind = "busy"
+
+
+class GroupFailed(RolloutError):
+    kind = "group_failed"
+
+
+class ServiceLost(RolloutError, ConnectionError):
+    kind = "service_lost"
+
+
+class ServiceRestarted(ServiceLost):
+    kind = "service_restarted"
+
+
+class RequestTimeout(RolloutError, TimeoutError):
+    kind = "request_timeout"
+
+
+class ClientClosed(RolloutError):
+    kind = "client_closed"
+
+
+KINDS: dict[str, type[RolloutError]] = {
+    error.kind: error
+    for error in (
+        RolloutError,
+        ProtocolError,
+        VersionMismatch,
+        NoSession,
+        InvalidRequest,
+        LimitExceeded,
+        IdConflict,
+        Busy,
+        GroupFailed,
+        ServiceLost,
+        ServiceRestarted,
+        RequestTimeout,
+        ClientClosed,
+    )
+}
+
+
+def from_wire(kind: str, message: str, group_id: str | None = None) -> RolloutError:
+    """The typed error of a `Refused`. A kind that this end does not know (a newer service) becomes a plain RolloutError."""
+    known = KINDS.get(kind)
+    return known(message, group_id) if known else RolloutError(f"{kind}: {message}", group_id)

@@ -1,0 +1,234 @@
+"""The two ends over ZeroMQ: ROUTER (service) and DEALER (client). `transport.loopback` has the same two in one process.
+
+    ServiceEnd.receive(timeout) -> [(peer, frames)]      ClientEnd.receive(timeout, sending) -> [frames]
+    ServiceEnd.send(peer, frames) -> bool                ClientEnd.send(frames) -> bool
+    ServiceEnd.endpoint, close(linger)                   ClientEnd.connected, connections, wake(), close(linger)
+
+`send` returns False where the message cannot be taken now (queue full, peer gone); it never blocks and never drops. A peer is
+the routing id that ROUTER made up for one connection: it names a connection, never a client. Sessions do that.
+
+Bounds: one frame by MAXMSGSIZE (checked by libzmq before it allocates; a longer one costs the sender its connection), messages
+queued for one connection by the high-water marks, frames of a message by Limits.max_frames once it is whole. libzmq itself
+does not bound the number of frames of one message.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import Protocol
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from engine.request import Limits
+from transport.frames import Frame
+
+QUEUED_MESSAGES = 256
+"""high-water mark of one connection, each way"""
+BATCH = 512
+"""messages taken by one `receive`, so that a flood cannot keep the loop from stepping"""
+HANDSHAKE_MS = 3000
+CLIENT_HEARTBEAT_MS, CLIENT_SILENCE_MS = 1000, 3000
+"""ZMTP pings are answered by libzmq's I/O thread, so a long engine step is not silence; a stopped or dead process is"""
+SERVICE_HEARTBEAT_MS, SERVICE_SILENCE_MS = 2000, 10_000
+
+
+class ServiceTransport(Protocol):
+    """What the service needs of its end."""
+
+    endpoint: str
+
+    def receive(self, timeout: float) -> list[tuple[bytes, list[Frame]]]: ...
+    def send(self, peer: bytes, frames: list[Frame]) -> bool: ...
+    def close(self, linger: float = 0.0) -> None: ...
+
+
+class ClientTransport(Protocol):
+    """What the client needs of its end."""
+
+    address: str
+    connected: bool
+    connections: int
+
+    def receive(self, timeout: float, sending: bool = False) -> list[list[Frame]]: ...
+    def send(self, frames: list[Frame]) -> bool: ...
+    def wake(self) -> None: ...
+    def close(self, linger: float = 0.0) -> None: ...
+
+
+def check_bind(endpoint: str) -> str:
+    """The endpoint as libzmq takes it, if nobody outside this host can reach it; ValueError with the reason otherwise."""
+    if endpoint.startswith("ipc://") and len(endpoint) > len("ipc://"):
+        return endpoint
+    scheme, _, rest = endpoint.partition("://")
+    host, colon, port = rest.rpartition(":")
+    if scheme != "tcp" or not colon:
+        raise ValueError(f"endpoint {endpoint!r}: must be tcp://127.0.0.1:PORT, tcp://[::1]:PORT or ipc://PATH")
+    if port != "*" and not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ValueError(f"endpoint {endpoint!r}: the port must be 0 to 65535, or * for any free one")
+    host = "127.0.0.1" if host == "localhost" else host
+    try:
+        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ValueError(
+            f"endpoint {endpoint!r} can be reached from other hosts, and this version has no keys to tell clients apart; "
+            "bind to loopback (tcp://127.0.0.1:PORT) or ipc://PATH and reach it from elsewhere through an SSH tunnel"
+        )
+    return f"tcp://{host}:{port}"
+
+
+def _context(endpoint: str, limits: Limits, kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sock = context.socket(kind)
+    sock.setsockopt(zmq.MAXMSGSIZE, max(limits.max_frame_bytes, limits.max_header_bytes))
+    sock.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
+    sock.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    sock.setsockopt(zmq.IPV6, int("[" in endpoint))
+    sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    sock.setsockopt(zmq.LINGER, 0)
+    return context, sock
+
+
+def _receive(sock: zmq.Socket[bytes], max_frames: int) -> list[Frame] | None:
+    """One waiting message or None. Of a message with too many frames, one more than allowed is kept: the decoder refuses it."""
+    try:
+        frame = sock.recv(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+    frames: list[Frame] = [frame.buffer]
+    while frame.more:
+        frame = sock.recv(copy=False)
+        if len(frames) <= max_frames:
+            frames.append(frame.buffer)
+    return frames
+
+
+class ServiceEnd:
+    """The ROUTER. For the thread that runs the service's loop.
+
+    Raises ValueError for an endpoint that others can reach, zmq.ZMQError where it cannot be bound (a port in use)."""
+
+    def __init__(self, endpoint: str, limits: Limits) -> None:
+        endpoint = check_bind(endpoint)
+        self._context, self._sock = _context(endpoint, limits, zmq.ROUTER)
+        self._max_frames = limits.max_frames
+        self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._sock.setsockopt(zmq.HEARTBEAT_IVL, SERVICE_HEARTBEAT_MS)
+        self._sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, SERVICE_SILENCE_MS)
+        try:
+            self._sock.bind(endpoint)
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
+        self.endpoint = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
+        """the real one, if the port was left open"""
+
+    def receive(self, timeout: float) -> list[tuple[bytes, list[Frame]]]:
+        """Up to BATCH waiting messages as (peer, frames); waits up to `timeout` seconds for a first one."""
+        if not self._sock.poll(int(timeout * 1000), zmq.POLLIN):
+            return []
+        received: list[tuple[bytes, list[Frame]]] = []
+        while len(received) < BATCH:
+            frames = _receive(self._sock, self._max_frames + 1)
+            if frames is None:
+                break
+            received.append((bytes(frames[0]), frames[1:]))
+        return received
+
+    def send(self, peer: bytes, frames: list[Frame]) -> bool:
+        """True if libzmq took the message for that connection. ROUTER refuses the whole message or takes all of it."""
+        try:
+            self._sock.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return False
+            raise
+        return True
+
+    def close(self, linger: float = 0.0) -> None:
+        """Returns after at most `linger` seconds, used to push out what was taken."""
+        self._context.destroy(linger=int(linger * 1000))
+
+
+class ClientEnd:
+    """The DEALER. For the client's I/O thread, except `wake`, which any thread may call.
+
+    The routing id is left unset and messages are not queued for connections that do not exist (IMMEDIATE), so a new connection
+    starts empty: the session decides what is sent again. Reconnects by itself, for ever."""
+
+    def __init__(self, address: str, limits: Limits) -> None:
+        if not address.startswith(("tcp://", "ipc://")):
+            raise ValueError(f"address {address!r}: must be tcp://HOST:PORT or ipc://PATH, as `rollout serve` prints it")
+        self.address = address
+        self.connected = False
+        self.connections = 0
+        """handshakes so far: a change means another connection, even if no loss was seen"""
+        self._context, self._sock = _context(address, limits, zmq.DEALER)
+        self._max_frames = limits.max_frames
+        self._sock.setsockopt(zmq.IMMEDIATE, 1)
+        self._sock.setsockopt(zmq.HEARTBEAT_IVL, CLIENT_HEARTBEAT_MS)
+        self._sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, CLIENT_SILENCE_MS)
+        self._sock.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._monitor = self._sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        try:
+            self._sock.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"address {address!r}: {error}") from None
+
+    def receive(self, timeout: float, sending: bool = False) -> list[list[Frame]]:
+        """Up to BATCH waiting messages. Returns early on `wake`, on a change of the connection and, if `sending`, when there
+        is room to send."""
+        self._poller.register(self._sock, zmq.POLLIN | (zmq.POLLOUT if sending else 0))
+        self._poller.poll(int(timeout * 1000))
+        self._drain_events()
+        received: list[list[Frame]] = []
+        while len(received) < BATCH:
+            frames = _receive(self._sock, self._max_frames)
+            if frames is None:
+                break
+            received.append(frames)
+        return received
+
+    def _drain_events(self) -> None:
+        try:
+            while self._wake_read.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self.connections += self.connected
+
+    def send(self, frames: list[Frame]) -> bool:
+        if not int(self._sock.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+            return False
+        try:
+            self._sock.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def wake(self) -> None:
+        try:
+            self._wake_write.send(b"\0")
+        except (BlockingIOError, OSError):
+            pass  # the buffer is full of wakes, or the end is closed: either way nobody needs another one
+
+    def close(self, linger: float = 0.0) -> None:
+        self._sock.disable_monitor()
+        self._context.destroy(linger=int(linger * 1000))
+        self._wake_read.close()
+        self._wake_write.close()
