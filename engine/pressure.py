@@ -35,11 +35,12 @@ class Pressure:
         need = sum(map(self.need, running))
         if need <= self.store.available or self.reclaim_idle(need) or len(running) <= 1:
             return []
+        order = sorted(running, key=lambda seq: seq.rank)
         chosen: list[Sequence] = []
         gained = 0
         ahead = self.config.lookahead_blocks
         for rested in (True, False):
-            for seq in reversed(running[1:]):
+            for seq in reversed(order[1:]):
                 stay = len(running) - len(chosen)
                 if self.store.available + gained >= (stay * ahead if rested else need) or stay == 1:
                     return chosen

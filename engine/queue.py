@@ -1,4 +1,4 @@
-"""Who waits, and who is next: fair over clients, oldest first within one."""
+"""Who waits, and who is next: fair over clients, then the oldest group, then the child that is least far."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections.abc import Iterator
 
 from engine.sequence import Sequence
 
-
-def _place(sequence: Sequence) -> tuple[bool, tuple[int, int]]:
-    """Within a client, sequences that have begun (parked, reset, forked) go before prompts that have not: their KV or their
-    siblings hold memory already. Then the oldest."""
-    return not sequence.begun, sequence.age
+Place = tuple[bool, int, int, int]
+"""Within a client, those that have begun (parked, reset, forked) go before prompts that have not: their KV or their siblings
+hold memory already. Then by rank."""
 
 
 class WaitingQueue:
@@ -21,6 +19,8 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._clients: dict[str, list[Sequence]] = {}
+        self._places: dict[Sequence, Place] = {}
+        """as of `put`: a child of a fork waits before its first token is noted"""
         self._served: dict[str, int] = {}
         self._turn = 0
 
@@ -32,21 +32,23 @@ class WaitingQueue:
             yield from sequences
 
     def put(self, sequence: Sequence) -> None:
-        insort(self._clients.setdefault(sequence.state.client, []), sequence, key=_place)
+        self._places[sequence] = (not sequence.begun, *sequence.rank)
+        insort(self._clients.setdefault(sequence.state.client, []), sequence, key=self._places.__getitem__)
 
-    def next(self, running: Counter[str]) -> Sequence | None:
-        """Look at the next one; `running` counts the running sequences of each client."""
-        if not self._clients:
+    def next(self, running: Counter[str], begun: bool = False) -> Sequence | None:
+        """Look at the next one; `running` counts the running sequences of each client. `begun`: only of those that have."""
+        clients = [name for name, sequences in self._clients.items() if sequences[0].begun or not begun]
+        if not clients:
             return None
-        client = min(self._clients, key=lambda name: (running[name], self._served.get(name, 0)))
+        client = min(clients, key=lambda name: (running[name], self._served.get(name, 0)))
         return self._clients[client][0]
 
     def remove(self, sequence: Sequence, served: bool = False) -> None:
         client = sequence.state.client
         sequences = self._clients[client]
-        at = bisect_left(sequences, _place(sequence), key=_place)
+        at = bisect_left(sequences, self._places[sequence], key=self._places.__getitem__)
         assert sequences[at] is sequence
-        del sequences[at]
+        del sequences[at], self._places[sequence]
         if not sequences:
             del self._clients[client]
         if served:

@@ -86,6 +86,12 @@ class Sequence:
         return self.state.number, self.index
 
     @property
+    def rank(self) -> tuple[int, int, int]:
+        """Who goes first where KV is scarce: the oldest group, and in it the child that has come least far, since a group is
+        done with its last child."""
+        return self.state.number, len(self.output), self.index
+
+    @property
     def num_prompt(self) -> int:
         return len(self.state.group.prompt)
 
