@@ -27,7 +27,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int = 32
     """tokens of KV in one block"""
     kv_gib: float | None = None
-    """KV pool on the device in GiB; give this or kv_tokens; neither = a quarter of the free memory"""
+    """KV pool on the device in GiB, taken at start; or give kv_tokens; neither = a quarter of the free memory, as used"""
     kv_tokens: int | None = None
     """KV pool on the device in tokens, rounded up to blocks"""
     max_num_seqs: int = 256
@@ -38,7 +38,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """keep full blocks of ended samples while there is room, and find them again by their tokens"""
 
     cpu_offload_gib: float | None = None
-    """host memory for parked KV in GiB; 0 = off; None = cpu_offload_safety_threshold of what is free"""
+    """host memory for parked KV in GiB, taken at start; 0 = off; None = the safety threshold of what is free, as used"""
     cpu_offload_safety_threshold: float = 0.8
     """largest share of the free host memory that cpu_offload_gib may take"""
     lookahead_blocks: int = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -18,10 +19,12 @@ from engine.config import EngineConfig
 from engine.kv import KVGeometry, PagedKV
 from engine.model import Model, load_model
 from engine.plan import Drawn, Plan
-from engine.request import Group, Limits, Sample
+from engine.request import Group, KVPolicy, Limits, Refreshed, Sample, TensorInfo
 from engine.sampler import sample, uniform
 from engine.scheduler import Scheduler
-from engine.stats import Counters
+from engine.staging import NamedTensors, Staging, describe, named_pairs, source_of, with_digest
+from engine.stats import Counters, stale_token_frac
+from engine.weights import Weights, WeightsTorn
 
 log = logging.getLogger("rollout.engine")
 
@@ -62,11 +65,13 @@ class Engine:
         self.model = model
         self.backend = choose_backend(config.attention, model.device, config.threads)
         log.info("%s: %s", model.name, self.backend)
+        self.weights = Weights(getattr(model, "module", None))
         self.counters = Counters()
         bytes_per_block = model.geometry.bytes_per_token * config.block_size
         device_blocks = _device_blocks(config, bytes_per_block, model)
         host_blocks = _host_blocks(config, bytes_per_block)
-        self.kv = PagedKV(model.geometry, config.block_size, device_blocks, host_blocks, model.device)
+        asked = config.kv_tokens is not None or config.kv_gib is not None, config.cpu_offload_gib is not None
+        self.kv = PagedKV(model.geometry, config.block_size, device_blocks, host_blocks, model.device, take_now=asked)
         self.scheduler = Scheduler(
             config,
             device_blocks=device_blocks,
@@ -74,7 +79,14 @@ class Engine:
             max_blocks=-(-model.context // config.block_size),
             counters=self.counters,
         )
+        self.paused = False
+        """True: no step computes anything; what was submitted waits"""
         self._seeded = 0
+        self._ended: list[Sample] = []
+        """samples that a refresh ended, for the next step to return"""
+        self._refreshes = 0
+        self._refreshed: Refreshed | None = None
+        """the last one"""
 
     @property
     def vocab_size(self) -> int:
@@ -86,11 +98,12 @@ class Engine:
 
     @property
     def version(self) -> int:
-        return self.scheduler.version
+        return self.weights.version
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.groups)
+        """`step` would do something."""
+        return bool(self._ended or (self.scheduler.has_work and not self.paused))
 
     def submit(self, group: Group, client: str = "") -> None:
         """Take a group on. `client` shares the engine fairly with other clients. Raises ValueError with the reason if the group
@@ -113,6 +126,11 @@ class Engine:
     def step(self) -> list[Sample]:
         """One forward. Returns the samples that ended; [] when there is nothing to do. What goes wrong inside ends the groups
         of that step with finish_reason "error", never the engine."""
+        if self.weights.torn:
+            raise WeightsTorn("the weights are torn: nothing may be sampled from them")
+        if self._ended or self.paused:
+            ended, self._ended = self._ended, []
+            return ended
         started = time.perf_counter()
         plan = self.scheduler.plan()
         if not self._move(plan):
@@ -127,9 +145,75 @@ class Engine:
             return self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
         samples = self.scheduler.commit(plan, drawn)
         self.counters.steps += 1
-        self.counters.step_seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.counters.step_seconds += seconds
+        if plan.num_tokens == len(plan.rows):
+            self.counters.decode_seconds += seconds
+            self.counters.decode_tokens += plan.num_tokens
         self.counters.peak_used_blocks = max(self.counters.peak_used_blocks, self.scheduler.store.used)
         return samples
+
+    def stage(self, manifest: Sequence[TensorInfo], *, version: int | None = None, partial: bool = False) -> Staging:
+        """Begin a refresh: see `Weights.begin`. Steps may go on while the staging takes its bytes in."""
+        return self.weights.begin(manifest, version=version, partial=partial)
+
+    def commit(self, staging: Staging, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed:
+        """End a refresh: the staged weights are live from the next step on, in place. `kv`: as in `refresh`. The
+        next `step` returns the samples that this ends. Raises what went wrong, after everything is as it was."""
+        started = time.perf_counter()
+        self.weights.commit(staging)
+        self._ended += self.scheduler.refresh(self.version, kv)
+        paused = time.perf_counter() - started
+        self._refreshes += 1
+        self._refreshed = Refreshed(
+            version=self.version,
+            via=via,
+            bytes=staging.total,
+            seconds=staging.seconds + paused,
+            staged_seconds=staging.seconds,
+            paused_seconds=paused,
+            digest=self.weights.digest,
+        )
+        return self._refreshed
+
+    def refresh(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        version: int | None = None,
+        kv: KVPolicy = "keep",
+        partial: bool = False,
+    ) -> Refreshed:
+        """New weights in place, all or nothing, between two steps.
+
+        Args:
+            named_tensors: `model.named_parameters()`, a state dict or any iterable of (name, tensor), of any float dtype.
+            version: above the live one; None = the next.
+            kv: running groups "keep" their KV, "recompute" it under the new weights, or end ("abort") in the next step.
+            partial: tensors that are not given stay as they are.
+
+        Raises InvalidWeights (a ValueError) naming the tensor; the old weights serve on."""
+        started = time.perf_counter()
+        described = [describe(name, tensor) for name, tensor in named_pairs(named_tensors)]
+        staging = self.stage([with_digest(*each) for each in described], version=version, partial=partial)
+        source = source_of(data for _, data in described)
+        try:
+            while not staging.complete:
+                staging.take(source)
+            refreshed = self.commit(staging, kv)
+        finally:
+            staging.close()
+        return msgspec.structs.replace(refreshed, seconds=time.perf_counter() - started)
+
+    def drain(self) -> bool:
+        """Let groups that have begun run to their end and start no others, until `resume`. True when none is left."""
+        self.scheduler.admitting = False
+        return not self.scheduler.has_work
+
+    def resume(self) -> None:
+        """Undo `drain` and `paused`."""
+        self.scheduler.admitting = True
+        self.paused = False
 
     def status(self) -> dict[str, Any]:
         """Everything there is to know, JSON-able. Names: docs/metrics.md."""
@@ -139,16 +223,34 @@ class Engine:
             "version": self.version,
             "attention": self.backend.name,
             "dtype": str(self.model.geometry.dtype).removeprefix("torch."),
+            "state": "paused" if self.paused else "running" if scheduler.admitting else "draining",
             "groups": len(scheduler.groups),
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
+            "offloaded": sum(any(b.device is None and not b.lost for b in seq.blocks) for seq in scheduler.waiting),
             "clients": dict(+scheduler.running_of),
+            "weights": self._weights_status(),
             "kv": {
                 "block_size": self.config.block_size,
                 "block_bytes": self.kv.block_bytes,
+                "stale_token_frac": stale_token_frac(
+                    (seq for state in scheduler.groups.values() for seq in state.sequences.values()),
+                    self.config.block_size,
+                    self.version,
+                ),
                 **store.counts(),
             },
             **msgspec.to_builtins(counters),
+        }
+
+    def _weights_status(self) -> dict[str, Any]:
+        last = self._refreshed
+        return {
+            "version": self.version,
+            "refreshes": self._refreshes,
+            "stage_s": last.staged_seconds if last else 0.0,
+            "pause_s": last.paused_seconds if last else 0.0,
+            "bytes": last.bytes if last else 0,
         }
 
     def check(self) -> None:
@@ -198,7 +300,7 @@ class Engine:
 
     def _stuck(self) -> bool:
         scheduler = self.scheduler
-        return bool(scheduler.admitting and len(scheduler.waiting) and not scheduler.running)
+        return scheduler.has_work and not scheduler.running
 
 
 def _smooth(old: float, new: float) -> float:

@@ -20,6 +20,9 @@ import torch
 
 from engine.pool import Moves
 
+MADV_POPULATE_WRITE = 23
+"""of Linux 5.14; Python has no name for it yet"""
+
 
 class KVGeometry(NamedTuple):
     """What one token of KV is."""
@@ -35,18 +38,29 @@ class KVGeometry(NamedTuple):
 
 
 class PagedKV:
-    """Both pools. Written by the attention backend (device) and by `move`."""
+    """Both pools. Written by the attention backend (device) and by `move`.
+
+    `take_now`: whether the memory of the device pool, and that of the host pool, is taken at once, so that no step waits for
+    its first touch; otherwise it is taken as blocks are first used."""
 
     def __init__(
-        self, geometry: KVGeometry, block_size: int, device_blocks: int, host_blocks: int, device: torch.device
+        self,
+        geometry: KVGeometry,
+        block_size: int,
+        device_blocks: int,
+        host_blocks: int,
+        device: torch.device,
+        take_now: tuple[bool, bool] = (False, False),
     ) -> None:
         self.geometry = geometry
         self.block_size = block_size
         self.block_bytes = geometry.bytes_per_token * block_size
         shape = (geometry.layers, 2, geometry.kv_heads, block_size, geometry.head_dim)
-        self.data = _allocate((device_blocks, *shape), geometry.dtype, device)
+        self.data = _allocate((device_blocks, *shape), geometry.dtype, device, take_now=take_now[0])
         """[blocks, layers, 2, kv_heads, block_size, head_dim] on the device; zero at first, so that no NaN lies in it"""
-        self.host = _allocate((host_blocks, *shape), geometry.dtype, torch.device("cpu"), pinned=device.type == "cuda")
+        host = torch.device("cpu")
+        pinned = device.type == "cuda"
+        self.host = _allocate((host_blocks, *shape), geometry.dtype, host, pinned=pinned, take_now=take_now[1])
         """the same shape in host memory, pinned on CUDA"""
         self._rows = self.data.flatten(1)
         self._host_rows = self.host.flatten(1)
@@ -63,18 +77,20 @@ class PagedKV:
 
 
 def copy_rows(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Row pairs (from, to) of two [rows, width] tensors. No row may be both a source and a destination of one call, unless it
-    is read before it is written, which one gather on each side guarantees."""
-    from_rows = torch.tensor([pair[0] for pair in pairs], device=source.device)
-    to_rows = torch.tensor([pair[1] for pair in pairs], device=target.device)
-    if len(pairs) == 1:
-        target[pairs[0][1]].copy_(source[pairs[0][0]])
+    """Row pairs (from, to) of two [rows, width] tensors; every row is read before any is written."""
+    sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    chained = source is target and not set(sources).isdisjoint(targets)
+    if source.is_cpu and target.is_cpu and not chained:
+        for row, place in pairs:  # one memcpy each, and no memory in between
+            target[place].copy_(source[row])
         return
-    gathered = source.index_select(0, from_rows)
-    target.index_copy_(0, to_rows, gathered.to(target.device))
+    gathered = source.index_select(0, torch.tensor(sources, device=source.device))
+    target.index_copy_(0, torch.tensor(targets, device=target.device), gathered.to(target.device))
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pinned: bool = False) -> torch.Tensor:
+def _allocate(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pinned: bool = False, take_now: bool = False
+) -> torch.Tensor:
     if device.type != "cpu" or pinned:
         return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
     size = dtype.itemsize
@@ -87,4 +103,9 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, 
     memory = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
+    if take_now:
+        try:
+            memory.madvise(MADV_POPULATE_WRITE)
+        except OSError:  # a kernel before 5.14, or no Linux: the first touch does it
+            pass
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -5,6 +5,7 @@ Parameter names stay those of the trainer's model, and its arithmetic outside at
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.attention.seam import ATTENTION_NAME, Backend, Call, Probe
 from engine.batch import Batch
 from engine.kv import KVGeometry, PagedKV
+from engine.native.decoder import NativeDecoder, NotNative
+from engine.native.kernels import kernels
+
+log = logging.getLogger("rollout.engine")
 
 
 class UnsupportedModel(ValueError):
@@ -42,11 +47,18 @@ class Model:
         self.vocab_size: int = module.get_input_embeddings().num_embeddings
         self.context: int = config.max_position_embeddings
         self.device = module.device
-        self.geometry = _probe(self.module, config, name)
+        asked = _probe(self.module, config, name)
+        self.geometry = KVGeometry(len(asked), asked[0]["kv_heads"], asked[0]["head_dim"], module.dtype)
         self.eos_token_ids = _eos(module)
+        self.native = self._native(asked)
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
-        """[S, vocab] logits of the tokens `batch.logits_at`."""
+        """[S, vocab] logits of the tokens `batch.logits_at`: by the native decoder where it has the bits of transformers."""
+        run = self.forward_transformers if self.native is None else self.native.forward
+        return run(batch, kv, backend)
+
+    def forward_transformers(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
+        """The same by the module's own forward."""
         output = self.module(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -55,6 +67,18 @@ class Model:
             rollout=Call(backend, batch, kv),
         )
         return output.logits[0, : batch.num_logits]
+
+    def _native(self, asked: dict[int, dict[str, Any]]) -> NativeDecoder | None:
+        if self.device.type != "cpu" or self.module.dtype != torch.bfloat16:
+            return None
+        try:
+            with torch.inference_mode():
+                decoder = NativeDecoder(self.module, asked, kernels())
+                decoder.check(self.forward_transformers, self.vocab_size)
+        except NotNative as error:
+            log.info("%s runs through transformers, not natively: %s", self.name, error)
+            return None
+        return decoder
 
 
 def _refuse_config(config: Any, name: str) -> None:
@@ -75,8 +99,8 @@ def _refuse_config(config: Any, name: str) -> None:
             refuse(f"rope type {parameters['rope_type']!r}, whose frequencies depend on the longest sequence of a batch,")
 
 
-def _probe(module: PreTrainedModel, config: Any, name: str) -> KVGeometry:
-    """Run two tokens through the model and see what each layer asks of its attention."""
+def _probe(module: PreTrainedModel, config: Any, name: str) -> dict[int, dict[str, Any]]:
+    """Run two tokens through the model and see what each layer asks of its attention, by layer."""
     probe = Probe()
     ids = torch.zeros((1, 2), dtype=torch.long, device=module.device)
     with torch.inference_mode():
@@ -99,7 +123,7 @@ def _probe(module: PreTrainedModel, config: Any, name: str) -> KVGeometry:
             refuse(f"keys of {asked['head_dim']} and values of {asked['value_dim']} dimensions in layer {layer}")
         if (asked["kv_heads"], asked["head_dim"]) != (first["kv_heads"], first["head_dim"]):
             refuse("layers with KV of different shapes")
-    return KVGeometry(config.num_hidden_layers, first["kv_heads"], first["head_dim"], module.dtype)
+    return probe.layers
 
 
 def _eos(module: PreTrainedModel) -> frozenset[int]:

@@ -30,19 +30,21 @@ class Pressure:
         return int(seq.blocks[-1].owners > 1)
 
     def victims(self, running: list[Sequence]) -> list[Sequence]:
-        """The sequences to park so that the others can take a step: none if there is room, else the newest, enough of them that
-        the rest can grow by `lookahead_blocks`. The oldest always stays, so something always gets done."""
+        """The sequences to park so that the others can take a step: none if there is room, else the last in rank, enough of
+        them that the rest can grow by `lookahead_blocks` (together at most a sixteenth of the pool). The first in rank always
+        stays, so something always gets done."""
         need = sum(map(self.need, running))
         if need <= self.store.available or self.reclaim_idle(need) or len(running) <= 1:
             return []
         order = sorted(running, key=lambda seq: seq.rank)
         chosen: list[Sequence] = []
         gained = 0
-        ahead = self.config.lookahead_blocks
+        ahead, most = self.config.lookahead_blocks, self.store.device.size // 16
         for rested in (True, False):
             for seq in reversed(order[1:]):
                 stay = len(running) - len(chosen)
-                if self.store.available + gained >= (stay * ahead if rested else need) or stay == 1:
+                enough = max(need, min(stay * ahead, most)) if rested else need
+                if self.store.available + gained >= enough or stay == 1:
                     return chosen
                 if seq not in chosen and (not rested or seq.ran >= self.config.min_run_tokens):
                     chosen.append(seq)
@@ -52,13 +54,14 @@ class Pressure:
 
     def fits(self, seq: Sequence, running: list[Sequence], budget: int) -> bool:
         """Whether a waiting sequence can run now: its blocks come to the device, a chunk of it or its next token finds room,
-        and a block for each running sequence is left over, so that it is not parked again at once."""
+        and a block is left over for each that runs (together at most a thirty-second of the pool), so that it is not parked
+        again at once."""
         size = self.config.block_size
         absent = sum(block.device is None for block in seq.blocks)
         first = min(seq.uncached, budget)
         growth = -(-(seq.cached + first) // size) - len(seq.blocks)
         growth += bool(seq.cached % size and seq.blocks[-1].owners > 1)
-        if self.store.available >= absent + growth + len(running):
+        if self.store.available >= absent + growth + min(len(running), 1 + self.store.device.size // 32):
             return True
         if running:
             return False

@@ -6,13 +6,17 @@ this module and nothing else of the engine.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
 import numpy as np
 
 FinishReason = Literal["stop", "length", "aborted", "stale", "error"]
+KVPolicy = Literal["keep", "recompute", "abort"]
+"""what a refresh does with the KV of the groups that run: go on over it, prefill it again, or end the groups"""
 
 SEED_LIMIT = 2**63
 
@@ -177,3 +181,42 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """from the arrival of the group to the end of this child"""
     offloads: int = 0
     """times its KV left the device for host memory"""
+
+
+class TensorInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One entry of a manifest: what is known of a tensor before its bytes come.
+
+    Example:
+        TensorInfo("model.norm.weight", "bfloat16", (576,), "5a1f…")
+    """
+
+    name: str
+    dtype: str
+    """as torch names it, e.g. "bfloat16": the one it is sent in, whatever the model's is"""
+    shape: tuple[int, ...]
+    digest: str
+    """xxh3-128, 32 hex digits, of its elements in C order, little-endian"""
+
+
+def manifest_digest(tensors: Iterable[TensorInfo]) -> str:
+    """SHA-256 hex of a manifest, whatever its order."""
+    lines = sorted(f"{len(t.name)}:{t.name}\t{t.dtype}\t{t.shape}\t{t.digest}\n" for t in tensors)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+class Refreshed(msgspec.Struct, frozen=True, kw_only=True):
+    """A refresh that is live."""
+
+    version: int
+    via: str
+    """how the tensors came: memory, shm, inline or files"""
+    bytes: int
+    """of the tensors, as they were sent"""
+    seconds: float
+    """from the call to the answer"""
+    staged_seconds: float
+    """from the manifest to the last checked byte, beside generation"""
+    paused_seconds: float
+    """without a step: the exchange of the weights"""
+    digest: str
+    """`manifest_digest` of all live weights in the model's dtype"""

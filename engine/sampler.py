@@ -14,7 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.native.kernels import MAX_VOCABULARY, Kernels, kernels
 from engine.plan import Drawn, Row
+
+NATIVE_DTYPES = (torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,39 +91,56 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
     """Draw D tokens from [S, V] logits of any float dtype.
 
-    Each row's arithmetic stands for itself: softmax and cumulative sum run along the vocabulary, row by row.
+    Each draw's arithmetic stands for itself and hangs on its own sampling parameters alone: the native kernel takes those on
+    the CPU that neither truncate nor forbid, plain torch the others. Log-probs are `log_softmax`'s, to the bit in both.
     """
+    draws = len(batch.logits_row)
+    special = (batch.temperature != 0) & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
+    special[[draw for draw, _ in batch.forbidden]] = True
+    native = kernels() if logits.device.type == "cpu" and logits.dtype in NATIVE_DTYPES else None
+    if native is None or not draws or logits.shape[1] > MAX_VOCABULARY:
+        special[:] = True
+    drawn = Drawn(
+        tokens=np.zeros(draws, np.int32),
+        logprobs=np.zeros(draws, np.float32),
+        raw_logprobs=np.zeros(draws, np.float32) if batch.raw else None,
+        finite=np.zeros(draws, bool),
+    )
+    for chosen in (np.flatnonzero(~special), np.flatnonzero(special)):
+        if len(chosen):
+            part = _sample_torch(logits, batch, chosen) if special[chosen[0]] else _sample_native(native, logits, batch, chosen)
+            for all_draws, some in zip(drawn, part, strict=True):
+                if all_draws is not None:
+                    all_draws[chosen] = some
+    return drawn
+
+
+def _sample_native(native: Kernels, logits: torch.Tensor, batch: SamplingBatch, draws: np.ndarray) -> Drawn:
+    return Drawn(*native.draw(logits, batch.logits_row[draws], batch.temperature[draws], batch.uniform[draws], batch.raw))
+
+
+def _sample_torch(logits: torch.Tensor, batch: SamplingBatch, draws: np.ndarray) -> Drawn:
+    """The draws numbered `draws`. Softmax and cumulative sum run along the vocabulary, row by row."""
     device = logits.device
-    if not len(batch.logits_row):
-        none = np.zeros(0, np.float32)
-        return Drawn(none.astype(np.int32), none, none if batch.raw else None, none.astype(bool))
-    logits = logits.float()
+    logits = logits[torch.from_numpy(batch.logits_row[draws]).to(device)].float()
     finite = torch.isfinite(logits).all(-1)
-    rows = torch.from_numpy(batch.logits_row).to(device)
-    one_each = len(rows) == len(logits)
-    drawn_from = logits if one_each else logits[rows]
-    greedy = batch.temperature == 0
-    scale = np.where(greedy, np.float32(1), batch.temperature)
-    if (scale != 1).any():
-        drawn_from = drawn_from / torch.from_numpy(scale).to(device)[:, None]
-    if batch.forbidden:
-        drawn_from = drawn_from.clone()
-        for draw, tokens in batch.forbidden:
-            drawn_from[draw, tokens] = -torch.inf
+    greedy = batch.temperature[draws] == 0
+    scale = np.where(greedy, np.float32(1), batch.temperature[draws])
+    drawn_from = logits / torch.from_numpy(scale).to(device)[:, None] if (scale != 1).any() else logits.clone()
+    place = {draw: i for i, draw in enumerate(draws.tolist())}
+    for draw, tokens in batch.forbidden:
+        drawn_from[place[draw], tokens] = -torch.inf
     logprobs = drawn_from.log_softmax(-1)
-    cut = np.flatnonzero(~greedy & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)))
+    cut = np.flatnonzero(~greedy & ((batch.top_k[draws] > 0) | (batch.top_p[draws] < 1) | (batch.min_p[draws] > 0)))
     if len(cut):
         at = torch.from_numpy(cut).to(device)
-        logprobs[at] = _truncate(logprobs[at], batch, cut)
-    tokens = _inverse_cdf(logprobs, torch.from_numpy(batch.uniform).to(device))
+        logprobs[at] = _truncate(logprobs[at], batch, draws[cut])
+    tokens = _inverse_cdf(logprobs, torch.from_numpy(batch.uniform[draws]).to(device))
     if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy).to(device), logprobs.argmax(-1), tokens)
     chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
-    raw = None
-    if batch.raw:
-        full = logits.log_softmax(-1)
-        raw = full[rows, tokens].cpu().numpy()
-    return Drawn(tokens.int().cpu().numpy(), chosen.cpu().numpy(), raw, finite[rows].cpu().numpy())
+    raw = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].cpu().numpy() if batch.raw else None
+    return Drawn(tokens.int().cpu().numpy(), chosen.cpu().numpy(), raw, finite.cpu().numpy())
 
 
 def _inverse_cdf(logprobs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

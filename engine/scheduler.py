@@ -55,7 +55,7 @@ class Scheduler:
         self.groups: dict[str, GroupState] = {}
         self.version = 0
         self.admitting = True
-        """False: waiting sequences stay where they are"""
+        """False: groups that have not begun stay where they are"""
         self.counters = counters
         self.tables = BlockTables(config, self.store, counters)
         self.pressure = Pressure(config, self.store, counters)
@@ -79,6 +79,13 @@ class Scheduler:
         state.sequences[0] = Sequence(state, 0, self.max_blocks)
         self.waiting.put(state.sequences[0])
 
+    @property
+    def has_work(self) -> bool:
+        """Something runs, or waits and may start."""
+        if self.admitting:
+            return bool(self.groups)
+        return bool(self.running or self.waiting.next(self.running_of, begun=True))
+
     def abort(self, group_id: str) -> list[Sample]:
         """The children that are not finished, with what they have. [] for an unknown id."""
         state = self.groups.get(group_id)
@@ -95,8 +102,8 @@ class Scheduler:
             if budget and (row := self._row(seq, budget, planned)):
                 rows.append(row)
                 budget -= row.count
-        while budget and self.admitting and len(self.running) < self.config.max_num_seqs:
-            seq = self.waiting.next(self.running_of)
+        while budget and len(self.running) < self.config.max_num_seqs:
+            seq = self.waiting.next(self.running_of, begun=not self.admitting)
             if seq is None or not self._start(seq, budget, planned):
                 break
             if row := self._row(seq, budget, planned):
@@ -153,7 +160,7 @@ class Scheduler:
 
     def fail_stuck(self) -> list[Sample]:
         """Nothing runs, nothing can start: end the group that is next with an error rather than wait for ever."""
-        seq = self.waiting.next(self.running_of)
+        seq = self.waiting.next(self.running_of, begun=not self.admitting)
         assert seq is not None
         need = self._blocks_for(seq.length)
         reason = f"{need} KV blocks are needed to go on and cannot be freed from a pool of {self.store.device.size}"

@@ -38,9 +38,10 @@ def computed_by_other(seq: Sequence, count: int, planned: set[bytes], block_size
     parent = seq.blocks[first - 1].key if first else None
     if (first and parent is None) or (seq.cached % block_size and seq.blocks[-1].version != version):
         return False
+    aligned = seq.cached % block_size == 0
+    if aligned and block_key(parent, seq.tokens(seq.cached, block_size), version) in planned:
+        return True  # whether or not this row would fill that block
     for i in range(first, (seq.cached + count) // block_size):
         parent = block_key(parent, seq.tokens(i * block_size, block_size), version)
-        if i == first and seq.cached % block_size == 0 and parent in planned:
-            return True
         planned.add(parent)
     return False

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from engine.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -34,6 +37,9 @@ class Counters:
     bytes_to_host: int = 0
     bytes_to_device: int = 0
     step_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    """of steps in which every row drew from one token"""
+    decode_tokens: int = 0
     move_seconds: float = 0.0
     """copies between the pools and copies of a fork"""
     model_seconds: float = 0.0
@@ -45,3 +51,14 @@ class Counters:
     peak_used_blocks: int = 0
     ended: Counter[str] = field(default_factory=Counter)
     """children by finish reason"""
+
+
+def stale_token_frac(sequences: Iterable[Sequence], block_size: int, version: int) -> float:
+    """Share of the sequences' cached tokens in blocks that were begun by other weights than `version`."""
+    cached = stale = 0
+    for seq in sequences:
+        cached += seq.cached
+        for i, block in enumerate(seq.blocks):
+            if block.version != version:
+                stale += min(block_size, seq.cached - i * block_size)
+    return stale / cached if cached else 0.0

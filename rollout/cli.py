@@ -13,16 +13,18 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import tyro
 
 from engine.request import Sampling
 from rollout import config as configuration
-from rollout.config import DEFAULT_ENDPOINT, Config, InputError
+from rollout.config import DEFAULT_ENDPOINT, Config, InputError, TrackingConfig
 from rollout.models import ModelNotFound
 from rollout.process import ServiceFailed, write_atomically
+from rollout.sinks import Sink, open_sinks
+from rollout.tracking import Tracker
 from transport.errors import RolloutError
 
 Settings = Annotated[Config, tyro.conf.arg(name="")]
@@ -33,7 +35,7 @@ class ServeArgs(msgspec.Struct, kw_only=True):
 
     settings: Settings = Config()
     config: str | None = None
-    """TOML file with tables [engine], [service], [limits]"""
+    """TOML file with tables [engine], [service], [limits], [tracking]"""
     model: str | None = None
     """short for --engine.model"""
     ready_file: str | None = None
@@ -46,6 +48,18 @@ class StatusArgs(msgspec.Struct, kw_only=True):
     """Print the status of a running service as JSON."""
 
     address: str = DEFAULT_ENDPOINT
+    timeout: float = 10.0
+    """seconds to wait for the service"""
+
+
+class TopArgs(msgspec.Struct, kw_only=True):
+    """Watch a running service; Ctrl-C ends it."""
+
+    address: tyro.conf.Positional[str] = DEFAULT_ENDPOINT
+    interval: float = 1.0
+    """seconds between two looks"""
+    once: bool = False
+    """print one picture and end, for scripts"""
     timeout: float = 10.0
     """seconds to wait for the service"""
 
@@ -93,6 +107,16 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     """file that gets one JSON object a run and one a workload; - is standard output"""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     threads: int | None = None
+    compare: bool = True
+    """run a workload whose KV pool is too small in turn with a roomy pool and with offload off, and print the ratios"""
+    unshared: bool = False
+    """run in turn with attention that reads a shared prefix once for each child, and print the ratios"""
+    against: str = ""
+    """other engines that take turns with ours: vllm=PYTHON,transformers_cb,transformers (recipes/bench)"""
+    floor: bool = False
+    """measure what bounds each workload on this machine and print the share reached; --against does so too"""
+    plot: str | None = None
+    """picture (.png, .svg) of tokens/s and KV over time, of the last run of each workload"""
 
 
 def serve(argv: list[str]) -> int:
@@ -103,6 +127,7 @@ def serve(argv: list[str]) -> int:
     from rollout import models
     from rollout.service import Service
 
+    sinks = open_sinks(config.tracking)
     folder = models.resolve(config.engine.model)
     models.hide_progress_bars()
     try:
@@ -113,6 +138,7 @@ def serve(argv: list[str]) -> int:
             limits=config.limits,
             client_grace_s=config.service.client_grace_s,
             max_outbox_bytes=config.service.max_outbox_bytes,
+            tracker=make_tracker(config.tracking, sinks, engine),
         )
     except ValueError as error:  # a configuration that this model or machine cannot serve
         raise InputError(str(error)) from error
@@ -125,6 +151,15 @@ def serve(argv: list[str]) -> int:
         write_atomically(Path(args.ready_file), service.endpoint)
     service.run()
     return 0
+
+
+def make_tracker(config: TrackingConfig, sinks: list[Sink], engine: Any) -> Tracker:
+    """With the audit, if it is on."""
+    if not config.audit_every:
+        return Tracker(config, sinks)
+    from rollout.audit import Audit
+
+    return Tracker(config, sinks, Audit(engine.model.module, config))
 
 
 class Stopper:
@@ -156,6 +191,15 @@ def status(argv: list[str]) -> int:
     return 0
 
 
+def top(argv: list[str]) -> int:
+    args = tyro.cli(TopArgs, args=argv, prog="rollout top")
+    if not args.interval > 0:
+        raise InputError(f"--interval {args.interval}: must be positive")
+    from rollout.top import run
+
+    return run(args.address, interval_s=args.interval, timeout_s=args.timeout, once=args.once)
+
+
 def generate(argv: list[str]) -> int:
     args = parse(lambda base: GenerateArgs(prompts=tyro.MISSING, out=tyro.MISSING, settings=base), argv, "rollout generate")
     from rollout.generate import run
@@ -178,6 +222,11 @@ def bench(argv: list[str]) -> int:
             json_file=args.json,
             dtype=args.dtype,
             threads=args.threads,
+            compare=args.compare,
+            unshared=args.unshared,
+            against=args.against,
+            floor=args.floor,
+            plot=args.plot,
         )
     except BenchFailed as error:
         print(f"rollout bench: {error}", file=sys.stderr)
@@ -216,6 +265,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": serve,
     "generate": generate,
     "status": status,
+    "top": top,
     "bench": bench,
     "demo": demo,
 }
@@ -225,11 +275,15 @@ USAGE = """usage: rollout COMMAND [OPTIONS]      (rollout COMMAND --help lists t
   serve      serve a model until Ctrl-C or SIGTERM
   generate   sample completions of the prompts in a JSONL file
   status     print the status of a running service
+  top        watch a running service
   bench      run named workloads and print a table
   demo       watch a small real model answer a trainer's groups"""
 
 
 def main(argv: list[str] | None = None) -> int:
+    # Threads that spin at every barrier cost a scheduler's quantum each when something else has a core. Read by libgomp when
+    # torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)

@@ -11,21 +11,21 @@ import itertools
 import queue
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from engine.request import Limits, Sample, Sampling
+from engine.request import KVPolicy, Limits, Refreshed, Sample, Sampling
 from rollout.handle import Handle
 from rollout.link import Link
-from transport.errors import InvalidRequest, LimitExceeded, RequestTimeout, ServiceLost
-from transport.frames import pack
-from transport.messages import Submit, Welcome, digest
+from rollout.refresh import NamedTensors, Pusher, RefreshHandle, Via, answer
+from transport.errors import InvalidRequest, LimitExceeded, ProtocolError, RequestTimeout, ServiceLost
+from transport.frames import Decoder, pack
+from transport.messages import Control, StatusRequest, Submit, WeightsRequest, Welcome, digest
 from transport.sockets import ClientEnd, ClientTransport
 
-__all__ = ["Handle", "RolloutClient", "Sample", "Sampling"]
+__all__ = ["Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
 
 Prompt = Sequence[int] | np.ndarray
 
@@ -43,6 +43,8 @@ class RolloutClient:
             nothing. A stopped process is noticed 4 s before that clock starts.
         stall_timeout_s: connected, but the service's loop says nothing for so long (a single engine step may take minutes):
             open groups fail with ServiceLost.
+        require_version: oldest weights to sample from. A service with older ones, e.g. after a restart, refuses groups of this
+            client with StaleWeights. May be set later, e.g. to what `refresh` returned.
     """
 
     def __init__(
@@ -54,13 +56,16 @@ class RolloutClient:
         connect_timeout_s: float = 10.0,
         link_timeout_s: float = 4.0,
         stall_timeout_s: float = 300.0,
+        require_version: int = 0,
     ) -> None:
         if (address is None) == (transport is None):
             raise ValueError("give an address or a transport, one of the two")
         end = transport if transport is not None else ClientEnd(str(address), Limits())
         self._ids = itertools.count()
         self._serials = itertools.count(1)
+        self.require_version = require_version
         self._link = Link(end, secrets.token_hex(16), name, link_timeout_s, stall_timeout_s)
+        self._pusher = Pusher(self._link)
         try:
             self._link.first_welcome.result(connect_timeout_s)
         except TimeoutError:
@@ -105,18 +110,22 @@ class RolloutClient:
     ) -> Handle:
         group_id = group_id if group_id is not None else f"#{next(self._ids)}"
         tokens = token_array(prompt)
-        submit = Submit(group_id, tokens, sampling, next(self._serials))
+        submit = Submit(group_id, tokens, sampling, next(self._serials), self.require_version)
+        limits = self.info.limits
         try:
             frames, content = pack(submit), digest(submit)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequest(f"this group cannot be sent: {error}", str(group_id)) from None
-        limits = self.info.limits
-        for name, size, most in (
-            ("max_header_bytes", len(frames[0]), limits.max_header_bytes),
-            ("max_frame_bytes", tokens.nbytes, limits.max_frame_bytes),
-        ):
-            if size > most:
-                raise LimitExceeded(f"its message has a frame of {size} bytes: at most {most} (Limits.{name})", group_id)
+            for what, size, most, name in (
+                ("a group id", len(str(group_id).encode()), limits.max_id_bytes, "max_id_bytes"),
+                ("a header", len(frames[0]), limits.max_header_bytes, "max_header_bytes"),
+                ("a prompt", tokens.nbytes, limits.max_frame_bytes, "max_frame_bytes"),
+            ):
+                if size > most:
+                    raise LimitExceeded(f"{what} of {size} bytes: at most {most} (Limits.{name})")
+            Decoder[Submit](Submit, limits).unpack(frames)  # as the service will: a field of a wrong type is told here
+        except LimitExceeded:
+            raise
+        except (ProtocolError, TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequest(f"this group cannot be sent: {error}") from None
         handle = Handle(group_id, sampling.n, len(tokens), frames, content)
         handle.on_cancel, handle.on_change = self._link.cancel, on_change
         self._link.submit(handle)
@@ -141,7 +150,7 @@ class RolloutClient:
         Raises the typed error of the first group that fails (the others are cancelled), RequestTimeout."""
         arrived: queue.SimpleQueue[tuple[Handle, Sample | None]] = queue.SimpleQueue()
         handles = self._submit_all(prompts, sampling, group_ids, lambda handle, sample: arrived.put((handle, sample)))
-        left = sum(handle.n for handle in handles)
+        left = sum(max(handle.n, 1) for handle in handles)  # n < 1 is refused, which is one event as well
         try:
             while left:
                 try:
@@ -175,18 +184,77 @@ class RolloutClient:
 
     def status(self, timeout: float = 10.0) -> dict[str, Any]:
         """The service's status. Raises RequestTimeout, ServiceLost."""
-        future: Future[dict[str, Any]] = Future()
-        self._link.status(future)
-        try:
-            return future.result(timeout)
-        except RequestTimeout:
-            raise
-        except TimeoutError:
-            raise RequestTimeout(f"no status within {timeout} s") from None
+        status: dict[str, Any] = answer(self._link.request(StatusRequest), timeout, "status")
+        return status
+
+    def refresh(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        version: int | None = None,
+        kv: KVPolicy = "keep",
+        via: Via = "auto",
+        partial: bool = False,
+        timeout: float = 600.0,
+    ) -> Refreshed:
+        """New weights for the service, in place and all or nothing, while it goes on generating. Returns when they are live.
+
+        Args:
+            named_tensors: `model.named_parameters()`, a state dict or any iterable of (name, tensor), on any device, of any
+                float dtype (cast to the model's). Or the path of a folder of safetensors that the service sees as well.
+            version: above the live one; None = the next.
+            kv: running samples "keep" their KV and go on over it (their version spans say so), "recompute" it under the new
+                weights, or end ("abort").
+            via: "shm" (same host: written once, read there), "inline" (any host) or "files" (a folder); "auto" takes shm where
+                both ends see the same memory, else inline.
+            partial: tensors that are not given stay as they are; without it a missing one is an error.
+
+        Raises WeightsRefused naming the tensor, Busy naming the owner while another refresh is staged, SourceUnreachable,
+        RequestTimeout, ServiceLost. The old weights serve on then; after the last two `weights_status` tells which ones do."""
+        return self.refresh_async(named_tensors, version=version, kv=kv, via=via, partial=partial, timeout=timeout).result()
+
+    def refresh_async(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        version: int | None = None,
+        kv: KVPolicy = "keep",
+        via: Via = "auto",
+        partial: bool = False,
+        timeout: float = 600.0,
+    ) -> RefreshHandle:
+        """As `refresh`, but returns when the tensors have been read. With shm they may change from then on. With inline they
+        must not until the handle is done: if they do, the refresh is refused, because the digests no longer fit."""
+        return self._pusher.start(named_tensors, version, kv, via, partial, timeout)
+
+    def weights_status(self, verify: bool = False, timeout: float = 60.0) -> dict[str, Any]:
+        """The live version and digest, and what is being staged by whom. `verify`: also `live_digest`, of the bytes as they lie
+        there, which costs the service a pass over its weights."""
+        request = self._link.request(lambda id: WeightsRequest(id, verify))
+        status: dict[str, Any] = answer(request, timeout, "status of the weights")
+        return status
+
+    def pause(self, timeout: float = 60.0) -> None:
+        """Stop the service between two steps, for all clients; a refresh may still come. Ends by `resume` of any client, or
+        when all clients that paused it are gone."""
+        answer(self._link.request(lambda id: Control(id, "pause")), timeout, "pause")
+
+    def resume(self, timeout: float = 60.0) -> None:
+        """Undo `pause` and `drain`."""
+        answer(self._link.request(lambda id: Control(id, "resume")), timeout, "resumption")
+
+    def drain(self, timeout: float = 3600.0) -> None:
+        """Finish every group that has begun, of all clients, and start no other until `resume`. Returns when nothing runs."""
+        answer(self._link.request(lambda id: Control(id, "drain")), timeout, "end of what runs")
+
+    def abort_all(self, timeout: float = 60.0) -> None:
+        """End every group of every client as "aborted", with the tokens it has."""
+        answer(self._link.request(lambda id: Control(id, "abort_all")), timeout, "end of all groups")
 
     def close(self) -> None:
         """Ends the session: the service aborts what is still open, waiting callers get ClientClosed. May be repeated."""
         self._link.close()
+        self._pusher.close()
 
     def __enter__(self) -> RolloutClient:
         return self

@@ -6,11 +6,14 @@ max_num_seqs = 64   flags win over the file, the file over the defaults
 endpoint = "tcp://127.0.0.1:5655"
 [limits]
 max_n = 256
+[tracking]
+jsonl = "metrics.jsonl"
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -42,12 +45,54 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"max_outbox_bytes={self.max_outbox_bytes}: must be at least 1")
 
 
+class TrackingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the service's metrics go. docs/metrics.md lists them; `rollout status` shows the last ones in any case."""
+
+    interval_s: float = 5.0
+    """seconds between two rows"""
+    window_s: float = 30.0
+    """seconds that rates, lengths and lags of a row look back"""
+    console: bool = False
+    """one line an interval on standard error"""
+    jsonl: str | None = None
+    """file to append one JSON object an interval to"""
+    wandb_project: str | None = None
+    """turns wandb on"""
+    wandb_run_id: str | None = None
+    """the trainer's run, to write into; None = a run of the service's own"""
+    wandb_mode: Literal["auto", "online", "offline", "shared"] = "auto"
+    """auto = offline without WANDB_API_KEY, shared with a run id, else online"""
+    wandb_dir: str | None = None
+    """folder for wandb's files; None = wandb's choice"""
+    audit_every: int = 0
+    """score every so many finished samples with a plain forward of the live weights (`mismatch/*`); 0 = off"""
+    audit_max_tokens: int = 2048
+    """prompt and first tokens of a sample that one audit looks at"""
+    audit_max_share: float = 0.02
+    """of the service's time that audits may take"""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field and what it accepts."""
+        for name in ("interval_s", "window_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be positive")
+        if self.audit_every < 0:
+            raise ValueError(f"audit_every={self.audit_every}: must be 0 (off) or positive")
+        if self.audit_max_tokens < 2:
+            raise ValueError(f"audit_max_tokens={self.audit_max_tokens}: must be at least 2")
+        if not 0 < self.audit_max_share <= 1:
+            raise ValueError(f"audit_max_share={self.audit_max_share}: must be in (0, 1]")
+        if self.wandb_project is None and (self.wandb_run_id, self.wandb_mode, self.wandb_dir) != (None, "auto", None):
+            raise ValueError("wandb_run_id, wandb_mode or wandb_dir without wandb_project, which turns wandb on")
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All that `rollout serve` can be told."""
 
     engine: EngineConfig = EngineConfig()
     service: ServiceConfig = ServiceConfig()
     limits: Limits = Limits()
+    tracking: TrackingConfig = TrackingConfig()
 
 
 def load(path: str | Path) -> Config:

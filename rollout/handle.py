@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from engine.request import Sample
-from transport.errors import RequestTimeout, RolloutError
+from transport.errors import InvalidRequest, RequestTimeout, RolloutError
 from transport.frames import Frame
 
 
@@ -105,8 +105,11 @@ class Handle:
         if self.on_change is not None:
             self.on_change(self, None)
 
-    def abort_unsent(self) -> None:
-        """Cancelled before the service heard of it: n aborted samples without tokens."""
+    def abort_unsent(self, max_n: int) -> None:
+        """Cancelled before the service heard of it: n aborted samples without tokens, if it would have been served."""
+        if not 1 <= self.n <= max_n:
+            self.fail(InvalidRequest(f"n={self.n}: must be between 1 and {max_n} (Limits.max_n)", self.group_id))
+            return
         for index in range(self.n):
             self.take(
                 Sample(

@@ -3,8 +3,8 @@
     user threads --(call, argument)--> queue + wake --> this thread --> Handle / Future
 
 Nothing that was sent is trusted to have arrived until its answer is here. On every new connection the thread says Hello with
-the digests of the groups it still wants, and repeats their Submits: repeating is harmless at the service, and samples that
-come twice are told by (group, index). So a link that breaks and heals loses nothing.
+the digests of the groups it still wants, and submits again what Welcome does not list; samples that come twice are told by
+(group, index). So a link that breaks and heals loses nothing.
 
 Death is told by the connection: libzmq's I/O threads exchange pings, so neither a long engine step nor a busy trainer looks
 like it. A service whose loop stands still behind a living connection is given `stall_timeout_s`.
@@ -12,6 +12,7 @@ like it. A service whose loop stands still behind a living connection is given `
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import queue
@@ -22,10 +23,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
-
 from engine.request import Limits
 from rollout.handle import Handle
+from rollout.open_groups import OpenGroups
 from transport import messages as m
 from transport.errors import (
     ClientClosed,
@@ -69,13 +69,10 @@ class Link:
         self._ended: RolloutError | None = None
         """set once the thread serves nobody any more; calls then run, and fail, in their own thread"""
 
-        self._handles: dict[str, Handle] = {}
-        """open groups by id, sent and unsent"""
-        self._unsent: deque[Handle] = deque()
-        self._sent: dict[str, Handle] = {}
-        self._sent_samples = 0
-        self._requests: dict[int, Future[dict[str, Any]]] = {}
-        self._made_requests = 0
+        self._groups = OpenGroups()
+        self._request_ids = itertools.count(1)
+        self._requests: dict[int, tuple[list[Frame], Future[Any]]] = {}
+        """not answered yet"""
         self._outgoing: deque[list[Frame]] = deque()
         """messages of this connection that the socket has not taken"""
         self._acks: list[tuple[str, int]] = []
@@ -83,8 +80,10 @@ class Link:
         now = time.monotonic()
         self._connection = 0
         """of `transport.connections`, the one that Hello went to"""
+        self._hello_number = 0
+        """raised whenever what the service knows of this session has to be put right"""
         self._ready = False
-        """Welcome has come on this connection"""
+        """Welcome to that Hello has come, on this connection"""
         self._hello_at = now
         self._beat_at = now
         self._connected_at = now
@@ -108,8 +107,12 @@ class Link:
     def cancel(self, handle: Handle) -> None:
         self._call(self._cancel, handle)
 
-    def status(self, future: Future[dict[str, Any]]) -> None:
-        self._call(self._status, future)
+    def request(self, make: Callable[[int], Any]) -> Future[Any]:
+        """Send the message that `make` builds for a request id. The answer comes as the future's result, or its typed error; it
+        is asked for again after a reconnect."""
+        request_id, future = next(self._request_ids), Future[Any]()
+        self._call(self._request, (request_id, pack(make(request_id)), future))
+        return future
 
     def close(self) -> None:
         self._closing = True
@@ -141,11 +144,7 @@ class Link:
             self._take(frames)
         self._take_calls()
         self._tend(time.monotonic())
-        if self._ready:
-            if self._acks:  # before Submits: one of them may use the id of a group that ends with these
-                self._send(m.Ack(self._acks))
-                self._acks = []
-            self._send_unsent()
+        self._send_waiting()
         while self._outgoing and self._transport.send(self._outgoing[0]):
             self._outgoing.popleft()
 
@@ -162,8 +161,8 @@ class Link:
         transport = self._transport
         if transport.connected:
             if transport.connections != self._connection:
-                self._connection, self._ready = transport.connections, False
-                self._hello_at = self._heard_at = now
+                self._connection, self._heard_at = transport.connections, now
+                self._greet_again(now)
             if not self._ready and now >= self._hello_at:
                 self._send_hello(now)
             elif self._ready and now >= self._beat_at:
@@ -171,10 +170,9 @@ class Link:
                 self._send(m.Heartbeat())
             self._connected_at = now
             if now - self._heard_at > self._stall_timeout_s:
-                self._fail_all(
-                    ServiceLost(f"{transport.address} is connected, but its loop said nothing for {self._stall_timeout_s} s")
-                )
-                self._ready, self._hello_at, self._heard_at = False, now, now
+                self._heard_at = now
+                silent = f"its loop said nothing for {self._stall_timeout_s} s"
+                self._start_over(ServiceLost(f"{transport.address} is connected, but {silent}"))
         else:
             self._ready = False
             if now - self._connected_at > self._link_timeout_s:
@@ -187,65 +185,60 @@ class Link:
     def _send(self, message: Any) -> None:
         self._outgoing.append(pack(message))
 
+    def _greet_again(self, now: float) -> None:
+        self._hello_number += 1
+        self._ready, self._hello_at = False, now
+
     def _send_hello(self, now: float) -> None:
         """What waited for the old connection is dropped: all of it follows from what is open."""
-        digests = b"".join(handle.digest for handle in self._sent.values())
-        groups = np.frombuffer(digests, np.uint8).reshape(-1, m.DIGEST_BYTES)
         self._outgoing.clear()
         self._acks.clear()
-        self._send(m.Hello(m.PROTOCOL, self._session, self._name, groups=groups))
+        self._send(m.Hello(m.PROTOCOL, self._session, self._hello_number, self._name, groups=self._groups.digests()))
         self._hello_at = now + HELLO_RETRY_S
 
     def _submit(self, handle: Handle) -> None:
         if self._ended is not None:
-            handle.fail(self._ended)
-        elif handle.group_id in self._handles:
+            handle.fail(_copy(self._ended, handle.group_id))
+        elif not self._groups.add(handle):
             handle.fail(IdConflict("this client has a live group of that id", handle.group_id))
         else:
-            self._handles[handle.group_id] = handle
-            self._unsent.append(handle)
+            self._send_waiting()  # now, so that it is there before what this caller asks next
 
-    def _send_unsent(self) -> None:
-        """As many as the service takes from one client; the others wait here, so that a trainer may submit any number."""
+    def _send_waiting(self) -> None:
+        if not self._ready:
+            return
         assert self.welcome is not None
-        limits = self.welcome.limits
-        while self._unsent:
-            handle = self._unsent[0]
-            if self._handles.get(handle.group_id) is not handle:  # ended while it waited
-                self._unsent.popleft()
-                continue
-            room = len(self._sent) < limits.max_groups_per_client
-            room = room and self._sent_samples + handle.n <= limits.max_samples_per_client
-            if self._sent and not room:
-                return
-            self._unsent.popleft()
-            self._sent[handle.group_id] = handle
-            self._sent_samples += max(handle.n, 0)
+        if self._acks:  # before Submits: one of them may use the id of a group that ends with these
+            self._send(m.Ack(self._acks))
+            self._acks = []
+        while handle := self._groups.send_next(self.welcome.limits):
             self._outgoing.append(handle.frames)
 
     def _cancel(self, handle: Handle) -> None:
-        if self._handles.get(handle.group_id) is not handle:
+        if not self._groups.has(handle):
             return
         handle.cancelled = True
-        if handle.group_id in self._sent:
+        if handle.group_id in self._groups.sent:
             if self._ready:
                 self._send(m.Abort([handle.group_id]))
         else:
-            handle.abort_unsent()
-            self._remove(handle)
+            assert self.welcome is not None, "the client's constructor waits for it"
+            self._groups.remove(handle)
+            handle.abort_unsent(self.welcome.limits.max_n)
 
-    def _status(self, future: Future[dict[str, Any]]) -> None:
+    def _request(self, argument: tuple[int, list[Frame], Future[Any]]) -> None:
+        request_id, frames, future = argument
         if self._ended is not None:
-            future.set_exception(self._ended)
+            future.set_exception(_copy(self._ended))
             return
-        self._made_requests += 1
-        self._requests[self._made_requests] = future
+        self._requests[request_id] = frames, future
         if self._ready:
-            self._send(m.StatusRequest(self._made_requests))
+            self._outgoing.append(frames)
 
     def _say_goodbye(self) -> None:
         if not self._ready:
             return
+        self._outgoing.clear()  # nothing else matters any more
         self._send(m.Goodbye())
         deadline = time.monotonic() + GOODBYE_S
         while self._outgoing and time.monotonic() < deadline and self._transport.connected:
@@ -264,24 +257,28 @@ class Link:
                 case m.Welcome():
                     self._welcomed(message)
                 case m.SampleDone(sample):
-                    handle = self._sent.get(sample.group_id)
+                    handle = self._groups.sent.get(sample.group_id)
                     if handle is not None:
                         handle.take(sample)
                         if handle.done:
-                            self._remove(handle)
+                            self._groups.remove(handle)
                     self._acks.append((sample.group_id, sample.index))
                 case m.StatusReply():
-                    future = self._requests.pop(message.request_id, None)
-                    if future is not None:
-                        future.set_result(_status_dict(message.status))
+                    status = _status_dict(message.status)
+                    if future := self._answered(message.request_id):
+                        future.set_result(status)
+                case m.Lease() | m.Staged() | m.Applied() | m.Done():
+                    if future := self._answered(message.request_id):
+                        future.set_result(message)
                 case m.Refused():
                     self._refused(message)
                 case m.Closing():
-                    self._ready = False
+                    self._send(m.Goodbye())  # it waits for this
+                    self._ready, self._hello_at = False, self._heard_at + HELLO_RETRY_S
                     self._fail_all(ServiceLost(f"the service is closing: {message.reason}"))
                 case m.Alive():
                     pass
-        except ValueError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             self._broken(str(error))
         except ProtocolError as error:
             self._broken(error.message)
@@ -289,11 +286,13 @@ class Link:
     def _broken(self, reason: str) -> None:
         """What was lost in it nobody can tell, so whoever waits is told."""
         log.error("the service sent what cannot be read: %s", reason)
-        self._fail_all(ProtocolError(f"the service sent what cannot be read: {reason}"))
+        self._start_over(ProtocolError(f"the service sent what cannot be read: {reason}"))
 
     def _welcomed(self, welcome: m.Welcome) -> None:
         if welcome.protocol != m.PROTOCOL:
             raise ProtocolError(f"Welcome of protocol {welcome.protocol}; this client speaks {m.PROTOCOL}")
+        if self._ready or welcome.hello != self._hello_number:
+            return  # the answer to a repeated or an outdated Hello
         if self.welcome is not None and self.welcome.incarnation != welcome.incarnation:
             # unsent groups were never in the old one, but their caller chose it, its model and its weights
             self._fail_all(ServiceRestarted(f"{self._transport.address} was restarted; what ran there is gone"))
@@ -301,51 +300,57 @@ class Link:
         self._decoder = Decoder(m.ServiceMessage, welcome.limits)
         self._ready = True
         self._beat_at = time.monotonic() + HEARTBEAT_S
-        self._outgoing.extend(handle.frames for handle in self._sent.values())
-        cancelled = [handle.group_id for handle in self._sent.values() if handle.cancelled]
+        self._outgoing.extend(handle.frames for handle in self._groups.missing(welcome.groups))
+        cancelled = [handle.group_id for handle in self._groups.sent.values() if handle.cancelled]
         if cancelled:
             self._send(m.Abort(cancelled))
-        for request_id in self._requests:
-            self._send(m.StatusRequest(request_id))
+        self._outgoing.extend(frames for frames, future in self._requests.values() if not future.cancelled())
         if not self.first_welcome.done():
             self.first_welcome.set_result(welcome)
 
     def _refused(self, refused: m.Refused) -> None:
         error = from_wire(refused.kind, refused.message, refused.group_id)
-        if refused.request_id is not None:
-            future = self._requests.pop(refused.request_id, None)
-            if future is not None:
+        if isinstance(error, NoSession):  # whatever it is about: it is sent again after Welcome
+            if self._ready:  # otherwise Hello is on its way
+                self._greet_again(time.monotonic())
+        elif refused.request_id is not None:
+            if future := self._answered(refused.request_id):
                 future.set_exception(error)
         elif refused.group_id is not None:
-            handle = self._sent.get(refused.group_id)
+            handle = self._groups.sent.get(refused.group_id)
             if handle is not None:
+                self._groups.remove(handle)
                 handle.fail(error)
-                self._remove(handle)
-        elif isinstance(error, NoSession):
-            if self._ready:  # otherwise Hello is on its way
-                self._ready, self._hello_at = False, time.monotonic()
         else:
             log.error("refused: %s: %s", refused.kind, refused.message)
-            self._fail_all(error)
+            self._start_over(error)
 
     # ends
 
-    def _remove(self, handle: Handle) -> None:
-        self._handles.pop(handle.group_id, None)
-        if self._sent.pop(handle.group_id, None) is not None:
-            self._sent_samples -= max(handle.n, 0)
+    def _answered(self, request_id: int) -> Future[Any] | None:
+        """The future to answer, unless its caller has given up or it has been answered before."""
+        _, future = self._requests.pop(request_id, (None, None))
+        return future if future is not None and future.set_running_or_notify_cancel() else None
+
+    def _start_over(self, error: RolloutError) -> None:
+        """Everybody fails, and the service is told to drop what it still runs for them: a new group may use the same id."""
+        self._fail_all(error)
+        if self._ready:  # otherwise Hello is on its way, or is what went wrong: it has its own pace
+            self._greet_again(time.monotonic())
 
     def _fail_all(self, error: RolloutError) -> None:
         """Everybody who waits gets this error, each an object of its own: tracebacks are written into it."""
-        for handle in list(self._handles.values()):
-            handle.fail(type(error)(error.message, handle.group_id))
-            self._remove(handle)
-        self._unsent.clear()
-        for future in self._requests.values():
-            future.set_exception(type(error)(error.message))
-        self._requests.clear()
+        for handle in self._groups.clear():
+            handle.fail(_copy(error, handle.group_id))
+        for request_id in list(self._requests):
+            if future := self._answered(request_id):
+                future.set_exception(_copy(error))
         if not self.first_welcome.done() and not isinstance(error, ServiceLost):
-            self.first_welcome.set_exception(type(error)(error.message))
+            self.first_welcome.set_exception(_copy(error))
+
+
+def _copy(error: RolloutError, group_id: str | None = None) -> RolloutError:
+    return type(error)(error.message, group_id)
 
 
 def _status_dict(text: bytes) -> dict[str, Any]:

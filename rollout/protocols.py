@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
 
-from engine.request import Group, Limits, Sample
+from engine.request import Group, KVPolicy, Limits, Refreshed, Sample, TensorInfo
 
 
 class ModelInfo(Protocol):
@@ -17,8 +17,31 @@ class ModelInfo(Protocol):
     def eos_token_ids(self) -> Collection[int]: ...
 
 
+class StagingLike(Protocol):
+    """What the service needs of `engine.staging.Staging`."""
+
+    version: int
+    manifest_digest: str
+    total: int
+    received: int
+    complete: bool
+
+    def take(self, source: Callable[[Any], int]) -> int: ...
+    def close(self) -> None: ...
+
+
+class WeightsLike(Protocol):
+    """What the service needs of `engine.weights.Weights`."""
+
+    @property
+    def digest(self) -> str: ...
+    def live_digest(self) -> str: ...
+
+
 class EngineLike(Protocol):
     """What the service needs of `engine.Engine`."""
+
+    paused: bool
 
     @property
     def model(self) -> ModelInfo: ...
@@ -36,3 +59,9 @@ class EngineLike(Protocol):
     def step(self) -> list[Sample]: ...
     def abort(self, group_id: str) -> list[Sample]: ...
     def status(self) -> dict[str, object]: ...
+    @property
+    def weights(self) -> WeightsLike: ...
+    def stage(self, manifest: Sequence[TensorInfo], *, version: int | None = None, partial: bool = False) -> StagingLike: ...
+    def commit(self, staging: Any, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed: ...
+    def drain(self) -> bool: ...
+    def resume(self) -> None: ...

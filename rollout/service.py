@@ -8,37 +8,31 @@ a client sends stops the loop: what is wrong with a message goes back to its sen
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import time
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from engine.request import Group, Limits, Sample
+from rollout.admission import check_group, check_hello, check_room, welcome
+from rollout.as_json import to_json
+from rollout.closing import say_closing
+from rollout.controls import Controls
 from rollout.protocols import EngineLike
-from rollout.session import Held, Session, without_tokens
+from rollout.pushes import Pushes
+from rollout.session import Held, Session, Sessions, without_tokens
+from rollout.tracking import Tracker
 from transport import messages as m
-from transport.errors import (
-    Busy,
-    GroupFailed,
-    IdConflict,
-    InvalidRequest,
-    LimitExceeded,
-    NoSession,
-    RolloutError,
-    VersionMismatch,
-)
+from transport.errors import GroupFailed, IdConflict, InvalidRequest, NoSession, RolloutError, StaleWeights
 from transport.frames import Decoder, Frame, pack
 from transport.sockets import ServiceEnd, ServiceTransport
 
 IDLE_POLL_S = 0.1
 UNSENT_POLL_S = 0.005
 HEARTBEAT_S = 1.0
-MAX_FAILED_STEPS = 3
-"""a step that raises this often in a row, with nothing in common but the engine, is the engine: the service gives up"""
+MIN_GRACE_S = 2.0
 
 log = logging.getLogger("rollout.service")
 
@@ -53,42 +47,50 @@ class Service:
 
     Args:
         endpoint: tcp://127.0.0.1:PORT (0 or *: any free one), tcp://[::1]:PORT or ipc://PATH. ValueError for any address that
-            other hosts can reach.
+            other hosts can reach, and for one that cannot be bound.
         limits: what clients may ask for; the engine's own by default.
         transport: another end instead of a socket, e.g. `transport.loopback.LoopbackService()`.
-        client_grace_s: a client not heard from for so long has its groups aborted and is forgotten.
+        client_grace_s: a client not heard from for so long has its groups aborted and is forgotten. At least MIN_GRACE_S.
         max_outbox_bytes: finished samples of one client that wait for its acks. Over it the client's groups end as "error" and
             it gets Busy until it has read.
         linger_s: longest that `stop` waits for clients to take the last messages.
+        lease_s: a client that has begun a refresh and says nothing about it for so long has given it up.
+        tracker: gets the metrics; closed with the service. By default one without sinks.
     """
 
     def __init__(
         self,
         engine: EngineLike,
-        endpoint: str,
+        endpoint: str | None = None,
         *,
         limits: Limits | None = None,
         transport: ServiceTransport | None = None,
         client_grace_s: float = 10.0,
         max_outbox_bytes: int = 1 << 28,
         linger_s: float = 2.0,
+        lease_s: float = 30.0,
+        tracker: Tracker | None = None,
     ) -> None:
+        if (endpoint is None) == (transport is None):
+            raise ValueError("give an endpoint or a transport, one of the two")
+        if client_grace_s < MIN_GRACE_S:
+            raise ValueError(f"client_grace_s={client_grace_s}: at least {MIN_GRACE_S}, clients send a heartbeat every second")
         self.incarnation = secrets.token_hex(8)
         self._engine = engine
         self._limits = limits or engine.limits
-        self._transport = transport if transport is not None else ServiceEnd(endpoint, self._limits)
+        self._transport = transport if transport is not None else ServiceEnd(str(endpoint), self._limits)
         self._decoder: Decoder[m.ClientMessage] = Decoder(m.ClientMessage, self._limits)
         self._grace_s = client_grace_s
         self._max_outbox_bytes = max_outbox_bytes
         self._linger_s = linger_s
 
-        self._sessions: dict[str, Session] = {}
-        self._peers: dict[bytes, Session] = {}
+        self._sessions = Sessions(self._limits.max_clients)
         self._in_engine: dict[str, tuple[Session, Held]] = {}
-        self._made_sessions = 0
+        self._pushes = Pushes(engine, lease_s)
+        self._controls = Controls(engine)
+        self._tracker = tracker if tracker is not None else Tracker()
         self._made_groups = 0
         self._steps = 0
-        self._failed_steps = 0
         self._malformed = 0
         self._stop_reason: str | None = None
         self._started = self._turned = time.monotonic()
@@ -107,7 +109,7 @@ class Service:
             while self._stop_reason is None:
                 self.turn()
         except BaseException as error:
-            self._stop_reason = f"the service failed: {type(error).__name__}: {error}"
+            self._stop_reason = f"the service failed: {_told(error)}"
             raise
         finally:
             self._close(self._stop_reason or "")
@@ -118,17 +120,23 @@ class Service:
 
     def turn(self) -> None:
         """Once around the loop. Waits up to IDLE_POLL_S if there is nothing to do."""
-        unsent = any(session.pending for session in self._sessions.values())
-        wait = 0.0 if self._engine.has_work else UNSENT_POLL_S if unsent else IDLE_POLL_S
+        unsent = any(session.pending for session in self._sessions)
+        wait = 0.0 if self._engine.has_work or self._pushes.has_work else UNSENT_POLL_S if unsent else IDLE_POLL_S
         for peer, frames in self._transport.receive(wait):
             self._take(peer, frames)
+        self._pushes.work(self._clock, busy=self._engine.has_work)
+        self._controls.work()
+        self._flush()  # answers need not wait for the step
         if self._engine.has_work:
             self._step()
-        for session in list(self._sessions.values()):
+            self._flush()
+        self._tend()
+
+    def _flush(self) -> None:
+        for session in list(self._sessions):
             session.flush(self._transport.send)
             if session.flooded:
                 self._forget(session, "it does not read the answers to its requests")
-        self._tend()
 
     # receive
 
@@ -140,17 +148,17 @@ class Service:
             except RolloutError:
                 self._malformed += 1
                 raise
-            request_id = message.request_id if isinstance(message, m.StatusRequest) else None
+            request_id = getattr(message, "request_id", None)
             self._handle(peer, message)
         except RolloutError as error:
             self._refuse(peer, error, request_id)
         except Exception as error:
             log.exception("a message could not be served")
-            self._refuse(peer, GroupFailed(f"the service failed on this message: {type(error).__name__}: {error}"), request_id)
+            self._refuse(peer, GroupFailed(f"the service failed on this message: {_told(error)}"), request_id)
 
     def _refuse(self, peer: bytes, error: RolloutError, request_id: int | None) -> None:
         refused = pack(m.Refused(error.kind, error.message, error.group_id, request_id))
-        session = self._peers.get(peer)
+        session = self._sessions.at(peer)
         if session is not None:
             session.reply(refused)
         else:
@@ -159,7 +167,7 @@ class Service:
     def _handle(self, peer: bytes, message: m.ClientMessage) -> None:
         if isinstance(message, m.Hello):
             return self._hello(peer, message)
-        session = self._peers.get(peer)
+        session = self._sessions.at(peer)
         if session is None:
             raise NoSession("the service does not know this session (any more): send Hello first")
         session.heard = self._clock
@@ -172,116 +180,95 @@ class Service:
             case m.Ack():
                 session.ack(message.samples)
             case m.StatusRequest():
-                session.reply(pack(m.StatusReply(message.request_id, json.dumps(self.status(), default=_plain).encode())))
+                session.reply(pack(m.StatusReply(message.request_id, to_json(self.status()))))
+            case m.Begin() | m.Chunk() | m.Commit() | m.Abandon():
+                self._pushes.take(session, message, self._clock)
+            case m.WeightsRequest():
+                session.reply(pack(m.StatusReply(message.request_id, to_json(self._pushes.status(message.verify)))))
+            case m.Control():
+                if message.action == "abort_all":
+                    self._abort_all()
+                self._controls.take(session, message)
             case m.Heartbeat():
                 pass
             case m.Goodbye():
                 self._forget(session, "it said goodbye")
 
     def _hello(self, peer: bytes, hello: m.Hello) -> None:
-        if hello.protocol != m.PROTOCOL:
-            raise VersionMismatch(
-                f"the client speaks protocol {hello.protocol}, the service {m.PROTOCOL}: install the same version"
-            )
-        if len(hello.name.encode()) > self._limits.max_id_bytes:
-            raise LimitExceeded(f"client name: at most {self._limits.max_id_bytes} bytes (Limits.max_id_bytes)")
-        groups = hello.groups if hello.groups is not None else np.zeros((0, m.DIGEST_BYTES), np.uint8)
-        if groups.dtype != np.uint8 or groups.ndim != 2 or groups.shape[1] != m.DIGEST_BYTES:
-            raise InvalidRequest(f"Hello.groups is {groups.dtype} {groups.shape}: must be uint8 [groups, {m.DIGEST_BYTES}]")
-        session = self._sessions.get(hello.session)
-        if session is None:
-            if len(self._sessions) >= self._limits.max_clients:
-                raise Busy(f"{len(self._sessions)} clients are connected, the most allowed (Limits.max_clients)")
-            self._made_sessions += 1
-            session = self._sessions[hello.session] = Session(hello.session, hello.name, self._made_sessions)
-            log.info("client %d (%s) connected", session.number, session.name)
-        wanted = {row.tobytes() for row in groups}
+        wanted = check_hello(hello, self._limits)
+        session = self._sessions.open(hello.session, hello.name)
         for held in [held for held in session.groups.values() if held.digest not in wanted]:
             self._drop(session, held)
-        previous = self._peers.get(peer)
-        if previous is not None and previous is not session:
-            previous.peer = None
-        if session.peer is not None:
-            self._peers.pop(session.peer, None)
-        self._peers[peer] = session
         session.heard = session.told = self._clock
-        session.attach(peer, pack(self._welcome()))
-
-    def _welcome(self) -> m.Welcome:
-        engine = self._engine
-        return m.Welcome(
-            protocol=m.PROTOCOL,
-            incarnation=self.incarnation,
-            model=engine.model.name,
-            vocab_size=engine.vocab_size,
-            context=engine.context,
-            eos_token_ids=tuple(sorted(engine.model.eos_token_ids)),
-            version=engine.version,
-            limits=self._limits,
-        )
+        self._sessions.connect(session, peer, pack(welcome(hello, session, self._engine, self.incarnation, self._limits)))
 
     def _submit(self, session: Session, submit: m.Submit) -> None:
-        limits, group_id = self._limits, submit.group_id
-        if len(group_id.encode()) > limits.max_id_bytes:  # before the id is kept or echoed
-            raise LimitExceeded(
-                f"a group id of {len(group_id.encode())} bytes: at most {limits.max_id_bytes} (Limits.max_id_bytes)"
-            )
-        self._made_groups += 1
-        group = Group(f"{session.number}.{self._made_groups}", submit.prompt, submit.sampling)
-        try:
-            msgspec.structs.replace(group, id=group_id).validate(limits, self._engine.vocab_size, self._engine.context)
-        except ValueError as error:
-            raise InvalidRequest(str(error), group_id) from None
+        group_id, engine = submit.group_id, self._engine
+        check_group(submit, self._limits, engine.vocab_size, engine.context)
+        if engine.version < submit.require_version:
+            raise StaleWeights(f"the weights are version {engine.version}, {submit.require_version} is required", group_id)
         digest, held = m.digest(submit), session.groups.get(group_id)
         if held is not None:
             if held.digest != digest:
                 raise IdConflict("this id is live with another prompt or other sampling; use a new id", group_id)
             return
-        if session.unacked_bytes > self._max_outbox_bytes:
-            raise Busy(f"{session.unacked_bytes} bytes of samples wait to be read; read them and submit again", group_id)
-        if len(session.groups) >= limits.max_groups_per_client:
-            raise LimitExceeded(f"{len(session.groups)} groups are live (Limits.max_groups_per_client)", group_id)
-        if session.samples + group.sampling.n > limits.max_samples_per_client:
-            raise LimitExceeded(
-                f"{session.samples} samples are live, {group.sampling.n} more asked: at most {limits.max_samples_per_client} "
-                "(Limits.max_samples_per_client)",
-                group_id,
-            )
+        check_room(session, submit, self._limits, self._max_outbox_bytes)
+        self._made_groups += 1
+        group = Group(f"{session.number}.{self._made_groups}", submit.prompt, submit.sampling)
         try:
-            self._engine.submit(group, client=str(session.number))
+            engine.submit(group, client=str(session.number))
         except ValueError as error:
             raise InvalidRequest(str(error), group_id) from None
         except Exception as error:
             log.exception("engine.submit failed")
-            raise GroupFailed(f"the engine failed on this group: {type(error).__name__}: {error}", group_id) from None
+            raise GroupFailed(f"the engine failed on this group: {_told(error)}", group_id) from None
         held = Held(group_id, group.id, digest, group.sampling.n)
         session.hold(held)
         self._in_engine[group.id] = (session, held)
+        self._tracker.begin(group)
 
     # step and deliver
 
     def _step(self) -> None:
+        """The engine turns what goes wrong with a forward into "error" samples by itself. Here is for what it did not expect:
+        which group it was cannot be told, so all end, and the service goes on with an empty engine."""
         try:
             samples = self._engine.step()
-            self._steps += 1
-            self._failed_steps = 0
         except Exception as error:
             log.exception("engine.step failed")
-            self._failed_steps += 1
-            if self._failed_steps >= MAX_FAILED_STEPS:
-                raise
-            reason = f"engine.step failed: {type(error).__name__}: {error}"
-            ended = [sample for engine_id in list(self._in_engine) for sample in self._engine.abort(engine_id)]
-            samples = [msgspec.structs.replace(sample, finish_reason="error", error=reason) for sample in ended]
+            if not self._in_engine:
+                raise  # it holds nobody's group and fails: no request caused this, and none will mend it
+            self._fail_running(f"engine.step failed: {_told(error)}")
+            return
+        self._steps += 1
         for sample in samples:
             self._deliver(sample)
-        for session in list(self._sessions.values()):
+        for session in list(self._sessions):
             if session.unacked_bytes > self._max_outbox_bytes:
                 for held in [held for held in session.groups.values() if held.running]:
                     self._abort(session, held.group_id)
 
+    def _fail_running(self, reason: str) -> None:
+        for session, held in list(self._in_engine.values()):
+            try:
+                ended = self._engine.abort(held.engine_id)
+            except Exception:
+                log.exception("engine.abort failed")
+                ended = []
+            for sample in ended:
+                self._deliver(msgspec.structs.replace(sample, finish_reason="error", error=reason))
+            if held.running:  # the engine has lost children of it
+                del self._in_engine[held.engine_id]
+                self._tracker.forget(held.engine_id)
+                session.drop(held.group_id)
+                session.reply(pack(m.Refused(GroupFailed.kind, reason, held.group_id)))
+
     def _deliver(self, sample: Sample) -> None:
+        if sample.group_id not in self._in_engine:
+            log.error("the engine ended a sample of group %s, which nobody waits for", sample.group_id)
+            return
         session, held = self._in_engine[sample.group_id]
+        self._tracker.observe(sample, self._engine.version)
         sample = msgspec.structs.replace(sample, group_id=held.group_id)
         if session.unacked_bytes > self._max_outbox_bytes:
             sample = without_tokens(sample, f"over {self._max_outbox_bytes} bytes of samples wait for this client to read them")
@@ -295,19 +282,25 @@ class Service:
             for sample in self._engine.abort(held.engine_id):
                 self._deliver(sample)
 
+    def _abort_all(self) -> None:
+        for session in self._sessions:
+            for group_id in list(session.groups):
+                self._abort(session, group_id)
+
     def _drop(self, session: Session, held: Held) -> None:
         """Nobody wants this group any more: stop it and throw its samples away."""
         if self._in_engine.pop(held.engine_id, None):
             self._engine.abort(held.engine_id)
+            self._tracker.forget(held.engine_id)
         session.drop(held.group_id)
 
     def _forget(self, session: Session, reason: str) -> None:
         log.info("client %d (%s) forgotten with %d running samples: %s", session.number, session.name, session.running, reason)
         for held in list(session.groups.values()):
             self._drop(session, held)
-        self._sessions.pop(session.id, None)
-        if session.peer is not None:
-            self._peers.pop(session.peer, None)
+        self._pushes.forget(session)
+        self._controls.forget(session)
+        self._sessions.close(session)
 
     # time
 
@@ -319,47 +312,42 @@ class Service:
         now = time.monotonic()
         self._clock += min(now - self._turned, self._grace_s / 2)
         self._turned = now
-        for session in list(self._sessions.values()):
+        for session in list(self._sessions):
             if self._clock - session.heard > self._grace_s:
                 self._forget(session, f"not heard from for {self._grace_s} s")
             elif self._clock - session.told >= HEARTBEAT_S:
                 session.told = self._clock
                 session.reply(pack(m.Alive(self._steps, self._engine.version)))
                 session.flush(self._transport.send)
+        self._tracker.tend(self._engine.status, self._engine.version)
 
     def status(self) -> dict[str, Any]:
-        """The engine's status and a `service` object of our own."""
+        """The engine's status, the last `metrics` and a `service` object of our own."""
         return {
             **self._engine.status(),
+            "metrics": self._tracker.row,
             "service": {
                 "endpoint": self.endpoint,
                 "incarnation": self.incarnation,
                 "uptime_s": round(time.monotonic() - self._started, 3),
                 "steps": self._steps,
                 "malformed": self._malformed,
-                "clients": [session.status(self._clock) for session in self._sessions.values()],
+                "clients": [session.status(self._clock) for session in self._sessions],
             },
         }
 
     def _close(self, reason: str) -> None:
         deadline = time.monotonic() + self._linger_s
         try:
-            for session in self._sessions.values():
-                for group_id in list(session.groups):
-                    self._abort(session, group_id)
-                session.reply(pack(m.Closing(reason)))
-            while True:
-                for session in self._sessions.values():
-                    session.flush(self._transport.send)
-                if time.monotonic() > deadline or not any(session.pending for session in self._sessions.values()):
-                    break
-                self._transport.receive(UNSENT_POLL_S)  # acks come too late to matter; this only waits for room to send
+            try:
+                self._abort_all()
+            except Exception:  # a broken engine: its clients are told that the service closes, at least
+                log.exception("engine.abort failed")
+            say_closing(self._sessions, self._transport, self._decoder, reason, deadline)
         finally:
             self._transport.close(max(0.1, deadline - time.monotonic()))
+            self._tracker.close(self._engine.status)
 
 
-def _plain(value: Any) -> Any:
-    """numpy scalars and arrays in a status become JSON; anything else is the engine's mistake."""
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    raise TypeError(f"engine.status() holds a {type(value).__name__}, which is not JSON")
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

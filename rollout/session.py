@@ -8,19 +8,23 @@ sockets and no clock in here; `rollout.service` moves the messages.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from engine.request import Sample
+from transport.errors import Busy
 from transport.frames import Frame, frame_bytes, pack
 from transport.messages import SampleDone
 
-MAX_REPLIES = 4096
-"""replies (refusals, status, heartbeats) that may wait for a client that does not read"""
+log = logging.getLogger("rollout.service")
+
+MAX_REPLY_BYTES = 1 << 24
+"""of replies (refusals, status, heartbeats) that may wait for a client that does not read"""
 
 
 @dataclass(slots=True)
@@ -57,7 +61,7 @@ class Session:
         """sum of n over `groups`"""
         self.unacked_bytes = 0
         self._queue: deque[tuple[tuple[Held, int] | None, list[Frame]]] = deque()
-        self._replies = 0
+        self._reply_bytes = 0
 
     @property
     def running(self) -> int:
@@ -72,7 +76,7 @@ class Session:
     @property
     def flooded(self) -> bool:
         """It asks without reading the answers."""
-        return self._replies > MAX_REPLIES
+        return self._reply_bytes > MAX_REPLY_BYTES
 
     def status(self, clock: float) -> dict[str, object]:
         """For people and dashboards; `clock` is the service's."""
@@ -100,7 +104,7 @@ class Session:
     def reply(self, frames: list[Frame]) -> None:
         """Queue a message that is not repeated after a reconnect: the client asks again."""
         self._queue.append((None, frames))
-        self._replies += 1
+        self._reply_bytes += frame_bytes(frames)
 
     def deliver(self, held: Held, sample: Sample) -> None:
         """Queue a sample of `held`; it is kept until acked."""
@@ -125,8 +129,8 @@ class Session:
     def attach(self, peer: bytes, welcome: list[Frame]) -> None:
         """A (new) connection: the Welcome goes first, then whatever it has not acked is sent again."""
         self.peer = peer
-        self._replies = 1
         self._queue = deque([(None, welcome)])
+        self._reply_bytes = frame_bytes(welcome)
         for held in self.groups.values():
             self._queue.extend(((held, index), frames) for index, frames in held.unacked.items())
 
@@ -138,7 +142,49 @@ class Session:
             if wanted and not send(self.peer, frames):
                 return
             self._queue.popleft()
-            self._replies -= key is None
+            if key is None:
+                self._reply_bytes -= frame_bytes(frames)
+
+
+class Sessions:
+    """All clients, by session id and by connection."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._by_id: dict[str, Session] = {}
+        self._by_peer: dict[bytes, Session] = {}
+        self._made = 0
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._by_id.values())
+
+    def at(self, peer: bytes) -> Session | None:
+        return self._by_peer.get(peer)
+
+    def open(self, id: str, name: str) -> Session:
+        """The session of this id, a new one if there is none. Raises Busy."""
+        if id not in self._by_id:
+            if len(self._by_id) >= self._most:
+                raise Busy(f"{len(self._by_id)} clients are connected, the most allowed (Limits.max_clients)")
+            self._made += 1
+            self._by_id[id] = Session(id, name, self._made)
+            log.info("client %d (%s) connected", self._made, name)
+        return self._by_id[id]
+
+    def connect(self, session: Session, peer: bytes, welcome: list[Frame]) -> None:
+        """`peer` is the session's connection from now on, and nobody else's."""
+        previous = self._by_peer.get(peer)
+        if previous is not None:
+            previous.peer = None
+        if session.peer is not None:
+            del self._by_peer[session.peer]
+        self._by_peer[peer] = session
+        session.attach(peer, welcome)
+
+    def close(self, session: Session) -> None:
+        del self._by_id[session.id]
+        if session.peer is not None:
+            del self._by_peer[session.peer]
 
 
 def without_tokens(sample: Sample, reason: str) -> Sample:

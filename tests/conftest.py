@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from rollout.config import Config
 from rollout.process import service_process
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `rollout` does
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub for anything
 
 CHAT_TEMPLATE = (

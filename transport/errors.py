@@ -8,6 +8,9 @@ RolloutError                    kind on the wire
 ├── LimitExceeded   (ValueError)   limit_exceeded      a field is over one of `Limits`
 ├── IdConflict      (ValueError)   id_conflict         this group id is live with other content
 ├── Busy                        busy                no room now; the same request may succeed later
+├── WeightsRefused  (ValueError)   weights_refused     this refresh cannot be applied; the old weights serve on
+├── SourceUnreachable           source_unreachable  the service does not see the memory or folder that a refresh offers
+├── StaleWeights                stale_weights       the service's weights are older than the client accepts
 ├── GroupFailed                 group_failed        the service itself failed on this request
 ├── ServiceLost  (ConnectionError) service_lost        the service is dead, unreachable, stopping or stalled
 │   └── ServiceRestarted        service_restarted   another incarnation answers: what ran in the old one is gone
@@ -62,6 +65,18 @@ class Busy(RolloutError):
     kind = "busy"
 
 
+class WeightsRefused(RolloutError, ValueError):
+    kind = "weights_refused"
+
+
+class SourceUnreachable(RolloutError):
+    kind = "source_unreachable"
+
+
+class StaleWeights(RolloutError):
+    kind = "stale_weights"
+
+
 class GroupFailed(RolloutError):
     kind = "group_failed"
 
@@ -93,6 +108,9 @@ KINDS: dict[str, type[RolloutError]] = {
         LimitExceeded,
         IdConflict,
         Busy,
+        WeightsRefused,
+        SourceUnreachable,
+        StaleWeights,
         GroupFailed,
         ServiceLost,
         ServiceRestarted,

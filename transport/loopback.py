@@ -86,7 +86,7 @@ class LoopbackClient:
         self._peer = peer
         self._changed = threading.Condition()
         self._inbox: deque[list[Frame]] = deque()
-        self._woken = False
+        self._woken = True  # the connection is news
 
     def receive(self, timeout: float, sending: bool = False) -> list[list[Frame]]:
         with self._changed:

@@ -1,7 +1,11 @@
 """The messages, as msgspec tagged unions. docs/wire.md tells when each is sent and what answers it.
 
     client -> service:  Hello Submit Abort Ack StatusRequest Heartbeat Goodbye
+                        Begin Chunk Commit Abandon WeightsRequest Control
     service -> client:  Welcome Refused SampleDone StatusReply Alive Closing
+                        Lease Staged Applied Done
+
+A message with a request_id is answered by one with the same request_id, a Refused if it is refused.
 
 Adding one: define the Struct with its own tag, put it into the union of its direction, handle it on that side. A changed
 meaning or a changed field raises PROTOCOL.
@@ -10,17 +14,21 @@ meaning or a changed field raises PROTOCOL.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 
-from engine.request import Limits, Sample, Sampling
+from engine.request import KVPolicy, Limits, Refreshed, Sample, Sampling
+from transport.weights import Offer
 
 PROTOCOL = 1
 DIGEST_BYTES = 16
 
 SessionId = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+PushId = SessionId
+"""made by the client for one refresh: whoever repeats a request about it means the same one"""
 
 
 class Hello(msgspec.Struct, frozen=True, eq=False, tag="hello"):
@@ -29,6 +37,8 @@ class Hello(msgspec.Struct, frozen=True, eq=False, tag="hello"):
     protocol: int
     session: SessionId
     """made by the client, 128 random bits; who knows it owns the session's groups"""
+    number: int = 0
+    """raised by the client whenever its state has changed since its last Hello; Welcome repeats it"""
     name: str = ""
     """for people: logs, status"""
     capabilities: tuple[str, ...] = ()
@@ -46,6 +56,8 @@ class Submit(msgspec.Struct, frozen=True, eq=False, tag="submit", forbid_unknown
     sampling: Sampling
     serial: int = 0
     """part of the digest: tells two groups apart that use one id, one after the other, with the same content"""
+    require_version: int = 0
+    """refuse the group if the live weights are older than this"""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
@@ -69,13 +81,71 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", forbid_unknown_fie
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye", forbid_unknown_fields=True):
-    """The session ends now: abort its groups, forget it."""
+    """The session ends now: abort its groups, forget it. Also the answer to Closing."""
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+class Begin(msgspec.Struct, frozen=True, eq=False, tag="begin", forbid_unknown_fields=True):
+    """Stage new weights. Answer: Lease, or Busy with the owner, WeightsRefused with the tensor, SourceUnreachable."""
+
+    request_id: int
+    push_id: PushId
+    manifest: np.ndarray
+    """[bytes] uint8, see transport.weights.manifest"""
+    offer: Offer
+    version: int | None = None
+    """above the live one; None = the next"""
+    partial: bool = False
+    """tensors that are not in the manifest stay as they are"""
+    kv: KVPolicy = "keep"
+
+
+class Chunk(msgspec.Struct, frozen=True, eq=False, tag="chunk", forbid_unknown_fields=True):
+    """The next bytes of an inline payload. Answer: Staged, once they are."""
+
+    request_id: int
+    push_id: PushId
+    offset: int
+    data: list[np.ndarray]
+    """each [bytes] uint8"""
+
+
+class Commit(msgspec.Struct, frozen=True, tag="commit", forbid_unknown_fields=True):
+    """Apply it at the next step boundary at which all of it is staged. Answer: Applied, or why not."""
+
+    request_id: int
+    push_id: PushId
+    digest: str
+    """of the manifest"""
+
+
+class Abandon(msgspec.Struct, frozen=True, tag="abandon", forbid_unknown_fields=True):
+    """Forget what is staged. Answer: Done; WeightsRefused if it is live already."""
+
+    request_id: int
+    push_id: PushId
+
+
+class WeightsRequest(msgspec.Struct, frozen=True, tag="weights", forbid_unknown_fields=True):
+    """What is live and what is staged. Answer: StatusReply."""
+
+    request_id: int
+    verify: bool = False
+    """also take the digest of the live bytes, which costs a pass over all of them between two steps"""
+
+
+class Control(msgspec.Struct, frozen=True, tag="control", forbid_unknown_fields=True):
+    """For the service as a whole, all clients' groups. Answer: Done; to drain: when nothing runs any more."""
+
+    request_id: int
+    action: Literal["pause", "resume", "drain", "abort_all"]
+
+
+class Welcome(msgspec.Struct, frozen=True, eq=False, tag="welcome"):
     """Answer to Hello. Unknown fields pass, as in Hello."""
 
     protocol: int
+    hello: int
+    """number of the Hello that this answers; an older one's is out of date"""
     incarnation: str
     """random hex, new at each start of the service"""
     model: str
@@ -88,6 +158,9 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """of the weights"""
     limits: Limits
     capabilities: tuple[str, ...] = ()
+    groups: np.ndarray | None = None
+    """[groups, DIGEST_BYTES] uint8: digests of those named by Hello that the service still has; the others are to be sent
+    again"""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
@@ -111,6 +184,34 @@ class StatusReply(msgspec.Struct, frozen=True, tag="status_reply", forbid_unknow
     """a JSON object"""
 
 
+class Lease(msgspec.Struct, frozen=True, tag="lease", forbid_unknown_fields=True):
+    """The staging is the client's, until it has said nothing about it for lease_s seconds."""
+
+    request_id: int
+    version: int
+    """that the weights will have"""
+    lease_s: float
+    window_bytes: int
+    """of chunks that may be under way without an answer"""
+
+
+class Staged(msgspec.Struct, frozen=True, tag="staged", forbid_unknown_fields=True):
+    """That chunk is staged, and so is all before it."""
+
+    request_id: int
+
+
+class Applied(msgspec.Struct, frozen=True, tag="applied", forbid_unknown_fields=True):
+    """The weights are live: every token from now on is theirs."""
+
+    request_id: int
+    refreshed: Refreshed
+
+
+class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
+    request_id: int
+
+
 class Alive(msgspec.Struct, frozen=True, tag="alive", forbid_unknown_fields=True):
     """The service's loop turns; once a second."""
 
@@ -121,13 +222,15 @@ class Alive(msgspec.Struct, frozen=True, tag="alive", forbid_unknown_fields=True
 
 
 class Closing(msgspec.Struct, frozen=True, tag="closing", forbid_unknown_fields=True):
-    """The service stops; nothing comes after this."""
+    """The service stops; nothing comes after this. Answered by Goodbye: then the client has everything."""
 
     reason: str
 
 
-ClientMessage = Hello | Submit | Abort | Ack | StatusRequest | Heartbeat | Goodbye
-ServiceMessage = Welcome | Refused | SampleDone | StatusReply | Alive | Closing
+Push = Begin | Chunk | Commit | Abandon
+ClientMessage = Hello | Submit | Abort | Ack | StatusRequest | Heartbeat | Goodbye | Push | WeightsRequest | Control
+Answer = Lease | Staged | Applied | Done
+ServiceMessage = Welcome | Refused | SampleDone | StatusReply | Alive | Closing | Answer
 
 
 def digest(submit: Submit) -> bytes:
@@ -137,3 +240,8 @@ def digest(submit: Submit) -> bytes:
     state = hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=DIGEST_BYTES)
     state.update(prompt.reshape(-1).view(np.uint8).data)
     return state.digest()
+
+
+def digests(of: Iterable[bytes]) -> np.ndarray:
+    """[groups, DIGEST_BYTES] uint8, as Hello and Welcome list them."""
+    return np.frombuffer(b"".join(of), np.uint8).reshape(-1, DIGEST_BYTES)

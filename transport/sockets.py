@@ -10,6 +10,9 @@ the routing id that ROUTER made up for one connection: it names a connection, ne
 Bounds: one frame by MAXMSGSIZE (checked by libzmq before it allocates; a longer one costs the sender its connection), messages
 queued for one connection by the high-water marks, frames of a message by Limits.max_frames once it is whole. libzmq itself
 does not bound the number of frames of one message.
+
+When a connection ends, what the client has not yet received from it is lost, even if it has arrived: whoever must know that the
+other end has something waits for an answer before it closes.
 """
 
 from __future__ import annotations
@@ -110,7 +113,7 @@ def _receive(sock: zmq.Socket[bytes], max_frames: int) -> list[Frame] | None:
 class ServiceEnd:
     """The ROUTER. For the thread that runs the service's loop.
 
-    Raises ValueError for an endpoint that others can reach, zmq.ZMQError where it cannot be bound (a port in use)."""
+    Raises ValueError for an endpoint that others can reach, or that cannot be bound (a port in use)."""
 
     def __init__(self, endpoint: str, limits: Limits) -> None:
         endpoint = check_bind(endpoint)
@@ -121,9 +124,9 @@ class ServiceEnd:
         self._sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, SERVICE_SILENCE_MS)
         try:
             self._sock.bind(endpoint)
-        except zmq.ZMQError:
+        except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise
+            raise ValueError(f"cannot listen at {endpoint}: {error}") from None
         self.endpoint = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
         """the real one, if the port was left open"""
 
@@ -150,7 +153,7 @@ class ServiceEnd:
         return True
 
     def close(self, linger: float = 0.0) -> None:
-        """Returns after at most `linger` seconds, used to push out what was taken."""
+        """Returns after at most `linger` seconds, used to push out what was taken. May be repeated."""
         self._context.destroy(linger=int(linger * 1000))
 
 
@@ -228,6 +231,9 @@ class ClientEnd:
             pass  # the buffer is full of wakes, or the end is closed: either way nobody needs another one
 
     def close(self, linger: float = 0.0) -> None:
+        """As ServiceEnd's. May be repeated."""
+        if self._context.closed:
+            return
         self._sock.disable_monitor()
         self._context.destroy(linger=int(linger * 1000))
         self._wake_read.close()

@@ -6,9 +6,10 @@ import logging
 
 import torch
 
-from engine.attention.native import NativeAttention, NativeUnavailable
+from engine.attention.native import NativeAttention
 from engine.attention.reference import ReferenceAttention
 from engine.attention.seam import Backend
+from engine.native.build import NativeUnavailable
 
 __all__ = ["Backend", "NativeAttention", "NativeUnavailable", "ReferenceAttention", "choose_backend"]
 

@@ -11,32 +11,19 @@ What lies inside K and V of a block is packed for the instruction set (drawn in 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from engine.native.build import best_isa, build, load, symbols
+
 if TYPE_CHECKING:
     from engine.batch import Batch
     from engine.kv import PagedKV
 
 SOURCE = Path(__file__).with_name("native.c")
-FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC", "-shared"]
-_AVX512 = ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-ISAS: dict[str, tuple[set[str], list[str]]] = {
-    "avx512_bf16": ({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}, [*_AVX512, "-mavx512bf16"]),
-    "avx512": ({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"}, _AVX512),
-    "avx2": ({"avx2", "fma"}, ["-mavx2", "-mfma"]),
-    "plain": (set(), []),
-}
-"""instruction set: (CPU flags it needs, compiler flags), best first"""
 MAX_GROUP, MAX_DIM, MAX_BLOCK, MAX_PLAIN = 64, 256, 512, 64 * 256
 PLAN_ERRORS = {
     1: "a row has no tokens, or more tokens than context_lens allows",
@@ -46,10 +33,6 @@ PLAN_ERRORS = {
     5: "shared: (first row, rows, blocks) must be in order, inside the batch and apart",
     6: "shared: rows that are said to share their leading blocks do not have the same ones in block_table",
 }
-
-
-class NativeUnavailable(RuntimeError):
-    """There is no native kernel on this machine; the message says why. The torch reference gives the same attention."""
 
 
 class _Step(ctypes.Structure):
@@ -97,11 +80,11 @@ class NativeAttention:
             raise ValueError(f"threads={threads}: must be at least 1, or None for torch's number")
         self.threads = threads
         self.isa = isa or best_isa()
-        self.library = build(self.isa)
+        self.library = build(SOURCE, self.isa)
         lib = _load(self.library)
         self._plan, self._attend = lib.rollout_plan, lib.rollout_attend
         self.lanes: int = lib.rollout_lanes()
-        self._parallel, self._barrier = _openmp()
+        self._parallel, self._barrier = symbols("GOMP_parallel", "GOMP_barrier")
 
     def __str__(self) -> str:
         threads = "torch's threads" if self.threads is None else f"{self.threads} threads"
@@ -261,66 +244,8 @@ class NativeAttention:
         return self.run(step, 0, q, k, v, scaling, window).view(b, t, q_heads, d).transpose(1, 2)
 
 
-def best_isa() -> str:
-    """The first of `ISAS` of which this CPU has every flag."""
-    have = cpu_flags()
-    return next(isa for isa, (need, _) in ISAS.items() if need <= have)
-
-
-def cpu_flags() -> set[str]:
-    """Flags of the first CPU in /proc/cpuinfo; empty where there is no such file or the machine is no x86-64."""
-    info = Path("/proc/cpuinfo")
-    if platform.machine() not in ("x86_64", "AMD64") or not info.exists():
-        return set()
-    line = next((line for line in info.read_text().splitlines() if line.startswith("flags")), ":")
-    return set(line.split(":", 1)[1].split())
-
-
-def build(isa: str) -> Path:
-    """Compile `native.c` for `isa` unless that was done before; the path of the shared library.
-
-    Raises ValueError for an unknown isa, NativeUnavailable with the compiler's words otherwise."""
-    if isa not in ISAS:
-        raise ValueError(f"isa={isa!r}: one of {', '.join(ISAS)}")
-    need, flags = ISAS[isa]
-    missing = need - cpu_flags()
-    if missing:
-        raise NativeUnavailable(f"this CPU has no {', '.join(sorted(missing))}, which {isa} needs")
-    compiler = next(filter(None, map(shutil.which, filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"]))), None)
-    if compiler is None:
-        raise NativeUnavailable("no C compiler: install gcc or clang, or set CC")
-    command = [compiler, *FLAGS, *flags, str(SOURCE)]
-    about = "\0".join([*FLAGS, *flags, os.path.realpath(compiler), str(os.stat(compiler).st_mtime_ns), platform.machine()])
-    key = hashlib.sha256(SOURCE.read_bytes() + about.encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("ROLLOUT_CACHE") or Path.home() / ".cache" / "rollout") / "native"
-    target = folder / f"attention-{isa}-{key}.so"
-    if target.exists():
-        return target
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
-        os.close(handle)
-    except OSError as error:
-        raise NativeUnavailable(
-            f"cannot write to {folder} ({error}): set ROLLOUT_CACHE to a folder that can be written"
-        ) from error
-    try:
-        done = subprocess.run([*command, "-o", temporary, "-lm"], capture_output=True, text=True, timeout=120)
-        if done.returncode:
-            raise NativeUnavailable(f"{' '.join(command)} failed: {done.stderr.strip()[-2000:]}")
-        os.replace(temporary, target)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailable(f"{' '.join(command)} failed: {error}") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-    return target
-
-
 def _load(path: Path) -> ctypes.CDLL:
-    try:
-        lib = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NativeUnavailable(f"cannot load {path}: {error}") from error
+    lib = load(path)
     pointer, i64 = ctypes.c_void_p, ctypes.c_int64
     lib.rollout_plan.argtypes = [pointer, pointer, i64]
     lib.rollout_plan.restype = ctypes.c_int
@@ -329,17 +254,3 @@ def _load(path: Path) -> ctypes.CDLL:
     lib.rollout_attend.restype = None
     lib.rollout_lanes.restype = ctypes.c_int
     return lib
-
-
-def _openmp() -> tuple[int | None, int | None]:
-    """Addresses of GOMP_parallel and GOMP_barrier in the OpenMP that torch runs on: a preloaded one, else what libtorch_cpu is
-    linked with (libgomp; libomp and libiomp5 offer both names too). (None, None): torch has none; one thread then."""
-    libraries: list[str | None] = [None, *map(str, Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"))]
-    for name in libraries:
-        try:
-            lib = ctypes.CDLL(name)
-            parallel, barrier = (ctypes.cast(getattr(lib, f), ctypes.c_void_p).value for f in ("GOMP_parallel", "GOMP_barrier"))
-            return parallel, barrier
-        except (OSError, AttributeError):
-            continue
-    return None, None

@@ -83,6 +83,7 @@ def paged_attention(
             "value_dim": value.shape[3],
             "query_dim": query.shape[3],
             "window": sliding_window or 0,
+            "scaling": scaling,
             "masked": attention_mask is not None,
             "causal": getattr(module, "is_causal", True),
             "other": {name: value for name, value in other.items() if value is not None and name not in HARMLESS},

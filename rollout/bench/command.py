@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
+import torch
 from rich.console import Console
 
+import rollout.plot
 from engine.config import EngineConfig
 from rollout import models
+from rollout.bench import fidelity, refresh
+from rollout.bench.against import parse
+from rollout.bench.floor import Machine
+from rollout.bench.longer import long_enough
+from rollout.bench.record import Recording
 from rollout.bench.report import print_run, print_start, print_table, write_json
 from rollout.bench.runner import measure
 from rollout.bench.target import open_engine, open_service
 from rollout.bench.text import PromptText
 from rollout.bench.workloads import WORKLOADS, find
 from rollout.config import InputError
+
+SPECIAL = (refresh.NAME, fidelity.NAME)
+"""measured in their own way; everything else is a row of WORKLOADS"""
 
 
 def run(
@@ -28,34 +39,76 @@ def run(
     json_file: str | None,
     dtype: Literal["bfloat16", "float32"],
     threads: int | None,
+    compare: bool = True,
+    unshared: bool = False,
+    against: str = "",
+    floor: bool = False,
+    plot: str | None = None,
 ) -> int:
     """Returns the exit status. Raises InputError for a name or number that cannot be run."""
-    if not scale > 0:
-        raise InputError(f"--scale {scale}: must be positive")
-    if repeat < 1:
-        raise InputError(f"--repeat {repeat}: must be at least 1")
-    if not names:
-        raise InputError(f"name a workload: {', '.join(WORKLOADS)}")
-    for name in names:
-        find(name)  # a mistake shows before the first minute of measuring
+    check(names, in_process, scale, repeat, plot)
+    peers = parse(against)
     folder = models.resolve(model)
-    engine = EngineConfig(model=str(folder), dtype=dtype, threads=threads)
     text = PromptText(models.load_tokenizer(folder))
     open_target = open_engine if in_process else open_service
     summaries: list[dict[str, Any]] = []
+    recordings: list[Recording] | None = None if plot is None else []
     with ExitStack() as stack:
         sink = None
         if json_file is not None:
             sink = sys.stdout if json_file == "-" else stack.enter_context(open(json_file, "w", encoding="utf-8"))
         console = Console(stderr=json_file == "-", highlight=False)
-        for name in names:
-            workload = find(name).scaled(scale, engine.block_size)
+        if not console.is_terminal:
+            console = Console(stderr=json_file == "-", highlight=False, width=120)
+        if refresh.NAME in names:
+            rows = list(keep(refresh.measure(folder, dtype, threads, repeat, text), sink))
+            refresh.print_summaries(console, [row for row in rows if "summary" in row])
+        if fidelity.NAME in names:
+            row = fidelity.measure(text, EngineConfig(dtype=dtype, threads=threads), folder, open_target, scale)
+            write_json(sink, row)
+            fidelity.print_summary(console, row)
+        for name in [name for name in names if name not in SPECIAL]:
+            workload = find(name).scaled(scale, EngineConfig().block_size)
             print_start(console, workload)
-            for row in measure(workload, text, engine, open_target, repeat):
-                write_json(sink, row)
-                if "summary" in row:
-                    summaries.append(row)
-                else:
-                    print_run(console, row)
-        print_table(console, summaries)
+            with long_enough(folder, workload.tokens) as (served, weights):
+                engine = EngineConfig(model=str(served), dtype=dtype, threads=threads)
+                bound = Machine(served, getattr(torch, dtype)).floor if peers or floor else None
+                for row in measure(
+                    workload, text, engine, open_target, repeat, compare=compare and not peers, unshared=unshared,
+                    against=peers, floor=bound, recordings=recordings,
+                ):  # fmt: skip
+                    if "summary" in row:
+                        row |= {"model": str(folder), "weights": weights}
+                        summaries.append(row)
+                    else:
+                        print_run(console, row)
+                    write_json(sink, row)
+        if summaries:
+            print_table(console, summaries)
+        if plot is not None and recordings:
+            rollout.plot.draw(recordings, plot)
+            console.print(f"drawn: {plot}")
     return 0
+
+
+def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, plot: str | None) -> None:
+    """A mistake shows before the first minute of measuring. Raises InputError."""
+    if not scale > 0:
+        raise InputError(f"--scale {scale}: must be positive")
+    if repeat < 1:
+        raise InputError(f"--repeat {repeat}: must be at least 1")
+    if not names:
+        raise InputError(f"name a workload: {', '.join([*WORKLOADS, *SPECIAL])}")
+    if refresh.NAME in names and in_process:
+        raise InputError("refresh goes from process to process: leave --in-process out")
+    for name in set(names) - set(SPECIAL):
+        find(name)
+    if plot is not None:
+        rollout.plot.check(plot)
+
+
+def keep(rows: Iterator[dict[str, Any]], sink: TextIO | None) -> Iterator[dict[str, Any]]:
+    """The rows, each written as it comes."""
+    for row in rows:
+        write_json(sink, row)
+        yield row

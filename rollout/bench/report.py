@@ -25,8 +25,9 @@ def print_start(console: Console, workload: Workload) -> None:
 
 
 def print_run(console: Console, row: dict[str, Any]) -> None:
+    variant = row["workload"].partition("/")[2]
     console.print(
-        f"  run {row['run']}: {row['generated_tokens']} tokens in {row['seconds']:.2f} s, "
+        f"  run {row['run']}{f', {variant}' if variant else ''}: {row['generated_tokens']} tokens in {row['seconds']:.2f} s, "
         f"{row['tokens_per_second']:.0f} tokens/s"
     )
 
@@ -50,3 +51,12 @@ def print_table(console: Console, summaries: list[dict[str, Any]]) -> None:
             f"{row['peak_rss_bytes'] / 2**30:.2f}",
         )
     console.print(table)
+    for row in summaries:
+        others = [name.removeprefix("ratio_to_") for name in row if name.startswith("ratio_to_")]
+        for other in sorted(others):
+            ratio, speed = row[f"ratio_to_{other}"], row[f"{other}_tokens_per_second"]
+            console.print(f"{row['workload']}: {ratio:.2f} x {other} ({speed:.0f} tokens/s)")
+        for peer, ratio in row.get("ratios", {}).items():
+            console.print(f"{row['workload']}: {ratio:.2f} x {peer} {row['peers'][peer]}")
+        if "floor_fraction" in row:
+            console.print(f"{row['workload']}: {row['floor_fraction']:.2f} of the floor, {row['floor_tokens_per_second']:.0f}")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from engine.config import EngineConfig
 from engine.request import Sample, Sampling
+from rollout.bench.against import Peer, peer
+from rollout.bench.record import Recording
 from rollout.bench.target import OpenTarget, Target
 from rollout.bench.text import PromptText
 from rollout.bench.workloads import Workload
@@ -23,18 +28,127 @@ class BenchFailed(RuntimeError):
     """A run did not do the work it was given, so its speed means nothing."""
 
 
-def measure(workload: Workload, text: PromptText, engine: EngineConfig, open_target: OpenTarget, repeat: int) -> Iterator[dict]:
-    """Starts a target, warms it up and yields one object a run, then the summary. Raises BenchFailed, ValueError."""
+def measure(
+    workload: Workload,
+    text: PromptText,
+    engine: EngineConfig,
+    open_target: OpenTarget,
+    repeat: int,
+    *,
+    compare: bool = False,
+    unshared: bool = False,
+    against: dict[str, str] | None = None,
+    floor: Callable[[Workload], dict[str, Any]] | None = None,
+    recordings: list[Recording] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Starts a target, warms it up and yields one object a run, then the summary. Raises BenchFailed, ValueError.
+
+    compare: a workload with a tight KV pool runs in turn (A B C A B C …) with a roomy pool and with offload off; their runs
+        are named `workload/roomy` and `workload/no_offload`, and the summary has the median of the ratios of each turn.
+    unshared: the same with attention that reads a shared prefix once for each child, as `workload/unshared`.
+    against: other engines (name -> interpreter) take part in each turn; the summary has `ratios`, ours over theirs.
+    floor: what bounds the workload on this machine; the summary has it, and `floor_fraction`.
+    recordings: gets what happened along the last run of each.
+    """
     if repeat < 1:
         raise ValueError(f"repeat={repeat}: must be at least 1")
-    engine = msgspec.structs.replace(engine, kv_tokens=workload.kv_tokens(engine.block_size))
-    with open_target(Config(engine=engine)) as target:
-        warm_up(target, text, min(64, workload.prompt_tokens))
-        runs = []
+    configs = variants(workload, engine, compare, unshared)
+    runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in configs}
+    with ExitStack() as stack:
+        targets = {variant: stack.enter_context(open_target(Config(engine=config))) for variant, config in configs.items()}
+        for target in targets.values():
+            warm_up(target, text, min(64, workload.prompt_tokens))
+        setup = peer_setup(workload, configs[""])
+        peers = [stack.enter_context(peer(name, python, setup)) for name, python in (against or {}).items()]
+        for one in peers:
+            one.run(*peer_run_arguments(workload, text, 0, new_tokens=min(8, workload.new_tokens)))
+        theirs: dict[str, list[dict[str, Any]]] = {one.name: [] for one in peers}
         for run in range(repeat):
-            runs.append(one_run(workload, text, target, run))
-            yield runs[-1]
-        yield summarise(workload, engine, target, runs)
+            for variant, target in targets.items():
+                named = msgspec.structs.replace(workload, name=workload.name + variant)
+                recording = Recording(named.name) if recordings is not None and run == repeat - 1 else None
+                runs[variant].append(one_run(named, text, target, run, recording))
+                if recording is not None and recordings is not None:
+                    recordings.append(recording)
+                yield runs[variant][-1]
+            for one in peers:
+                theirs[one.name].append(peer_run(workload, text, one, run))
+                yield theirs[one.name][-1]
+        summary = summarise(workload, configs[""], targets[""], runs[""]) | ratios(runs)
+    if theirs:
+        summary["ratios"] = {name: ratio(runs[""], rows) for name, rows in theirs.items()}
+        summary["peers"] = {one.name: one.version for one in peers}
+    if floor is not None:
+        summary |= floor(workload)
+        summary["floor_fraction"] = round(summary["tokens_per_second"] / summary["floor_tokens_per_second"], 4)
+    yield summary
+
+
+def tight_engine(workload: Workload, engine: EngineConfig) -> EngineConfig:
+    return msgspec.structs.replace(engine, kv_tokens=workload.kv_tokens(engine.block_size))
+
+
+def variants(workload: Workload, engine: EngineConfig, compare: bool, unshared: bool) -> dict[str, EngineConfig]:
+    """The engine of a workload, and those it is compared with, by the suffix of their name."""
+    own = tight_engine(workload, engine)
+    configs = {"": own}
+    if compare and workload.tight:
+        configs["/roomy"] = tight_engine(workload.roomy(), engine)
+        configs["/no_offload"] = msgspec.structs.replace(own, cpu_offload_gib=0)
+    if unshared:
+        configs["/unshared"] = msgspec.structs.replace(own, share_prefix=False)
+    return configs
+
+
+def peer_setup(workload: Workload, engine: EngineConfig) -> dict[str, Any]:
+    """What a peer is told: the same model, precision and memory."""
+    return {
+        "model": engine.model,
+        "dtype": engine.dtype,
+        "threads": engine.threads or len(os.sched_getaffinity(0)),
+        "kv_tokens": engine.kv_tokens if workload.tight else None,
+        "block_size": engine.block_size,
+        "max_num_seqs": engine.max_num_seqs,
+        "context": workload.tokens + engine.block_size,
+    }
+
+
+def peer_run_arguments(
+    workload: Workload, text: PromptText, run: int, new_tokens: int
+) -> tuple[list[np.ndarray], int, int, int]:
+    start = run * workload.prompts * workload.prompt_tokens
+    return text.slices(start, workload.prompts, workload.prompt_tokens), workload.n, new_tokens, run
+
+
+def peer_run(workload: Workload, text: PromptText, one: Peer, run: int) -> dict[str, Any]:
+    """Raises BenchFailed if the peer did less than it was asked for."""
+    row = one.run(*peer_run_arguments(workload, text, run, workload.new_tokens))
+    if row["generated_tokens"] != workload.prompts * workload.n * workload.new_tokens:
+        raise BenchFailed(f"{one.name} made {row['generated_tokens']} tokens of {workload.name}")
+    speed = round(row["generated_tokens"] / row["seconds"], 2)
+    return {"workload": workload.name, "engine": one.name, "run": run, **row, "tokens_per_second": speed}
+
+
+def ratio(ours: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
+    """Median over the turns of our speed over the other's."""
+    return round(
+        statistics.median(a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(ours, others, strict=True)), 4
+    )
+
+
+def ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """Own speed over each other variant's, medians over the turns, and the other's speed."""
+    figures = {}
+    for variant in runs.keys() - {""}:
+        name = variant.removeprefix("/")
+        speeds = [run["tokens_per_second"] for run in runs[variant]]
+        figures[f"{name}_tokens_per_second"] = statistics.median(speeds)
+        figures[f"ratio_to_{name}"] = ratio(runs[""], runs[variant])
+        decode = [run["decode_tokens_per_second"] for run in runs[variant]]
+        own = [run["decode_tokens_per_second"] for run in runs[""]]
+        if all(decode):
+            figures[f"decode_ratio_to_{name}"] = round(statistics.median(a / b for a, b in zip(own, decode, strict=True)), 4)
+    return figures
 
 
 def warm_up(target: Target, text: PromptText, length: int) -> None:
@@ -45,16 +159,19 @@ def warm_up(target: Target, text: PromptText, length: int) -> None:
         pass
 
 
-def one_run(workload: Workload, text: PromptText, target: Target, run: int) -> dict[str, Any]:
+def one_run(
+    workload: Workload, text: PromptText, target: Target, run: int, recording: Recording | None = None
+) -> dict[str, Any]:
     start = run * workload.prompts * workload.prompt_tokens
     prompts = text.slices(start, workload.prompts, workload.prompt_tokens)
     sampling = Sampling(n=workload.n, max_tokens=workload.new_tokens, temperature=1.0, ignore_eos=True, seed=run)
     before, samples, first = target.status(), [], 0.0
-    started = time.perf_counter()
-    for sample in target.generate(prompts, sampling):
-        first = first or time.perf_counter() - started
-        samples.append(sample)
-    seconds = time.perf_counter() - started
+    with nullcontext() if recording is None else target.watch(recording):
+        started = time.perf_counter()
+        for sample in target.generate(prompts, sampling):
+            first = first or time.perf_counter() - started
+            samples.append(sample)
+        seconds = time.perf_counter() - started
     after = target.status()
     check(workload, samples)
     generated = sum(len(sample.token_ids) for sample in samples)
@@ -69,9 +186,16 @@ def one_run(workload: Workload, text: PromptText, target: Target, run: int) -> d
         "peak_rss_bytes": target.peak_rss_bytes(),
         "first_sample_seconds": round(first, 4),
         "steps": after["steps"] - before["steps"],
+        "decode_tokens_per_second": decode_speed(before, after),
         "fork_saved_tokens": after["fork_saved_tokens"] - before["fork_saved_tokens"],
         "prefix_hit_tokens": after["prefix_hit_tokens"] - before["prefix_hit_tokens"],
     }
+
+
+def decode_speed(before: dict[str, Any], after: dict[str, Any]) -> float:
+    """Tokens/s of the steps that did nothing but decode, 0 if there was none."""
+    seconds = after["decode_seconds"] - before["decode_seconds"]
+    return round((after["decode_tokens"] - before["decode_tokens"]) / seconds, 2) if seconds > 0 else 0.0
 
 
 def check(workload: Workload, samples: list[Sample]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from engine.request import Group, Sample, Sampling
+from rollout.bench.record import Recording, watching
 from rollout.client import RolloutClient
 from rollout.config import Config
 from rollout.models import hide_progress_bars
@@ -26,6 +27,10 @@ class Target(Protocol):
         ...
 
     def peak_rss_bytes(self) -> int: ...
+
+    def watch(self, recording: Recording) -> AbstractContextManager[None]:
+        """Records statuses while the block runs."""
+        ...
 
 
 OpenTarget = Callable[[Config], AbstractContextManager[Target]]
@@ -48,6 +53,9 @@ class ServiceTarget:
     def peak_rss_bytes(self) -> int:
         return self.service.peak_rss_bytes()
 
+    def watch(self, recording: Recording) -> AbstractContextManager[None]:
+        return watching(recording, self.client.status)
+
 
 class EngineTarget:
     """The engine in this process, without sockets."""
@@ -57,6 +65,7 @@ class EngineTarget:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.submitted = 0
+        self.recording: Recording | None = None
 
     def generate(self, prompts: list[np.ndarray], sampling: Sampling) -> Iterator[Sample]:
         for prompt in prompts:
@@ -64,12 +73,25 @@ class EngineTarget:
             self.submitted += 1
         while self.engine.has_work:
             yield from self.engine.step()
+            if self.recording is not None and self.recording.due:
+                self.recording.add(self.engine.status())
 
     def status(self) -> dict[str, Any]:
         return self.engine.status()
 
     def peak_rss_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+    @contextmanager
+    def watch(self, recording: Recording) -> Iterator[None]:
+        """Between two steps, without a thread: the engine has none beside its own."""
+        self.recording = recording
+        recording.add(self.engine.status())
+        try:
+            yield
+        finally:
+            self.recording = None
+        recording.add(self.engine.status())
 
 
 @contextmanager

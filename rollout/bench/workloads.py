@@ -1,4 +1,8 @@
-"""The workloads by name. One is a row of this table; nothing else knows a name."""
+"""The workloads by name. One is a row of this table; nothing else knows a name.
+
+`multi_return_seq`, `few_blocks` and `rollouts_*` have names and lengths from transformers' benchmark_v2, script
+continuous_batching_overall.py. There, `few_blocks` is 20 single requests; here the pool holds one group, so it has groups.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,9 @@ import msgspec
 from rollout.config import InputError
 
 ROOM = 1.1
-"""a roomy pool is this much larger than the need, so that the warm-up's blocks are in nobody's way"""
+ROOM_BLOCKS = 8
+"""a roomy pool is by that factor and by so many blocks a child larger than the need: the warm-up's blocks are in nobody's way,
+and the engine does not prepare for pressure by mirroring"""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +26,18 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     new_tokens: int
     kv_share: float | None = None
     """KV pool as a share of what all children need at their longest; None = roomy"""
+    kv_groups: int | None = None
+    """or as so many whole groups at their longest"""
+
+    @property
+    def tight(self) -> bool:
+        """Its KV pool is too small for all children at once, so it is compared with a roomy one and with offload off."""
+        return self.kv_share is not None or self.kv_groups is not None
+
+    @property
+    def tokens(self) -> int:
+        """Of its longest sequence."""
+        return self.prompt_tokens + self.new_tokens
 
     def scaled(self, factor: float, block_size: int) -> Workload:
         """Prompt and new tokens times `factor`, but not below one block, unless the workload itself is."""
@@ -39,9 +57,15 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     def kv_tokens(self, block_size: int) -> int:
         """Size of the pool to run it in."""
         needed = self.needed_kv_tokens(block_size)
-        if self.kv_share is None:
-            return int(needed * ROOM) + 64 * block_size
-        return int(needed * self.kv_share)
+        if self.kv_groups is not None:
+            return min(self.kv_groups, self.prompts) * needed // self.prompts
+        if self.kv_share is not None:
+            return int(needed * self.kv_share)
+        return int(needed * ROOM) + (64 + ROOM_BLOCKS * self.prompts * self.n) * block_size
+
+    def roomy(self) -> Workload:
+        """The same work with KV for all."""
+        return msgspec.structs.replace(self, kv_share=None, kv_groups=None)
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -53,6 +77,12 @@ WORKLOADS: dict[str, Workload] = {
         Workload(name="shared_prefix", prompts=1, prompt_tokens=4096, n=32, new_tokens=128),
         Workload(name="fork_latency", prompts=1, prompt_tokens=2048, n=64, new_tokens=8),
         Workload(name="single_stream", prompts=1, prompt_tokens=64, n=1, new_tokens=256),
+        Workload(name="multi_return_seq", prompts=50, prompt_tokens=256, n=8, new_tokens=256),
+        Workload(name="few_blocks", prompts=2, prompt_tokens=256, n=128, new_tokens=256, kv_groups=1),
+        *(
+            Workload(name=f"rollouts_{tokens}", prompts=32, prompt_tokens=256, n=1, new_tokens=tokens)
+            for tokens in (1024, 2048, 4096, 8192, 16384)
+        ),
     )
 }
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from engine import sampler
+from engine.plan import Drawn
 from engine.request import Sampling
 from engine.sampler import SamplingBatch, sample, uniform
 
@@ -137,3 +143,68 @@ def test_what_is_not_finite_is_flagged() -> None:
     assert drawn.finite.tolist() == [True, False, True]
     clean = sample(logits[[0, 2]], batch([Sampling()] * 2))
     assert clean.tokens[0] == drawn.tokens[0]
+
+
+# ── the native kernel against plain torch ─────────────────────────────────────────────────────────────────────────────
+PLAIN = [Sampling(), Sampling(temperature=0.7), Sampling(temperature=1.3), Sampling(temperature=0.0)]
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Drawn, Drawn]]]:
+    if sampler.kernels() is None:
+        pytest.skip("no native kernels on this machine")
+
+    def sample_twice(logits: torch.Tensor, batch: SamplingBatch) -> tuple[Drawn, Drawn]:
+        """by the native kernel, and by torch"""
+        native = sample(logits.to(request.param), batch)
+        with monkeypatch.context() as without:
+            without.setattr(sampler, "kernels", lambda: None)
+            return native, sample(logits.to(request.param), batch)
+
+    yield sample_twice
+
+
+@pytest.mark.parametrize("vocabulary", [1, 7, 16, 199, 513, 4096, 49_157])
+def test_native_draws_what_torch_draws(vocabulary: int, both: Callable[..., tuple[Drawn, Drawn]]) -> None:
+    """Tokens agree but where a uniform number falls on an edge within rounding; log-probs are torch's to the bit."""
+    torch.manual_seed(vocabulary)
+    logits = torch.randn(64, vocabulary) * 4
+    samplings = [msgspec.structs.replace(kind, seed=i, raw_logprobs=True) for i in range(16) for kind in PLAIN]
+    native, plain = both(logits, batch(samplings))
+    same = native.tokens == plain.tokens
+    assert same.mean() >= 0.98 and native.finite.all()
+    if vocabulary >= 16:
+        assert native.logprobs[same].tobytes() == plain.logprobs[same].tobytes()
+        assert native.raw_logprobs[same].tobytes() == plain.raw_logprobs[same].tobytes()
+    np.testing.assert_allclose(native.logprobs[same], plain.logprobs[same], atol=2e-6)
+    assert (
+        native.raw_logprobs[0] == native.logprobs[0]
+        and (native.raw_logprobs[1::4] != native.logprobs[1::4]).any()
+        or (vocabulary == 1)
+    )
+
+
+def test_native_with_many_draws_from_one_row(both: Callable[..., tuple[Drawn, Drawn]]) -> None:
+    logits = torch.randn(3, 300)
+    wide = replace(batch([Sampling(seed=i) for i in range(30)]), logits_row=np.repeat([0, 2, 1], 10))
+    native, plain = both(logits, wide)
+    np.testing.assert_array_equal(native.tokens, plain.tokens)
+    assert native.logprobs.tobytes() == plain.logprobs.tobytes()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_native_flags_what_is_not_finite(bad: float, both: Callable[..., tuple[Drawn, Drawn]]) -> None:
+    for at in (0, 17, 198):
+        logits = torch.randn(4, 199)
+        logits[2, at] = bad
+        for drawn in both(logits, batch([Sampling()] * 4)):
+            assert drawn.finite.tolist() == [True, True, False, True]
+
+
+def test_native_at_the_ends_of_the_unit_interval(both: Callable[..., tuple[Drawn, Drawn]]) -> None:
+    """What has no probability is never drawn, and neither is what stands behind the vocabulary."""
+    logits = torch.full((2, 1029), -1e30)
+    logits[:, [3, 700]] = 1.0
+    ends = batch([Sampling()] * 2)
+    ends.uniform[:] = [0.0, np.nextafter(1.0, 0.0)]
+    assert both(logits, ends)[0].tokens.tolist() == [3, 700]

@@ -3,7 +3,7 @@
 Token k of child i of a prompt is (last prompt token + 7 * i + k) mod the vocabulary, so a test can tell every sample without
 asking the engine. Run as a program, it serves until SIGTERM:
 
-    python fake_engine.py ENDPOINT READY_FILE [STEP_SECONDS]
+    python -m tests.rollout.fake_engine ENDPOINT READY_FILE [STEP_SECONDS [GRACE_SECONDS]]
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def main() -> None:
     from rollout.service import Service
 
     endpoint, ready, *rest = sys.argv[1:]
-    service = Service(FakeEngine(step_s=float(rest[0]) if rest else 0.0), endpoint)
+    step_s, grace_s = [float(text) for text in rest] + [0.0, 10.0][len(rest) :]
+    service = Service(FakeEngine(step_s=step_s), endpoint, client_grace_s=grace_s)
     signal.signal(signal.SIGTERM, lambda number, frame: service.stop("SIGTERM"))
     temporary = Path(ready + ".tmp")
     temporary.write_text(service.endpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,15 @@ def test_the_table() -> None:
         "shared_prefix": (1, 4096, 32, 128),
         "fork_latency": (1, 2048, 64, 8),
         "single_stream": (1, 64, 1, 256),
+        "multi_return_seq": (50, 256, 8, 256),
+        "few_blocks": (2, 256, 128, 256),
+        "rollouts_1024": (32, 256, 1, 1024),
+        "rollouts_2048": (32, 256, 1, 2048),
+        "rollouts_4096": (32, 256, 1, 4096),
+        "rollouts_8192": (32, 256, 1, 8192),
+        "rollouts_16384": (32, 256, 1, 16384),
     }
+    assert [w.name for w in WORKLOADS.values() if w.tight] == ["pressure", "few_blocks"]
 
 
 def test_an_unknown_workload_lists_the_names() -> None:
@@ -43,6 +52,9 @@ def test_kv_needed() -> None:
     assert TOY.needed_kv_tokens(16) == 2 * (3 + 3 * 3) * 16  # 48 tokens are 3 full blocks, all shared
     assert find("pressure").kv_tokens(32) == find("long").needed_kv_tokens(32) // 3 == 22_528
     assert find("long").kv_tokens(32) > find("long").needed_kv_tokens(32)
+    few = find("few_blocks")
+    assert few.kv_tokens(32) == (8 + 128 * 8) * 32 == few.needed_kv_tokens(32) // 2  # one whole group
+    assert few.roomy().kv_tokens(32) > few.needed_kv_tokens(32)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +85,8 @@ class FakeTarget:
     name = "fake"
 
     def __init__(self, spoil: Any = None) -> None:
-        self.counters = dict.fromkeys((*COUNTERS, "steps", "fork_saved_tokens", "prefix_hit_tokens"), 0)
+        others = ("steps", "fork_saved_tokens", "prefix_hit_tokens", "decode_seconds", "decode_tokens")
+        self.counters = dict.fromkeys((*COUNTERS, *others), 0)
         self.spoil = spoil
         self.calls: list[tuple[list[np.ndarray], Sampling]] = []
 
@@ -199,3 +212,65 @@ def test_through_the_service(tiny_model: Path, tmp_path: Path) -> None:
 def test_bad_numbers_are_named(tiny_model: Path, tmp_path: Path, options: dict[str, Any], named: str) -> None:
     with pytest.raises(InputError, match=named):
         run_command(tiny_model, tmp_path, "fanout", **options)
+
+
+class SlowTarget(FakeTarget):
+    """A fake whose runs take `seconds` each, by a clock that the test moves."""
+
+    def __init__(self, clock: list[float], seconds: list[float]) -> None:
+        super().__init__()
+        self.clock, self.seconds = clock, seconds
+
+    def generate(self, prompts: list[np.ndarray], sampling: Sampling) -> Iterator[Sample]:
+        if sampling.max_tokens != 8:  # not the warm-up
+            self.clock[0] += self.seconds.pop(0)
+        return super().generate(prompts, sampling)
+
+
+def test_a_tight_pool_is_compared_in_turn(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, order = [0.0], []
+    took = {"": [2.0, 2.0, 9.0], "/roomy": [1.0, 1.8, 9.9], "/no_offload": [4.0, 2.2, 18.0]}
+    configs: list[EngineConfig] = []
+
+    @contextmanager
+    def open_target(config: Config) -> Iterator[FakeTarget]:
+        configs.append(config.engine)
+        yield SlowTarget(clock, took[list(took)[len(configs) - 1]])
+
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    tight = Workload(name="tight", prompts=2, prompt_tokens=48, n=3, new_tokens=40, kv_share=0.5)
+    text = PromptText(models.load_tokenizer(tiny_model))
+    *runs, summary = measure(tight, text, EngineConfig(model="m"), open_target, 3, compare=True)
+    order = [(row["workload"], row["run"]) for row in runs]
+    assert order == [(f"tight{variant}", run) for run in range(3) for variant in took]
+    assert [config.kv_tokens for config in configs] == [tight.kv_tokens(32), tight.roomy().kv_tokens(32), tight.kv_tokens(32)]
+    assert [config.cpu_offload_gib for config in configs] == [None, None, 0]
+    assert summary["workload"] == "tight"
+    assert summary["ratio_to_roomy"] == 0.9  # the median of 0.5, 0.9 and 1.1: of the turns, not of the medians (1.0 / 1.1)
+    assert summary["ratio_to_no_offload"] == 2.0
+
+
+def test_only_a_tight_pool_is_compared(tiny_model: Path) -> None:
+    rows, _ = run_fake(FakeTarget(), tiny_model)
+    assert not [name for name in rows[-1] if name.startswith("ratio")]
+
+
+def test_pressure_offloads_and_recomputes_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    rows = run_command(tiny_model, tmp_path, "pressure", scale=0.1)
+    summary = rows[-1]
+    assert [row["workload"] for row in rows] == ["pressure", "pressure/roomy", "pressure/no_offload", "pressure"]
+    assert summary["offloaded_blocks"] > 0 and summary["recomputed_tokens"] == 0
+    assert rows[1]["offloaded_blocks"] == 0 and rows[2]["recomputed_tokens"] > 0  # what the comparison is with
+    assert summary["ratio_to_roomy"] > 0 and summary["ratio_to_no_offload"] > 0
+
+
+def test_sequences_beyond_the_context_run_on_random_weights(tiny_model: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(tiny_model, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    rows = run_command(short, tmp_path, "rollouts_1024", scale=0.05)
+    assert rows[-1]["weights"] == "random" and rows[-1]["model"] == str(short.resolve())
+    assert rows[0]["generated_tokens"] == 32 * 51
+    rows = run_command(tiny_model, tmp_path, "rollouts_1024", scale=0.05)
+    assert rows[-1]["weights"] == "its own"

@@ -1,0 +1,226 @@
+"""A decoder of Llama's kind (Qwen 2 and 3, Mistral, …) in one parallel region between two attentions, in place of the fifty
+small kernels and as many barriers that eager torch makes of a layer. bf16 on CPUs with avx512_bf16.
+
+The transformers model stays as it is and stays the judge. `NativeDecoder` reads its parameters where they lie, so a refresh in
+place is seen; and before it is used its logits are compared with the model's own, which must agree in every bit. So a
+trainer's eager forward with our attention still has the engine's log-probs exactly. Layers compiled by inductor do not offer
+that: they keep fp32 where eager torch rounds, and reduce in another order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_float, c_int64, c_void_p
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.attention.seam import Backend
+from engine.batch import Batch
+from engine.kv import PagedKV
+from engine.native.kernels import Kernels, Linear
+
+CHUNKS = (512, 1024, 256, 2048)
+"""inputs that oneDNN sums in one go, as seen; all of them otherwise"""
+CHECKED_ROWS = (1, 2, 37, 130)
+BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", *HEAD_NORMS}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+class NotNative(Exception):
+    """This model runs through transformers; the message says what stands in the way."""
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, Linear) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, c_void_p) for name in ("norm_in", "norm_post", "q_norm", "k_norm")),
+        *((name, c_float) for name in ("eps_in", "eps_post", "eps_q", "eps_k")),
+    ]
+
+
+class _Between(ctypes.Structure):
+    _fields_ = [
+        ("done", c_void_p), ("next", c_void_p),
+        *((name, c_int64) for name in ("tokens", "hidden", "head_dim")),
+        *((name, c_void_p) for name in ("x", "normed", "inner", "attended", "q", "k", "v", "cos", "sin", "head_norm", "head")),
+        ("head_eps", c_float), ("logits", c_void_p),
+    ]  # fmt: skip
+
+
+class NativeDecoder:
+    """`asked`: what each layer asks of its attention (scaling and window), by layer. Raises NotNative."""
+
+    def __init__(self, module: nn.Module, asked: dict[int, dict[str, Any]], kernels: Kernels | None) -> None:
+        if kernels is None or not kernels.products:
+            raise NotNative("the CPU has no avx512_bf16, or there is no compiler")
+        self.kernels = kernels
+        self.body, self.lm_head = module.base_model, module.get_output_embeddings()
+        _need(
+            {name for name, _ in self.body.named_children()} == {"embed_tokens", "layers", "norm", "rotary_emb"}, "its modules"
+        )
+        _need(type(self.body.embed_tokens) is nn.Embedding, "its embedding")
+        first = self.body.layers[0]
+        _need({name for name, _ in first.named_children()} == LAYER, "a decoder layer of another kind")
+        _need(hasattr(first.self_attn, "q_proj") and hasattr(first.mlp, "gate_proj"), "projections of another kind")
+        dim, q, kv = first.self_attn.head_dim, first.self_attn.q_proj.out_features, first.self_attn.k_proj.out_features
+        self.hidden, self.inner, self.head_dim = first.input_layernorm.weight.numel(), first.mlp.gate_proj.out_features, dim
+        self.heads = q // dim, kv // dim
+        _need(dim % 32 == 0, f"head_dim {dim}, no multiple of 32")
+        for layer in self.body.layers:
+            _look_at(layer, self.hidden, self.inner, q, kv, dim)
+        _look_at_norm(self.body.norm, self.hidden)
+        _look_at_linear(self.lm_head, self.hidden, self.lm_head.out_features)
+        self.attention = [(asked[i]["scaling"], asked[i]["window"]) for i in range(len(self.body.layers))]
+        self.parameters = list(module.parameters())
+        self.chunks: dict[tuple[int, int, bool], int] = {}
+        self.addresses: list[int] = []
+        self._structs: Any = None
+
+    def check(self, eager: Callable[[Any, Any, Any], torch.Tensor], vocabulary: int) -> None:
+        """Compare with `eager`, the transformers model behind the same signature. Raises NotNative where a bit differs."""
+        generator = torch.Generator().manual_seed(0)
+        for rows in CHECKED_ROWS:
+            ids = torch.randint(vocabulary, (1, max(2, rows)), generator=generator)
+            ids[:, rows:] = ids[:, rows - 1 : rows]
+            positions = (torch.arange(ids.shape[1]) * 7)[None]
+            positions[:, rows:] = positions[:, rows - 1 : rows]
+            at = torch.arange(max(2, rows)).clamp(max=rows - 1)
+            batch = SimpleNamespace(
+                input_ids=ids, position_ids=positions, num_tokens=rows, logits_at=at, num_logits=rows, attention={}
+            )
+            mine, theirs = self.forward(batch, None, _Echo()), eager(batch, None, _Echo())
+            _need(torch.equal(mine, theirs), f"numbers that differ from transformers' own with {rows} rows")
+
+    def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
+        """[S, vocabulary] bf16 logits of the tokens `batch.logits_at`."""
+        n, dim, library = batch.num_tokens, self.head_dim, self.kernels.library
+        team = ctypes.byref(self.kernels.team())
+        layers = self._layers()
+        x = self.body.embed_tokens(batch.input_ids[0, :n])
+        cos, sin = (each[0].contiguous() for each in self.body.rotary_emb(x, batch.position_ids[:, :n]))
+        _need(cos.shape == sin.shape == (n, dim) and cos.dtype == x.dtype, "rotary embeddings of another kind")
+        q_heads, kv_heads = self.heads
+        q, k, v = (x.new_empty(n, heads, dim) for heads in (q_heads, kv_heads, kv_heads))
+        normed, inner = torch.empty_like(x), x.new_empty(n, self.inner)
+        between = _Between(
+            tokens=n, hidden=self.hidden, head_dim=dim, x=x.data_ptr(), normed=normed.data_ptr(), inner=inner.data_ptr(),
+            q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(),
+        )  # fmt: skip
+        attended = None
+        size = ctypes.sizeof(_Layer)
+        for i, (scaling, window) in enumerate(self.attention):
+            between.next = ctypes.addressof(layers) + i * size
+            library.rollout_between(team, ctypes.byref(between))
+            attended = backend.attend(i, q, k, v, batch, kv, scaling, window).contiguous()
+            between.done, between.attended = between.next, attended.data_ptr()
+        between.next = None
+        library.rollout_between(team, ctypes.byref(between))
+        return self._logits(x[batch.logits_at[: batch.num_logits]], team)
+
+    def _logits(self, x: torch.Tensor, team: Any) -> torch.Tensor:
+        normed, logits = torch.empty_like(x), x.new_empty(len(x), self.lm_head.out_features)
+        head = self._linear(self.lm_head)
+        work = _Between(
+            tokens=len(x), hidden=self.hidden, x=x.data_ptr(), normed=normed.data_ptr(),
+            head_norm=self.body.norm.weight.data_ptr(), head_eps=self.body.norm.variance_epsilon, logits=logits.data_ptr(),
+            head=ctypes.addressof(head),
+        )  # fmt: skip
+        self.kernels.library.rollout_head(team, ctypes.byref(work))
+        return logits
+
+    def _layers(self) -> Any:
+        """[layers] structs, made again if a parameter moved."""
+        addresses = [parameter.data_ptr() for parameter in self.parameters]
+        if addresses != self.addresses:
+            self._structs = (_Layer * len(self.body.layers))(*map(self._layer, self.body.layers))
+            self.addresses = addresses
+        return self._structs
+
+    def _layer(self, layer: nn.Module) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        norms = (layer.input_layernorm, layer.post_attention_layernorm, *(getattr(attention, f"{x}_norm", None) for x in "qk"))
+        return _Layer(
+            *map(self._linear, (*linears, mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
+            *(None if norm is None else norm.weight.data_ptr() for norm in norms),
+            *(0.0 if norm is None else norm.variance_epsilon for norm in norms),
+        )
+
+    def _linear(self, linear: nn.Linear) -> Linear:
+        shape = (linear.out_features, linear.in_features, linear.bias is not None)
+        if shape not in self.chunks:
+            self.chunks[shape] = self._chunk(linear)
+        bias = None if linear.bias is None else linear.bias.data_ptr()
+        return Linear(linear.weight.data_ptr(), bias, *shape[:2], self.chunks[shape])
+
+    def _chunk(self, linear: nn.Linear) -> int:
+        """How many inputs torch sums in one go in a product of this shape, by trying."""
+        generator = torch.Generator().manual_seed(0)
+        inputs = [torch.randn(rows, linear.in_features, generator=generator).bfloat16() for rows in CHECKED_ROWS[1:]]
+        for chunk in (*CHUNKS, linear.in_features):
+            if all(torch.equal(self.kernels.linear(x, linear.weight, linear.bias, chunk), linear(x)) for x in inputs):
+                return chunk
+        raise NotNative(f"a product of {linear.out_features} × {linear.in_features} that torch sums in an unknown order")
+
+
+class _Echo:
+    """Stands in for attention while numbers are compared: every bit of q, k and v shows in what it returns."""
+
+    name = "echo"
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+        group = query.shape[1] // key.shape[1]
+        return query * 0.5 + key.repeat_interleave(group, 1) * 0.25 + value.repeat_interleave(group, 1)
+
+
+def _need(ok: bool, what: str) -> None:
+    if not ok:
+        raise NotNative(what)
+
+
+def _look_at(layer: nn.Module, hidden: int, inner: int, q: int, kv: int, dim: int) -> None:
+    """Is this a layer that kernels.c computes, as far as one can see? All sizes must be those of the other layers."""
+    _need({name for name, _ in layer.named_children()} == LAYER, "a decoder layer of another kind")
+    attention, mlp = layer.self_attn, layer.mlp
+    names = {name for name, _ in attention.named_children()}
+    _need(names <= ATTENTION and ATTENTION - names in (set(), HEAD_NORMS), "an attention layer of another kind")
+    _need({name for name, _ in mlp.named_children()} == MLP, "an MLP of another kind")
+    act = type(mlp.act_fn).__name__
+    _need(act in ("SiLU", "SiLUActivation"), f"the activation {act}")
+    for linear, inputs, outputs in (
+        (attention.q_proj, hidden, q), (attention.k_proj, hidden, kv), (attention.v_proj, hidden, kv),
+        (attention.o_proj, q, hidden), (mlp.gate_proj, hidden, inner), (mlp.up_proj, hidden, inner),
+        (mlp.down_proj, inner, hidden),
+    ):  # fmt: skip
+        _look_at_linear(linear, inputs, outputs)
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+        _look_at_norm(norm, hidden)
+    for name in names & HEAD_NORMS:
+        _look_at_norm(getattr(attention, name), dim)
+
+
+def _look_at_linear(linear: nn.Module, inputs: int, outputs: int) -> None:
+    _need(type(linear) is nn.Linear, f"a {type(linear).__name__} in place of a linear layer")
+    _need(tuple(linear.weight.shape) == (outputs, inputs), f"a product of {tuple(linear.weight.shape)} among others")
+    _need(inputs % 32 == 0 and outputs % 16 == 0, f"a product of {outputs} × {inputs}: no multiples of 16 and 32")
+    for parameter in linear.parameters():
+        _look_at_parameter(parameter)
+
+
+def _look_at_norm(norm: nn.Module, size: int) -> None:
+    names = [name for name, _ in norm.named_parameters()]
+    _need(names == ["weight"] and hasattr(norm, "variance_epsilon"), "a norm of another kind")
+    _need(norm.weight.shape == (size,) and size % 32 == 0, f"a norm of {tuple(norm.weight.shape)}")
+    _look_at_parameter(norm.weight)
+
+
+def _look_at_parameter(parameter: torch.Tensor) -> None:
+    _need(parameter.dtype == torch.bfloat16 and parameter.is_contiguous(), f"a parameter in {parameter.dtype}")
+    _need(parameter.device.type == "cpu", f"a parameter on {parameter.device}")

@@ -1,0 +1,542 @@
+/* What a Llama-like decoder does beside attention, and the sampler, for CPUs with AVX-512, in the numbers of torch itself.
+
+   Eager torch makes some fifty small kernels of a layer, each with a barrier of all threads. Here a layer is one parallel region:
+
+       x ─ o_proj(attention) + residual ─ norm ─ silu(gate) · up ─ down + residual ─► x ─ norm ─ q, k, v ─ rope ─► attention
+           └──────────────────────── layer i ───────────────────────────────────┘         └──── layer i + 1 ────┘
+
+   The bits are torch's: every sum below is in the order of the kernel that torch would have run, and every tensor that torch
+   would have written is rounded to bf16 where torch rounds it. Python compares both before it trusts this file, since another
+   release or another CPU may sum in another order (then torch does the work).
+
+   Weights are read as they lie in the parameters, [outputs][inputs] bf16, so that new ones are seen at once. A product takes a
+   panel of PANEL outputs, transposes pieces of it into the cache,
+
+       packed [PIECE / 2][PANEL] words, a word = inputs 2i and 2i + 1 of one output
+
+   and then acc[row][output] += x[row][word] · packed[word][output] with vdpbf16ps, all rows against a piece: one chain of
+   additions for each output over `chunk` inputs, chunks added up in order. This is oneDNN's arithmetic (brg_matmul), it is the
+   same for any number of rows, and no sum ever crosses lanes. */
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define INLINE static inline __attribute__((always_inline))
+typedef uint16_t bf16;
+
+enum { VL = 16, VECTORS = 3, PANEL = VECTORS * VL, PIECE = 512, TILE = 8, ROWS = 256, NORM_ROWS = 8, MAX_PHASES = 8, SPINS = 1000 };
+
+INLINE __m512 widen(__m256i h) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)); }
+INLINE __m512 load16(const bf16 *p) { return widen(_mm256_loadu_si256((const __m256i *)p)); }
+
+/* e^x in the bits of Sleef_expf16_u10 (Shibata & Petrogalli 2020), which torch's vectors use. */
+INLINE __m512 exp_(__m512 x) {
+    const __m512 q = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896340736f)), 0);
+    const __m512i n = _mm512_cvtps_epi32(q), half = _mm512_srai_epi32(n, 1), bias = _mm512_set1_epi32(127);
+    __m512 s = _mm512_fmadd_ps(q, _mm512_set1_ps(-0.693145751953125f), x);
+    s = _mm512_fmadd_ps(q, _mm512_set1_ps(-1.428606765330187045e-06f), s);
+    __m512 u = _mm512_set1_ps(0.000198527617612853646278381f);
+    u = _mm512_fmadd_ps(u, s, _mm512_set1_ps(0.00139304355252534151077271f));
+    u = _mm512_fmadd_ps(u, s, _mm512_set1_ps(0.00833336077630519866943359f));
+    u = _mm512_fmadd_ps(u, s, _mm512_set1_ps(0.0416664853692054748535156f));
+    u = _mm512_fmadd_ps(u, s, _mm512_set1_ps(0.166666671633720397949219f));
+    u = _mm512_fmadd_ps(u, s, _mm512_set1_ps(0.5f));
+    u = _mm512_add_ps(_mm512_set1_ps(1), _mm512_fmadd_ps(_mm512_mul_ps(s, s), u, s));
+    u = _mm512_mul_ps(u, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(half, bias), 23)));
+    u = _mm512_mul_ps(u, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_sub_epi32(n, half), bias), 23)));
+    u = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-104), _CMP_NLT_UQ), u);
+    return _mm512_mask_mov_ps(u, _mm512_cmp_ps_mask(x, _mm512_set1_ps(100), _CMP_GT_OQ), _mm512_set1_ps(INFINITY));
+}
+
+/* ---- threads: those of torch's OpenMP ---- */
+
+typedef struct {
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel, or NULL: one thread */
+    int (*team)(void);                                              /* omp_get_num_threads */
+    int64_t threads;
+} Team;
+
+typedef struct {
+    const Team *team;
+    void (*body)(void *, void *);
+    void *work;
+    int64_t next[MAX_PHASES];
+    int32_t arrived, phase, asleep; /* of the barrier; `phase` is a futex */
+} Region;
+typedef struct {
+    Region *region;
+    int phase, threads;
+} Worker;
+
+/* The next piece of work of this phase, or -1. */
+INLINE int64_t take(Worker *w, int64_t items) {
+    const int64_t i = __atomic_fetch_add(&w->region->next[w->phase], 1, __ATOMIC_RELAXED);
+    return i < items ? i : -1;
+}
+
+/* Wait for all threads: awake for some 20 µs, then asleep, as the one that is missing may need this very core. */
+static void barrier(Worker *w) {
+    Region *r = w->region;
+    const int32_t phase = w->phase++;
+    if (__atomic_add_fetch(&r->arrived, 1, __ATOMIC_SEQ_CST) == w->threads) {
+        __atomic_store_n(&r->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&r->phase, phase + 1, __ATOMIC_SEQ_CST);
+        if (__atomic_load_n(&r->asleep, __ATOMIC_SEQ_CST)) syscall(SYS_futex, &r->phase, FUTEX_WAKE_PRIVATE, INT32_MAX, 0, 0, 0);
+        return;
+    }
+    for (int i = 0; i < SPINS; i++) {
+        if (__atomic_load_n(&r->phase, __ATOMIC_ACQUIRE) != phase) return;
+        _mm_pause();
+    }
+    __atomic_add_fetch(&r->asleep, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&r->phase, __ATOMIC_SEQ_CST) == phase)
+        syscall(SYS_futex, &r->phase, FUTEX_WAIT_PRIVATE, phase, 0, 0, 0);
+    __atomic_sub_fetch(&r->asleep, 1, __ATOMIC_SEQ_CST);
+}
+
+static void enter(void *region) {
+    Region *r = region;
+    Worker w = {r, 0, r->team->threads > 1 && r->team->parallel ? r->team->team() : 1};
+    r->body(&w, r->work);
+}
+
+static void run(const Team *team, void (*body)(void *, void *), void *work) {
+    Region region = {.team = team, .body = body, .work = work};
+    if (team->threads > 1 && team->parallel)
+        team->parallel(enter, &region, (unsigned)team->threads, 0);
+    else
+        enter(&region);
+}
+
+/* ---- the sampler ---- */
+
+typedef struct {
+    const void *logits; /* [rows][vocabulary] fp32 or bf16 */
+    int64_t is_bf16, vocabulary, draws;
+    const int64_t *row;       /* [draws] */
+    const float *temperature; /* [draws], 0 = greedy */
+    const double *uniform;    /* [draws] in [0, 1) */
+    int32_t *token;           /* [draws], and so the others */
+    float *logprob, *raw;     /* raw: at temperature 1, or NULL */
+    uint8_t *finite;
+    __m512 (*log)(__m512); /* Sleef_logf16_u10 as torch has it, or NULL */
+} Draw;
+
+typedef struct {
+    const char *logits;
+    int is_bf16;
+    int64_t n;
+    float temperature;
+} Logits;
+
+/* 16 scaled logits from token i on; what lies behind the vocabulary is -inf. */
+INLINE __m512 scaled(const Logits *l, int64_t i, int plain) {
+    const __mmask16 in = l->n - i < VL ? (__mmask16)((1u << (l->n - i)) - 1) : 0xffff;
+    const __m512 least = _mm512_set1_ps(-INFINITY);
+    __m512 x;
+    if (l->is_bf16)
+        x = _mm512_mask_mov_ps(least, in, widen(_mm256_maskz_loadu_epi16(in, l->logits + 2 * i)));
+    else
+        x = _mm512_mask_loadu_ps(least, in, l->logits + 4 * i);
+    return plain ? x : _mm512_div_ps(x, _mm512_set1_ps(l->temperature));
+}
+
+enum { BLOCK = 32 * VL, MAX_BLOCKS = (1 << 20) / BLOCK };
+
+/* The sum of exp(x - top) over the vocabulary, in the bits of torch's log_softmax; cumulative[b] = the mass of blocks 0 … b. */
+INLINE float mass(const Logits *l, float top, double *cumulative, int plain) {
+    __m512 all = _mm512_setzero_ps();
+    double before = 0;
+    for (int64_t b = 0; b * BLOCK < l->n; b++) {
+        const int64_t end = l->n - b * BLOCK < BLOCK ? l->n : (b + 1) * BLOCK;
+        __m512 block = _mm512_setzero_ps();
+        for (int64_t i = b * BLOCK; i < end; i += VL) {
+            const __m512 e = exp_(_mm512_sub_ps(scaled(l, i, plain), _mm512_set1_ps(top)));
+            all = _mm512_add_ps(all, e);
+            block = _mm512_add_ps(block, e);
+        }
+        cumulative[b] = before += _mm512_reduce_add_ps(block);
+    }
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    const __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    const __m128 pair = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
+    return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
+}
+static float mass_of(const Logits *l, float top, double *cumulative) {
+    return l->temperature == 1 ? mass(l, top, cumulative, 1) : mass(l, top, cumulative, 0);
+}
+
+/* The largest logit; -inf or NaN or +inf among them: *finite = 0. */
+static float highest(const Logits *l, uint8_t *finite) {
+    __m512 top = _mm512_set1_ps(-INFINITY);
+    __mmask16 bad = 0;
+    for (int64_t i = 0; i < l->n; i += VL) {
+        const __mmask16 in = l->n - i < VL ? (__mmask16)((1u << (l->n - i)) - 1) : 0xffff;
+        const __m512 x = scaled(l, i, 1);
+        bad |= _mm512_mask_fpclass_ps_mask(in, x, 0x99); /* quiet NaN, ±inf, signalling NaN */
+        top = _mm512_max_ps(top, x);
+    }
+    *finite = !bad;
+    return _mm512_reduce_max_ps(top);
+}
+
+static float log_(const Draw *d, float x) {
+    return d->log ? _mm512_cvtss_f32(d->log(_mm512_set1_ps(x))) : logf(x);
+}
+
+static float logit(const Logits *l, int64_t i) {
+    float lanes[VL];
+    _mm512_storeu_ps(lanes, scaled(l, i - i % VL, l->temperature == 1));
+    return lanes[i % VL];
+}
+
+/* The first token whose cumulative mass exceeds `target`: its block first, then the token within. */
+static int32_t find(const Logits *l, float top, const double *cumulative, double u) {
+    const int64_t blocks = (l->n + BLOCK - 1) / BLOCK;
+    const double target = u * cumulative[blocks - 1];
+    int64_t b = 0;
+    while (b + 1 < blocks && cumulative[b] <= target) b++;
+    double before = b ? cumulative[b - 1] : 0;
+    int64_t last = b * BLOCK;
+    for (int64_t i = b * BLOCK; i < l->n && i < (b + 1) * BLOCK; i += VL) {
+        float e[VL];
+        _mm512_storeu_ps(e, exp_(_mm512_sub_ps(scaled(l, i, l->temperature == 1), _mm512_set1_ps(top))));
+        for (int lane = 0; lane < VL; lane++) {
+            before += e[lane];
+            if (e[lane] > 0) last = i + lane;
+            if (before > target) return (int32_t)(i + lane);
+        }
+    }
+    return (int32_t)last; /* the block's sum was rounded up */
+}
+
+static void draw(const Draw *d, int64_t i, double *cumulative) {
+    Logits l = {(const char *)d->logits + d->row[i] * d->vocabulary * (d->is_bf16 ? 2 : 4), (int)d->is_bf16, d->vocabulary, 1};
+    const float top = highest(&l, &d->finite[i]);
+    d->token[i] = 0, d->logprob[i] = 0;
+    if (d->raw) d->raw[i] = 0;
+    if (!d->finite[i]) return;
+    if (d->temperature[i] > 0) l.temperature = d->temperature[i];
+    const float scaled_top = top / l.temperature, log_mass = log_(d, mass_of(&l, scaled_top, cumulative));
+    if (d->temperature[i] > 0)
+        d->token[i] = find(&l, scaled_top, cumulative, d->uniform[i]);
+    else
+        while (logit(&l, d->token[i]) != top) d->token[i]++;
+    d->logprob[i] = logit(&l, d->token[i]) - scaled_top - log_mass;
+    if (d->raw) {
+        const Logits plain = {l.logits, l.is_bf16, l.n, 1};
+        d->raw[i] = d->logprob[i];
+        if (l.temperature != 1) d->raw[i] = logit(&plain, d->token[i]) - top - log_(d, mass_of(&plain, top, cumulative));
+    }
+}
+
+static void draw_all(void *worker, void *work) {
+    const Draw *d = work;
+    double cumulative[MAX_BLOCKS];
+    for (int64_t i; (i = take(worker, d->draws)) >= 0;) draw(d, i, cumulative);
+}
+void rollout_draw(const Team *team, const Draw *d) { run(team, draw_all, (void *)d); }
+
+#ifdef __AVX512BF16__
+INLINE __m256i round16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+INLINE void store16(bf16 *p, __m512 x) { _mm256_storeu_si256((__m256i *)p, round16(x)); }
+INLINE __m512 rounded(__m512 x) { return widen(round16(x)); }
+
+/* ---- products ---- */
+
+typedef struct {
+    const bf16 *w, *bias; /* [outputs][inputs], [outputs] or NULL */
+    int64_t outputs, inputs, chunk;
+} Linear;
+
+typedef struct {
+    uint32_t packed[PIECE / 2 * PANEL];
+    float sum[2][ROWS * PANEL], part[ROWS * PANEL];
+} Scratch;
+
+/* 16 outputs × 16 words, transposed. Rows of `from` are `row` words apart, of `to` PANEL. */
+INLINE void transpose(const uint32_t *from, int64_t row, uint32_t *to) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * row);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+            a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+        }
+    for (int i = 0; i < 16; i += 8) /* a[4i + j] holds word j of each 128-bit lane, rows 4i … 4i + 3 */
+        for (int j = 0; j < 4; j++) {
+            b[i + j] = _mm512_shuffle_i32x4(a[i + j], a[i + 4 + j], 0x88);
+            b[i + 4 + j] = _mm512_shuffle_i32x4(a[i + j], a[i + 4 + j], 0xdd);
+        }
+    for (int j = 0; j < 8; j++) {
+        _mm512_storeu_si512(to + j * PANEL, _mm512_shuffle_i32x4(b[j], b[j + 8], 0x88));
+        _mm512_storeu_si512(to + (j + 8) * PANEL, _mm512_shuffle_i32x4(b[j], b[j + 8], 0xdd));
+    }
+}
+
+INLINE void tile(const uint32_t *x, int64_t x_row, const uint32_t *packed, int words, float *acc, int fresh, int rows, int nv) {
+    __m512 sum[TILE][VECTORS];
+    _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++)
+        _Pragma("GCC unroll 8") for (int v = 0; v < nv; v++) sum[r][v] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(acc + r * PANEL + v * VL);
+    for (int i = 0; i < words; i++, packed += PANEL) {
+        __m512bh b[VECTORS];
+        _Pragma("GCC unroll 8") for (int v = 0; v < nv; v++) b[v] = (__m512bh)_mm512_loadu_si512(packed + v * VL);
+        _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
+            const __m512bh a = (__m512bh)_mm512_set1_epi32((int)x[r * x_row + i]);
+            _Pragma("GCC unroll 8") for (int v = 0; v < nv; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], a, b[v]);
+        }
+    }
+    _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++)
+        _Pragma("GCC unroll 8") for (int v = 0; v < nv; v++) _mm512_storeu_ps(acc + r * PANEL + v * VL, sum[r][v]);
+}
+
+typedef void (*TileFn)(const uint32_t *, int64_t, const uint32_t *, int, float *, int);
+#define TILE_FN(rows, nv)                                                                                                   \
+    static void tile_##rows##_##nv(const uint32_t *x, int64_t x_row, const uint32_t *p, int words, float *acc, int fresh) { \
+        tile(x, x_row, p, words, acc, fresh, rows, nv);                                                                     \
+    }
+#define TILE_FNS(rows) TILE_FN(rows, 1) TILE_FN(rows, 2) TILE_FN(rows, 3)
+#define TILE_NAMES(rows) {tile_##rows##_1, tile_##rows##_2, tile_##rows##_3}
+TILE_FNS(1) TILE_FNS(2) TILE_FNS(3) TILE_FNS(4) TILE_FNS(5) TILE_FNS(6) TILE_FNS(7) TILE_FNS(8)
+static const TileFn tiles[TILE][VECTORS] = {TILE_NAMES(1), TILE_NAMES(2), TILE_NAMES(3), TILE_NAMES(4),
+                                            TILE_NAMES(5), TILE_NAMES(6), TILE_NAMES(7), TILE_NAMES(8)};
+
+INLINE int64_t panels(const Linear *l) { return (l->outputs + PANEL - 1) / PANEL; }
+
+/* sum[row][output] = x[row] · w[output] for `rows` ≤ ROWS rows and the outputs of panel number `panel`; how many outputs there
+   are comes back. `ahead`: panels from this one to the one that this thread is likely to take next. */
+static int product(const Linear *l, int64_t panel, int ahead, const bf16 *x, int64_t rows, Scratch *s, float *sum) {
+    const int64_t first = panel * PANEL, words = l->inputs / 2, next = ahead * PANEL * words;
+    const int width = (int)(l->outputs - first < PANEL ? l->outputs - first : PANEL), nv = width / VL;
+    const uint32_t *w = (const uint32_t *)l->w + first * words, *last = (const uint32_t *)l->w + l->outputs * words;
+    const int64_t most = rows < 64 ? 128 : PIECE; /* measured: few rows leave little time to fetch the next piece */
+    for (int64_t begin = 0; begin < l->inputs; begin += l->chunk) {
+        const int64_t end = begin + l->chunk < l->inputs ? begin + l->chunk : l->inputs;
+        float *acc = begin ? s->part : sum;
+        for (int64_t at = begin, piece; at < end; at += piece) {
+            piece = end - at < most ? end - at : most;
+            int64_t then = piece; /* words to the piece after the next one, perhaps in the next panel */
+            if (at + 2 * piece >= l->inputs) then = next - at / 2 + (at + piece < l->inputs ? 0 : piece / 2);
+            for (int v = 0; v < nv; v++)
+                for (int64_t i = 0; i < piece / 2; i += 16) {
+                    const uint32_t *from = w + v * VL * words + at / 2 + i;
+                    if (from + then + 15 * words < last)
+                        for (int r = 0; r < VL; r++) __builtin_prefetch(from + then + r * words, 0, 2);
+                    transpose(from, words, s->packed + i * PANEL + v * VL);
+                }
+            for (int64_t r = 0; r < rows; r += TILE) {
+                const int n = (int)(rows - r < TILE ? rows - r : TILE);
+                tiles[n - 1][nv - 1]((const uint32_t *)x + r * words + at / 2, words, s->packed, (int)piece / 2,
+                                     acc + r * PANEL, at == begin);
+            }
+        }
+        if (begin)
+            for (int64_t i = 0; i < rows * PANEL; i += VL)
+                _mm512_storeu_ps(sum + i, _mm512_add_ps(_mm512_loadu_ps(sum + i), _mm512_loadu_ps(acc + i)));
+    }
+    if (l->bias)
+        for (int64_t r = 0; r < rows; r++)
+            for (int v = 0; v < nv; v++) {
+                float *p = sum + r * PANEL + v * VL;
+                _mm512_storeu_ps(p, _mm512_add_ps(_mm512_loadu_ps(p), load16(l->bias + first + v * VL)));
+            }
+    return width;
+}
+
+/* out[rows][outputs] = x · wᵀ + bias (+ residual, after rounding). Work: (panel, block of ROWS rows). */
+static void linear(Worker *w, const Linear *l, const bf16 *x, int64_t rows, const bf16 *residual, bf16 *out, Scratch *s) {
+    const int64_t blocks = (rows + ROWS - 1) / ROWS;
+    for (int64_t i; (i = take(w, panels(l) * blocks)) >= 0;) {
+        const int64_t panel = i / blocks, r0 = i % blocks * ROWS, n = rows - r0 < ROWS ? rows - r0 : ROWS;
+        const int width = product(l, panel, w->threads, x + r0 * l->inputs, n, s, s->sum[0]);
+        for (int64_t r = 0; r < n; r++)
+            for (int v = 0; v < width; v += VL) {
+                const int64_t at = (r0 + r) * l->outputs + panel * PANEL + v;
+                __m512 y = _mm512_loadu_ps(s->sum[0] + r * PANEL + v);
+                if (residual) y = _mm512_add_ps(load16(residual + at), rounded(y));
+                store16(out + at, y);
+            }
+    }
+}
+
+/* out[rows][inner] = silu(x · gateᵀ) · (x · upᵀ) */
+static void gated(Worker *w, const Linear *gate, const Linear *up, const bf16 *x, int64_t rows, bf16 *out, Scratch *s) {
+    const int64_t blocks = (rows + ROWS - 1) / ROWS;
+    for (int64_t i; (i = take(w, panels(gate) * blocks)) >= 0;) {
+        const int64_t panel = i / blocks, r0 = i % blocks * ROWS, n = rows - r0 < ROWS ? rows - r0 : ROWS;
+        const int width = product(gate, panel, w->threads, x + r0 * gate->inputs, n, s, s->sum[0]);
+        product(up, panel, w->threads, x + r0 * up->inputs, n, s, s->sum[1]);
+        for (int64_t r = 0; r < n; r++)
+            for (int v = 0; v < width; v += VL) {
+                const __m512 g = rounded(_mm512_loadu_ps(s->sum[0] + r * PANEL + v)), one = _mm512_set1_ps(1);
+                const __m512 minus = _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(g), _mm512_set1_epi32(1 << 31)));
+                const __m512 silu = rounded(_mm512_div_ps(g, _mm512_add_ps(one, exp_(minus))));
+                store16(out + (r0 + r) * gate->outputs + panel * PANEL + v,
+                        _mm512_mul_ps(silu, rounded(_mm512_loadu_ps(s->sum[1] + r * PANEL + v))));
+            }
+    }
+}
+
+/* ---- norm and rope ---- */
+
+/* The sum of squares of n numbers, added up as torch's `sum` does (cascade_sum, in vectors of 8): four chains of vectors, each
+   folded into a chain of the next level every `step` vectors. */
+static float sum_of_squares(const bf16 *x, int64_t n) {
+    enum { LEVELS = 4, CHAINS = 4, LANES = 8 };
+    const int64_t vectors = n / LANES, size = vectors / CHAINS;
+    int power = 0;
+    while ((int64_t)1 << power < size) power++;
+    power = power / LEVELS > 4 ? power / LEVELS : 4;
+    const int64_t step = (int64_t)1 << power;
+    __m256 acc[LEVELS][CHAINS];
+    for (int i = 0; i < LEVELS * CHAINS; i++) acc[i / CHAINS][i % CHAINS] = _mm256_setzero_ps();
+    int64_t i = 0;
+    for (; i < size; i++) {
+        for (int c = 0; c < CHAINS; c++) {
+            const __m128i h = _mm_loadu_si128((const __m128i *)(x + (CHAINS * i + c) * LANES));
+            const __m256 y = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+            acc[0][c] = _mm256_add_ps(acc[0][c], _mm256_mul_ps(y, y));
+        }
+        for (int level = 1; level < LEVELS && ((i + 1) & ((1 << level * power) - 1)) == 0; level++)
+            for (int c = 0; c < CHAINS; c++) {
+                acc[level][c] = _mm256_add_ps(acc[level][c], acc[level - 1][c]);
+                acc[level - 1][c] = _mm256_setzero_ps();
+            }
+    }
+    for (int level = 1; level < LEVELS; level++)
+        for (int c = 0; c < CHAINS; c++) acc[0][c] = _mm256_add_ps(acc[0][c], acc[level][c]);
+    for (int c = 1; c < CHAINS; c++) acc[0][0] = _mm256_add_ps(acc[0][0], acc[0][c]); /* n is a multiple of 32: none is left */
+    float lanes[LANES], sum = 0;
+    _mm256_storeu_ps(lanes, acc[0][0]);
+    for (int l = 0; l < LANES; l++) sum += lanes[l];
+    return sum;
+}
+
+static void norm(const bf16 *x, const bf16 *weight, float eps, int64_t n, bf16 *out) {
+    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(sum_of_squares(x, n) / (float)n + eps));
+    for (int64_t i = 0; i < n; i += VL)
+        store16(out + i, _mm512_mul_ps(load16(weight + i), rounded(_mm512_mul_ps(load16(x + i), scale))));
+}
+
+static void norm_rows(Worker *w, const bf16 *x, const bf16 *weight, float eps, int64_t rows, int64_t n, bf16 *out) {
+    for (int64_t i; (i = take(w, (rows + NORM_ROWS - 1) / NORM_ROWS)) >= 0;)
+        for (int64_t r = i * NORM_ROWS; r < rows && r < (i + 1) * NORM_ROWS; r++) norm(x + r * n, weight, eps, n, out + r * n);
+}
+
+/* x · cos + rotate_half(x) · sin for every head of one token, in place. */
+static void rope(bf16 *x, int64_t heads, int64_t dim, const bf16 *cos, const bf16 *sin) {
+    const __m512i sign = _mm512_set1_epi32(1 << 31);
+    for (int64_t h = 0; h < heads; h++, x += dim)
+        for (int64_t d = 0; d < dim / 2; d += VL) {
+            const __m512 a = load16(x + d), b = load16(x + dim / 2 + d);
+            const __m512 minus = _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(b), sign));
+            const __m512 low = rounded(_mm512_mul_ps(minus, load16(sin + d)));
+            const __m512 high = rounded(_mm512_mul_ps(a, load16(sin + dim / 2 + d)));
+            store16(x + d, _mm512_add_ps(rounded(_mm512_mul_ps(a, load16(cos + d))), low));
+            store16(x + dim / 2 + d, _mm512_add_ps(rounded(_mm512_mul_ps(b, load16(cos + dim / 2 + d))), high));
+        }
+}
+
+/* ---- a step between two attentions ---- */
+
+typedef struct {
+    Linear q, k, v, o, gate, up, down;
+    const bf16 *norm_in, *norm_post, *q_norm, *k_norm; /* the last two NULL, or [head_dim] */
+    float eps_in, eps_post, eps_q, eps_k;
+} Layer;
+
+typedef struct {
+    const Layer *done, *next; /* either may be NULL */
+    int64_t tokens, hidden, head_dim;
+    bf16 *x, *normed, *inner;    /* [tokens][hidden], the same, [tokens][widest gate] */
+    const bf16 *attended;        /* [tokens][q_heads · head_dim] */
+    bf16 *q, *k, *v;             /* [tokens][heads · head_dim] */
+    const bf16 *cos, *sin;       /* [tokens][head_dim] */
+    const bf16 *head_norm;       /* of the last norm and the LM head, for `rollout_head` */
+    const Linear *head;
+    float head_eps;
+    bf16 *logits;                /* [tokens][vocabulary] */
+} Between;
+
+static void between(void *worker, void *work) {
+    Worker *w = worker;
+    const Between *b = work;
+    Scratch scratch, *s = &scratch; /* 200 KiB */
+    const int64_t n = b->tokens, hidden = b->hidden, dim = b->head_dim;
+    if (b->done) {
+        const Layer *l = b->done;
+        linear(w, &l->o, b->attended, n, b->x, b->x, s);
+        barrier(w);
+        norm_rows(w, b->x, l->norm_post, l->eps_post, n, hidden, b->normed);
+        barrier(w);
+        gated(w, &l->gate, &l->up, b->normed, n, b->inner, s);
+        barrier(w);
+        linear(w, &l->down, b->inner, n, b->x, b->x, s);
+        barrier(w);
+    }
+    if (b->next) {
+        const Layer *l = b->next;
+        norm_rows(w, b->x, l->norm_in, l->eps_in, n, hidden, b->normed);
+        barrier(w);
+        const Linear *each[3] = {&l->q, &l->k, &l->v};
+        bf16 *to[3] = {b->q, b->k, b->v};
+        const int64_t blocks = (n + ROWS - 1) / ROWS, parts[3] = {panels(&l->q), panels(&l->k), panels(&l->v)};
+        for (int64_t i; (i = take(w, (parts[0] + parts[1] + parts[2]) * blocks)) >= 0;) {
+            int64_t panel = i / blocks, r0 = i % blocks * ROWS, rows = n - r0 < ROWS ? n - r0 : ROWS;
+            int m = 0;
+            while (panel >= parts[m]) panel -= parts[m++];
+            const int width = product(each[m], panel, w->threads, b->normed + r0 * hidden, rows, s, s->sum[0]);
+            for (int64_t r = 0; r < rows; r++)
+                for (int v = 0; v < width; v += VL)
+                    store16(to[m] + (r0 + r) * each[m]->outputs + panel * PANEL + v,
+                            _mm512_loadu_ps(s->sum[0] + r * PANEL + v));
+        }
+        barrier(w);
+        for (int64_t i; (i = take(w, (n + NORM_ROWS - 1) / NORM_ROWS)) >= 0;)
+            for (int64_t t = i * NORM_ROWS; t < n && t < (i + 1) * NORM_ROWS; t++) {
+                bf16 *q = b->q + t * l->q.outputs, *k = b->k + t * l->k.outputs;
+                for (int64_t h = 0; l->q_norm && h < l->q.outputs; h += dim) norm(q + h, l->q_norm, l->eps_q, dim, q + h);
+                for (int64_t h = 0; l->k_norm && h < l->k.outputs; h += dim) norm(k + h, l->k_norm, l->eps_k, dim, k + h);
+                rope(q, l->q.outputs / dim, dim, b->cos + t * dim, b->sin + t * dim);
+                rope(k, l->k.outputs / dim, dim, b->cos + t * dim, b->sin + t * dim);
+            }
+    }
+}
+
+static void head(void *worker, void *work) {
+    Worker *w = worker;
+    const Between *b = work;
+    Scratch scratch;
+    norm_rows(w, b->x, b->head_norm, b->head_eps, b->tokens, b->hidden, b->normed);
+    barrier(w);
+    linear(w, b->head, b->normed, b->tokens, NULL, b->logits, &scratch);
+}
+
+typedef struct {
+    const Linear *l;
+    const bf16 *x;
+    bf16 *out;
+    int64_t rows;
+} Alone;
+static void alone(void *worker, void *work) {
+    const Alone *a = work;
+    Scratch scratch;
+    linear(worker, a->l, a->x, a->rows, NULL, a->out, &scratch);
+}
+
+void rollout_between(const Team *team, const Between *b) { run(team, between, (void *)b); }
+void rollout_head(const Team *team, const Between *b) { run(team, head, (void *)b); }
+void rollout_linear(const Team *team, const Linear *l, const bf16 *x, int64_t rows, bf16 *out) {
+    Alone work = {l, x, out, rows};
+    run(team, alone, &work);
+}
+#endif

@@ -1,0 +1,92 @@
+"""`kernels.c` behind Python: the sampler, and a decoder's work between two attentions (`engine.native.decoder`).
+
+Its promise is torch's own bits, which hangs on the CPU and on torch's release; `Kernels` compares before it offers anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.native.build import NativeUnavailable, best_isa, build, load, symbols
+
+SOURCE = Path(__file__).with_name("kernels.c")
+MAX_VOCABULARY = 1 << 20
+
+
+class Team(ctypes.Structure):
+    _fields_ = [("parallel", c_void_p), ("team", c_void_p), ("threads", c_int64)]
+
+
+class _Draw(ctypes.Structure):
+    _fields_ = [
+        ("logits", c_void_p), ("is_bf16", c_int64), ("vocabulary", c_int64), ("draws", c_int64),
+        *((name, c_void_p) for name in ("row", "temperature", "uniform", "token", "logprob", "raw", "finite", "log")),
+    ]  # fmt: skip
+
+
+class Linear(ctypes.Structure):
+    """`Linear` of kernels.c: addresses of a weight and its bias, and over how many inputs a sum runs in one go."""
+
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("chunk", c_int64)]
+
+
+class Kernels:
+    """Raises NativeUnavailable where there is no AVX-512 or no compiler. Uses torch's threads, as many as torch has then."""
+
+    def __init__(self) -> None:
+        isa = best_isa()
+        if not isa.startswith("avx512"):
+            raise NativeUnavailable("this CPU has no AVX-512")
+        self.library = load(build(SOURCE, isa))
+        self.products = isa == "avx512_bf16"
+        """linear, norm and rope are there"""
+        self._openmp = symbols("GOMP_parallel", "omp_get_num_threads")
+        self._log = symbols("Sleef_logf16_u10")[0]
+
+    def team(self) -> Team:
+        return Team(*self._openmp, torch.get_num_threads())
+
+    def draw(
+        self, logits: torch.Tensor, row: np.ndarray, temperature: np.ndarray, uniform: np.ndarray, raw: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
+        """D draws by inverse CDF from [S, V] bf16 or fp32 logits: row [D] int64, temperature [D] float32 (0 = greedy), uniform
+        [D] float64. Returns tokens [D] int32, log-probs [D] float32 (those of `log_softmax(logits / temperature)`, to the
+        bit where V ≥ 16), the same at temperature 1 if `raw`, and [D] bool whether all logits of the row were finite."""
+        assert logits.ndim == 2 and logits.dtype in (torch.bfloat16, torch.float32) and logits.shape[1] <= MAX_VOCABULARY
+        logits, n = logits.contiguous(), len(row)
+        row, temperature = np.ascontiguousarray(row, np.int64), np.ascontiguousarray(temperature, np.float32)
+        uniform = np.ascontiguousarray(uniform, np.float64)
+        assert n == len(temperature) == len(uniform) and (not n or (row.min() >= 0 and row.max() < len(logits)))
+        tokens, logprobs, finite = np.empty(n, np.int32), np.empty(n, np.float32), np.empty(n, np.uint8)
+        raws = np.empty(n, np.float32) if raw else None
+        work = _Draw(
+            logits.data_ptr(), logits.dtype == torch.bfloat16, logits.shape[1], n, row.ctypes.data, temperature.ctypes.data,
+            uniform.ctypes.data, tokens.ctypes.data, logprobs.ctypes.data, None if raws is None else raws.ctypes.data,
+            finite.ctypes.data, self._log,
+        )  # fmt: skip
+        self.library.rollout_draw(ctypes.byref(self.team()), ctypes.byref(work))
+        return tokens, logprobs, raws, finite.astype(bool)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk: int) -> torch.Tensor:
+        """[T, inputs] bf16 · [outputs, inputs]ᵀ (+ bias) → [T, outputs]. Sizes: multiples of 32 and 16."""
+        x, out = x.contiguous(), x.new_empty(len(x), len(weight))
+        linear = Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape, chunk)
+        self.library.rollout_linear(
+            ctypes.byref(self.team()), ctypes.byref(linear), c_void_p(x.data_ptr()), c_int64(len(x)), c_void_p(out.data_ptr())
+        )
+        return out
+
+
+@cache
+def kernels() -> Kernels | None:
+    """None where there are none: plain torch does the same work."""
+    try:
+        return Kernels()
+    except NativeUnavailable:
+        return None

@@ -1,0 +1,198 @@
+"""Weights: the one writer of the parameters and of their version. A refresh is a transaction.
+
+    staging = weights.begin(manifest)    names, shapes, dtypes and version are checked; nothing is written yet
+    staging.take(source) …               see `engine.staging`; generation goes on
+    weights.commit(staging)              between two steps: live ⇄ staged, then the version; or nothing at all
+
+    live       [parameters of the module]   same storage for ever, whatever is refreshed
+    staged     ┌ embed ──────┬ q ──┬ k ─┬ … ┐   one buffer in the model's dtypes, each tensor at a multiple of 64 bytes;
+               the first refresh allocates it, all others use it again
+    scratch    one slice
+
+The exchange goes slice by slice: scratch ← live, live ← staged, staged ← scratch. So the staging buffer ends up with the old
+weights, and a failure at tensor k restores tensors 0 … k from there: undo costs a slice of memory, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+from engine.request import TensorInfo, manifest_digest
+from engine.staging import DTYPES, SLICE_BYTES, InvalidWeights, Part, Staging, dtype_name, tensor_bytes
+
+ALIGNMENT = 64
+VERSION_LIMIT = 2**63
+
+
+class WeightsTorn(RuntimeError):
+    """Undoing a failed refresh failed: the weights are of no version any more, and nothing may be sampled from them."""
+
+
+class Weights:
+    """Parameters and persistent buffers of a module. `module=None` (a model without tensors) only has a version."""
+
+    def __init__(self, module: torch.nn.Module | None) -> None:
+        self.version = 0
+        self.torn = False
+        self._tensors, self._first_name = _tensors_of(module)
+        self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+        self._digests: dict[str, str] = {}
+        """of the live tensors, as they were committed; of version 0 those that somebody asked for"""
+        self._places, self._size = _layout(self._tensors)
+        self._buffer: torch.Tensor | None = None
+        self._scratch = torch.empty(SLICE_BYTES, dtype=torch.uint8)
+        self._staging: Staging | None = None
+
+    def begin(self, manifest: Sequence[TensorInfo], *, version: int | None = None, partial: bool = False) -> Staging:
+        """Check a manifest and open the staging for it. `version` must be above the live one; None = the next. `partial`:
+        tensors that are not in the manifest stay as they are.
+
+        Raises InvalidWeights; RuntimeError while another staging is open."""
+        if self.torn:
+            raise WeightsTorn("the weights are torn; restart the engine")
+        if self._staging is not None:
+            raise RuntimeError("another refresh is being staged; close it first")
+        version = self.version + 1 if version is None else version
+        if not self.version < version < VERSION_LIMIT:
+            raise InvalidWeights(f"version {version} is not above the live one, {self.version}: versions only grow")
+        targets = self._check(manifest, partial)
+        if self._buffer is None:
+            pinned = any(tensor.is_cuda for tensor in self._tensors.values())
+            self._buffer = torch.empty(self._size, dtype=torch.uint8, pin_memory=pinned)
+        parts = [
+            Part(info, getattr(torch, info.dtype), target, None if target is None else self._place(target).view(-1))
+            for info, target in zip(manifest, targets, strict=True)
+        ]
+        self._staging = Staging(version, manifest, parts, self._scratch.numpy(), self._close_staging)
+        return self._staging
+
+    def _check(self, manifest: Sequence[TensorInfo], partial: bool) -> list[str | None]:
+        """For each entry the tensor that it writes; None: it repeats one under its other name."""
+        if self._tensors and not manifest:
+            raise InvalidWeights("no tensors at all: was the iterator used before?")
+        names: set[str] = set()
+        writes: dict[str, TensorInfo] = {}
+        targets: list[str | None] = []
+        for info in manifest:
+            name = self._first_name.get(info.name)
+            if name is None:
+                raise InvalidWeights("the model has no tensor of this name", info.name)
+            if info.name in names:
+                raise InvalidWeights("it comes twice", info.name)
+            names.add(info.name)
+            live = self._tensors[name]
+            if info.shape != tuple(live.shape):
+                raise InvalidWeights(f"its shape is {info.shape}, the model's is {tuple(live.shape)}", info.name)
+            if info.dtype != dtype_name(live) and not (live.is_floating_point() and info.dtype in DTYPES):
+                raise InvalidWeights(f"its dtype {info.dtype!r:.40} cannot be cast to {dtype_name(live)}", info.name)
+            if not live.is_contiguous():
+                raise InvalidWeights("it does not lie contiguously in this engine and cannot be refreshed", info.name)
+            twin = writes.setdefault(name, info)
+            if (twin.dtype, twin.digest) != (info.dtype, info.digest):
+                raise InvalidWeights(f"the model ties it to {twin.name!r}, which is sent with other bytes", info.name)
+            targets.append(name if twin is info else None)
+        missing = [name for name, t in self._tensors.items() if isinstance(t, torch.nn.Parameter) and name not in writes]
+        if missing and not partial:
+            raise InvalidWeights(f"it is missing ({len(missing)} are); a refresh of some tensors must say partial", missing[0])
+        return targets
+
+    def commit(self, staging: Staging) -> None:
+        """Exchange what is staged with what is live, then change the version. For the time between two steps.
+
+        Raises what went wrong, after everything is as it was; WeightsTorn if that cannot be."""
+        assert staging is self._staging and staging.complete
+        self._check_addresses()
+        done: list[tuple[Any, Any]] = []
+        saved: tuple[Any, Any] | None = None
+        try:
+            for live, staged, scratch in (views for name in staging.names for views in self._slices(name)):
+                saved = None
+                scratch[...] = live
+                saved = live, scratch  # from here on, whatever happens, the old bytes of this slice are in the scratch
+                live[...] = staged
+                staged[...] = scratch
+                done.append((live, staged))
+            self._check_addresses()
+        except BaseException as error:
+            self._undo([*done, saved] if saved else done, error)
+            raise
+        self._digests.update(staging.digests)
+        self.version = staging.version
+        staging.close()
+
+    def _undo(self, done: list[tuple[Any, Any]], error: BaseException) -> None:
+        try:
+            for live, old in done:
+                live[...] = old
+        except BaseException as failure:
+            self.torn = True
+            raise WeightsTorn(f"undoing a refresh that failed with {error!r} failed as well: {failure!r}") from error
+
+    def _close_staging(self) -> None:
+        self._staging = None
+
+    def _place(self, name: str) -> torch.Tensor:
+        """The staged twin of a live tensor."""
+        assert self._buffer is not None
+        live, start = self._tensors[name], self._places[name]
+        return self._buffer[start : start + live.nbytes].view(live.dtype).view(live.shape)
+
+    def _slices(self, name: str) -> Iterator[tuple[Any, Any, Any]]:
+        """[slice] uint8 views of a live tensor, its staged twin and the scratch. On the CPU they are numpy's, whose memcpy has
+        no other threads to wait for."""
+        flat = [tensor.detach().view(-1).view(torch.uint8) for tensor in (self._tensors[name], self._place(name))]
+        live, staged, scratch = [*flat, self._scratch]
+        if live.device.type == "cpu":
+            live, staged, scratch = live.numpy(), staged.numpy(), scratch.numpy()
+        for start in range(0, len(live), SLICE_BYTES):
+            end = min(start + SLICE_BYTES, len(live))
+            yield live[start:end], staged[start:end], scratch[: end - start]
+
+    @property
+    def digest(self) -> str:
+        """`manifest_digest` of all tensors as they were committed; of those never refreshed, as they are."""
+        for name, tensor in self._tensors.items():
+            if name not in self._digests:
+                self._digests[name] = _digest(tensor)
+        return self._manifest_digest(self._digests)
+
+    def live_digest(self) -> str:
+        """The same of the bytes that lie there now. Reads every tensor."""
+        return self._manifest_digest({name: _digest(tensor) for name, tensor in self._tensors.items()})
+
+    def _manifest_digest(self, digests: Mapping[str, str]) -> str:
+        tensors = self._tensors.items()
+        return manifest_digest(TensorInfo(name, dtype_name(t), tuple(t.shape), digests[name]) for name, t in tensors)
+
+    def _check_addresses(self) -> None:
+        for name, tensor in self._tensors.items():
+            assert tensor.data_ptr() == self._addresses[name], f"{name} has another storage than at the start"
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor))
+
+
+def _tensors_of(module: torch.nn.Module | None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Every tensor once under its first name, and every name's first name: tied parameters have several."""
+    if module is None:
+        return {}, {}
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    kept = module.state_dict(keep_vars=True)
+    named |= {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in kept}
+    owner: dict[int, str] = {}
+    first_name = {name: owner.setdefault(id(tensor), name) for name, tensor in named.items()}
+    return {name: tensor for name, tensor in named.items() if first_name[name] == name}, first_name
+
+
+def _layout(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:
+    """First byte of each tensor in the staging buffer, and the buffer's size."""
+    places, size = {}, 0
+    for name, tensor in tensors.items():
+        places[name] = size
+        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return places, size

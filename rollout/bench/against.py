@@ -1,0 +1,88 @@
+"""Other engines on the same prompts: each in a process of its own, run in turn with ours (recipes/bench has the drivers)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from rollout.config import InputError
+
+DRIVERS = Path(__file__).parents[2] / "recipes" / "bench"
+SCRIPTS = {"vllm": "vllm_peer.py", "transformers_cb": "transformers_cb_peer.py", "transformers": "transformers_peer.py"}
+
+
+class PeerFailed(RuntimeError):
+    """A peer ended or said what is no result; its own words are on standard error."""
+
+
+def parse(text: str) -> dict[str, str]:
+    """name -> interpreter, of "vllm=PYTHON,transformers_cb". Raises InputError listing the names."""
+    peers = {}
+    for part in filter(None, text.split(",")):
+        name, _, python = part.partition("=")
+        if name not in SCRIPTS:
+            raise InputError(f"--against {name!r}: must be one of {', '.join(SCRIPTS)}, as NAME or NAME=PYTHON")
+        if not (DRIVERS / SCRIPTS[name]).is_file():
+            raise InputError(f"--against needs the drivers of a checkout; {DRIVERS} has no {SCRIPTS[name]}")
+        peers[name] = python or sys.executable
+    return peers
+
+
+class Peer:
+    """One engine, started and warm."""
+
+    def __init__(self, name: str, version: str, to: IO[str], back: IO[str]) -> None:
+        self.name = name
+        self.version = version
+        self._to, self._back = to, back
+
+    def run(self, prompts: list[np.ndarray], n: int, new_tokens: int, seed: int) -> dict[str, Any]:
+        """{"seconds", "generated_tokens"} of one run. Raises PeerFailed."""
+        request = {"prompts": [prompt.tolist() for prompt in prompts], "n": n, "new_tokens": new_tokens, "seed": seed}
+        self._to.write(json.dumps(request) + "\n")
+        self._to.flush()
+        return read(self.name, self._back)
+
+
+def read(name: str, back: IO[str]) -> dict[str, Any]:
+    line = back.readline()
+    if not line:
+        raise PeerFailed(f"{name} ended; what it said is on standard error")
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise PeerFailed(f"{name} answered {line[:200]!r}")
+    return row
+
+
+@contextmanager
+def peer(name: str, python: str, setup: dict[str, Any]) -> Iterator[Peer]:
+    """Starts a peer and ends it with the block."""
+    theirs, back = os.pipe()[::-1]
+    command = [python, str(DRIVERS / SCRIPTS[name])]
+    inherited = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}  # ours, not theirs
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=sys.stderr, pass_fds=[theirs], text=True, cwd=DRIVERS,
+        env={**inherited, "RESULTS_FD": str(theirs)},
+    )  # fmt: skip
+    os.close(theirs)
+    assert child.stdin is not None
+    try:
+        with os.fdopen(back) as results:
+            child.stdin.write(json.dumps(setup) + "\n")
+            child.stdin.flush()
+            yield Peer(name, str(read(name, results)["ready"]), child.stdin, results)
+    finally:
+        child.stdin.close()
+        try:
+            child.wait(20)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()

@@ -1,0 +1,1 @@
+"""Other people's trainers on this service, through the plug points that they publish."""

@@ -1,0 +1,153 @@
+"""Where metrics go: the console, a JSONL file, wandb. A sink takes a row and is closed; it knows nothing of the service.
+
+What is configured and cannot start raises InputError at once. What fails later is the Tracker's to bear.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal, Protocol, TextIO
+
+from rollout.config import InputError, TrackingConfig
+
+TIME_AXIS = "engine/time_s"
+TIME_INDEXED = ("rollout/*", "engine/*", "kv/*", "weights/*", "off_policy/*", "mismatch/*")
+
+FINISH_S = 10.0
+"""longest that closing waits for wandb to upload; what is left stays in its folder, for `wandb sync`"""
+
+
+class Sink(Protocol):
+    name: str
+
+    def write(self, row: dict[str, float]) -> None:
+        """May raise anything: the row is lost then, the service goes on."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_sinks(config: TrackingConfig) -> list[Sink]:
+    """All that are configured, started. Raises InputError with the reason."""
+    sinks: list[Sink] = []
+    try:
+        if config.jsonl is not None:
+            sinks.append(JsonlSink(config.jsonl))
+        if config.wandb_project is not None:
+            sinks.append(WandbSink(config))
+        if config.console:
+            sinks.append(ConsoleSink(sys.stderr))
+    except BaseException:
+        for sink in sinks:
+            sink.close()
+        raise
+    return sinks
+
+
+class ConsoleSink:
+    """One line an interval."""
+
+    name = "console"
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, row: dict[str, float]) -> None:
+        parts = [time.strftime("%H:%M:%S")]
+        if "rollout/tokens_per_s" in row:
+            parts.append(f"{row['rollout/tokens_per_s']:.0f} tokens/s")
+        parts.append(f"{row['rollout/samples']:.0f} samples")
+        for label, key, form in (
+            ("running", "engine/running", ".0f"),
+            ("waiting", "engine/waiting", ".0f"),
+            ("KV", "kv/device_used", ".0%"),
+            ("host KV", "kv/host_used", ".0%"),
+            ("version", "weights/version", ".0f"),
+            ("length", "rollout/length_mean", ".0f"),
+            ("lag", "off_policy/lag_mean", ".2f"),
+        ):
+            if key in row:
+                parts.append(f"{label} {row[key]:{form}}")
+        print("  ".join(parts), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class JsonlSink:
+    """One JSON object a line: the row and `time`, seconds since 1970. Appends, so a restarted service goes on in its file."""
+
+    name = "jsonl"
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._file = Path(path).expanduser().open("a", encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"tracking.jsonl {path!r}: {error.strerror}") from error
+
+    def write(self, row: dict[str, float]) -> None:
+        self._file.write(json.dumps({"time": round(time.time(), 3), **row}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WandbSink:
+    """A wandb run of its own, or the trainer's, if that hands over its run id.
+
+    Two processes write into one run in wandb's shared mode: the trainer starts it with `mode="shared"` and passes `run.id` to
+    `tracking.wandb_run_id`. There a step number belongs to nobody, so engine figures are drawn against `engine/time_s`, the
+    trainer's against a step metric of its own (`run.define_metric("train/*", step_metric="train/step")`).
+    """
+
+    name = "wandb"
+
+    def __init__(self, config: TrackingConfig) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise InputError(
+                "tracking.wandb_project is set but wandb is not installed: pip install 'rollout[wandb]'"
+            ) from error
+        mode = wandb_mode(config)
+        shared = {"x_primary": False, "x_label": "rollout", "x_update_finish_state": False} if mode == "shared" else {}
+        try:
+            self._run: Any = wandb.init(
+                project=config.wandb_project,
+                id=config.wandb_run_id,
+                dir=config.wandb_dir,
+                mode=mode,
+                settings=wandb.Settings(console="off", silent=True, finish_timeout=FINISH_S, **shared),
+            )
+        except Exception as error:  # its own errors, network errors, pydantic's
+            raise InputError(f"tracking: wandb could not start ({mode}): {error}") from error
+        define_metrics(self._run)
+
+    def write(self, row: dict[str, float]) -> None:
+        self._run.log(row)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def define_metrics(run: Any) -> None:
+    """Tell a wandb run that the service's metrics go along the time of the service, not along the trainer's step."""
+    run.define_metric(TIME_AXIS, hidden=True)
+    for pattern in TIME_INDEXED:
+        run.define_metric(pattern, step_metric=TIME_AXIS, step_sync=False)
+
+
+def wandb_mode(config: TrackingConfig) -> Literal["online", "offline", "shared"] | None:
+    """auto is shared if there is a run to share, else online, and offline without WANDB_API_KEY. None: WANDB_MODE decides."""
+    if config.wandb_mode != "auto":
+        return config.wandb_mode
+    if os.environ.get("WANDB_MODE"):
+        return None
+    if not os.environ.get("WANDB_API_KEY"):
+        return "offline"
+    return "shared" if config.wandb_run_id is not None else "online"

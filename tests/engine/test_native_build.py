@@ -1,0 +1,97 @@
+"""Compiling C on the user's machine: once, into a cache, and with a clear word when it cannot be done."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from engine.native import build
+from engine.native.build import NativeUnavailable, symbols
+
+PROGRAM = "int answer(void) { return 42; }"
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "small.c"
+    path.write_text(PROGRAM)
+    return path
+
+
+def libraries(source: Path) -> list[str]:
+    return sorted(path.name for path in (source.parent / "cache" / "native").iterdir())
+
+
+def compiler(folder: Path, script: str) -> str:
+    path = folder / "fakecc"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_built_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = tmp_path / "calls"
+    monkeypatch.setenv("CC", compiler(tmp_path, f'echo x >> {counter}\nexec cc "$@"'))
+    first = build.build(source, "plain")
+    assert build.load(first).answer() == 42
+    assert build.build(source, "plain") == first and counter.read_text() == "x\n"
+    assert libraries(source) == [first.name], "no temporary file stays"
+
+
+def test_another_source_compiler_or_isa_is_another_library(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {build.build(source, isa).name for isa in ("plain", build.best_isa())}
+    kinds = len(names)
+    source.write_text(PROGRAM.replace("42", "43"))
+    names.add(build.build(source, "plain").name)
+    monkeypatch.setenv("CC", compiler(tmp_path, 'exec cc "$@"'))
+    names.add(build.build(source, "plain").name)
+    assert names == set(libraries(source)) and len(names) == kinds + 2
+
+
+def test_a_compiler_that_fails_is_quoted(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", compiler(tmp_path, "echo no space on the device >&2; exit 3"))
+    with pytest.raises(NativeUnavailable, match="no space on the device"):
+        build.build(source, "plain")
+    assert libraries(source) == []
+
+
+def test_no_compiler_and_no_folder(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.setenv("PATH", str(tmp_path))
+        without.delenv("CC", raising=False)
+        with pytest.raises(NativeUnavailable, match="no C compiler"):
+            build.build(source, "plain")
+    monkeypatch.setenv("ROLLOUT_CACHE", str(source))
+    with pytest.raises(NativeUnavailable, match="cannot write"):
+        build.build(source, "plain")
+
+
+def test_what_is_no_library_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "broken.so").write_bytes(b"\x7fELF")
+    with pytest.raises(NativeUnavailable, match="cannot load .*delete it"):
+        build.load(tmp_path / "broken.so")
+
+
+def test_the_instruction_set(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="isa='neon': one of avx512_bf16, avx512, avx2, plain"):
+        build.build(source, "neon")
+    monkeypatch.setattr(build, "cpu_flags", lambda: {"avx2", "fma"})
+    assert build.best_isa() == "avx2"
+    with pytest.raises(NativeUnavailable, match="this CPU has no .*avx512f"):
+        build.build(source, "avx512")
+    monkeypatch.setattr(build, "cpu_flags", set)
+    assert build.best_isa() == "plain"
+
+
+def test_symbols_are_those_torch_runs_on() -> None:
+    """The number of threads that torch set is the one that its OpenMP, and so our kernels, know of."""
+    import torch
+
+    (address,) = symbols("omp_get_max_threads")
+    assert ctypes.CFUNCTYPE(ctypes.c_int)(address)() == torch.get_num_threads()
+    assert symbols("GOMP_parallel", "no_such_function") == (None, None)

@@ -1,0 +1,177 @@
+"""The native decoder gives transformers' own bits, or says that it does not."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.model import Model
+from engine.native.decoder import NativeDecoder, NotNative, _Echo
+from engine.native.kernels import Kernels, kernels
+from tests.engine.tiny import tiny, tiny_engine
+from tests.engine.toy import group, run
+
+native = kernels()
+pytestmark = pytest.mark.skipif(native is None or not native.products, reason="the CPU has no avx512_bf16, or no compiler")
+
+SIZES = {"hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+SIZES |= {"vocab_size": 208}
+SERVED = {
+    "llama": {},
+    "llama-wide": {"hidden_size": 1152, "intermediate_size": 2080, "head_dim": 64},
+    "llama-mha": {"num_key_value_heads": 6, "tie_word_embeddings": True},
+    "qwen2": {"num_key_value_heads": 3},
+    "qwen3": {"head_dim": 64},
+    "mistral": {"sliding_window": 12},
+}
+"""family: sizes beside SIZES; qwen2 has biases, qwen3 norms of its heads"""
+
+
+def model(name: str, **more: object) -> PreTrainedModel:
+    made = tiny(name, torch.bfloat16, **{**SIZES, **SERVED.get(name, {}), **more})
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim == 1:  # biases that are not all zero, norms that are not all one
+                parameter.add_(torch.randn(parameter.shape) * 0.3)
+    return made
+
+
+def batch(rows: int, vocabulary: int = 208) -> SimpleNamespace:
+    """Tokens of a step as far as a decoder looks at them; a lone one is doubled, as `Batch.build` does."""
+    ids = torch.randint(vocabulary, (1, rows), generator=torch.Generator().manual_seed(rows))
+    ids, at = ids.expand(1, max(2, rows)), torch.arange(max(2, rows)).clamp(max=rows - 1)
+    return SimpleNamespace(
+        input_ids=ids, position_ids=(at * 5)[None], num_tokens=rows, logits_at=at, num_logits=rows, attention={}
+    )
+
+
+@torch.inference_mode()
+def logits(served: Model, rows: int, transformers: bool = False) -> torch.Tensor:
+    forward = served.forward_transformers if transformers else served.forward
+    return forward(batch(rows), None, _Echo())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_bits_of_transformers(name: str) -> None:
+    served = Model(model(name), name)
+    assert served.native is not None
+    for rows in (1, 2, 3, 8, 17, 64, 129, 300):
+        assert torch.equal(logits(served, rows), logits(served, rows, transformers=True)), f"{rows} rows"
+
+
+def test_a_row_is_the_same_in_any_company() -> None:
+    """Also alone: there is no smallest batch."""
+    served = Model(model("llama"), "llama")
+    all_rows = logits(served, 70)
+    for i in (0, 33, 69):
+        lone = batch(70)
+        for field in ("input_ids", "position_ids"):
+            setattr(lone, field, getattr(lone, field)[:, i : i + 1])
+        lone.num_tokens, lone.logits_at, lone.num_logits = 1, torch.zeros(1, dtype=torch.long), 1
+        with torch.inference_mode():
+            assert torch.equal(served.forward(lone, None, _Echo()), all_rows[i : i + 1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_threads(threads: int) -> None:
+    served = Model(model("qwen3"), "qwen3")
+    before = torch.get_num_threads()
+    want = logits(served, 90)
+    try:
+        torch.set_num_threads(threads)
+        for _ in range(20):
+            assert torch.equal(logits(served, 90), want)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("attention", ["native", "reference"])
+def test_samples_through_the_engine(attention: str) -> None:
+    """Tokens and log-probs of an engine are the same to the bit with and without the native decoder."""
+    module = model("llama")
+    one, other = (tiny_engine(dtype="bfloat16", model=copy.deepcopy(module), attention=attention) for _ in range(2))
+    assert one.model.native is not None
+    other.model.native = None
+    r = np.random.default_rng(0)
+    groups = [group(f"g{i}", r.integers(3, 199, 10 + 17 * i), n=3, max_tokens=20, seed=i, ignore_eos=True) for i in range(5)]
+    mine, theirs = run(one, groups), run(other, groups)
+    for key, sample in mine.items():
+        assert sample.logprobs.tobytes() == theirs[key].logprobs.tobytes()
+        np.testing.assert_array_equal(sample.token_ids, theirs[key].token_ids)
+
+
+def test_new_weights_are_seen() -> None:
+    """Written in place, and put into another tensor."""
+    served = Model(model("qwen2"), "qwen2")
+    old, newer = logits(served, 5), model("qwen2", seed=1)
+    with torch.no_grad():
+        for parameter, new in zip(served.module.parameters(), newer.parameters(), strict=True):
+            parameter.copy_(new)
+    new = logits(served, 5)
+    assert not torch.equal(new, old) and torch.equal(new, logits(served, 5, transformers=True))
+    for parameter in served.module.parameters():
+        parameter.data = parameter.data * 0.5
+    halved = logits(served, 5)
+    assert not torch.equal(halved, new) and torch.equal(halved, logits(served, 5, transformers=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "why"),
+    [
+        ("gemma3_text", {"head_dim": 32}, "its embedding"),
+        ("olmo2", {}, "a decoder layer of another kind"),
+        ("phi3", {}, "a decoder layer of another kind"),
+        ("llama", {"head_dim": 16}, "head_dim 16"),
+        ("llama", {"hidden_act": "gelu"}, "the activation"),
+        ("llama", {"vocab_size": 199}, "a product of 199"),
+        ("llama", {"intermediate_size": 200}, "a product of 200 × 96"),
+        ("granite", {"residual_multiplier": 0.5}, "numbers that differ"),
+        ("mixtral", {"num_local_experts": 2}, "projections of another kind"),
+    ],
+)
+def test_other_models_run_through_transformers(
+    name: str, sizes: dict[str, object], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "rollout.engine"):
+        served = Model(tiny(name, torch.bfloat16, **{**SIZES, **sizes}), name)
+    assert served.native is None
+    assert "runs through transformers" in caplog.text and why in caplog.text
+
+
+def test_other_kinds_of_numbers() -> None:
+    assert Model(tiny("llama", torch.float32, **SIZES), "llama").native is None
+
+
+def test_a_sum_in_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: products summed over other chunks, or a norm with another epsilon, do not pass the check."""
+    module = model("llama-wide")
+    asked = {i: {"scaling": 1.0, "window": 0} for i in range(2)}
+    served = Model(module, "llama")
+    with torch.inference_mode():
+        for chunk in (32, 64, 96):
+            decoder = NativeDecoder(module, asked, native)
+            monkeypatch.setattr(decoder, "_chunk", lambda linear, chunk=chunk: chunk)
+            with pytest.raises(NotNative, match="numbers that differ"):
+                decoder.check(served.forward_transformers, 208)
+        monkeypatch.setattr(module.model.layers[1].input_layernorm, "variance_epsilon", 1e-2)
+        decoder = NativeDecoder(module, asked, native)
+        monkeypatch.undo()
+        decoder._layers()
+        decoder._structs[1].eps_in = 1e-2
+        with pytest.raises(NotNative, match="numbers that differ"):
+            decoder.check(served.forward_transformers, 208)
+
+
+def test_without_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotNative, match="avx512_bf16"):
+        NativeDecoder(model("llama"), {}, None)
+    older = copy.copy(native)
+    assert isinstance(older, Kernels)
+    older.products = False
+    with pytest.raises(NotNative, match="avx512_bf16"):
+        NativeDecoder(model("llama"), {}, older)

@@ -1,0 +1,647 @@
+"""Refresh as a transaction: what is refused, what is undone, what the labels and the KV of other versions do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from engine import staging
+from engine.engine import Engine
+from engine.request import Group, Sample, Sampling, TensorInfo
+from engine.staging import InvalidWeights, Staging, describe, source_of, with_digest
+from engine.weights import Weights, WeightsTorn
+from tests.engine.tiny import plain_logprobs, tiny, tiny_engine
+from tests.engine.toy import group, run
+from tests.engine.watermark import MIXED, check_marks, token_of, watermark_engine, weights_of
+
+Pushed = dict[str, torch.Tensor]
+
+
+def state(engine: Engine) -> Pushed:
+    return {name: tensor.clone() for name, tensor in engine.model.module.state_dict().items()}  # type: ignore[attr-defined]
+
+
+def assert_untouched(engine: Engine, before: Pushed, version: int = 0) -> None:
+    assert engine.version == version
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state(engine).items())
+    assert engine.weights.live_digest() == engine.weights.digest
+
+
+def pushed(seed: int = 1, name: str = "llama", **options: Any) -> Pushed:
+    return dict(tiny(name, seed=seed, **options).named_parameters())
+
+
+# ── what goes in ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("form", ["parameters", "state dict", "iterator", "shuffled"])
+def test_every_form_of_named_tensors(form: str) -> None:
+    engine, new = tiny_engine(), tiny("llama", seed=1)
+    named: Any = {
+        "parameters": new.named_parameters(),
+        "state dict": new.state_dict(),
+        "iterator": ((name, tensor) for name, tensor in new.named_parameters()),
+        "shuffled": random.Random(0).sample(list(new.named_parameters()), len(list(new.parameters()))),
+    }[form]
+    refreshed = engine.refresh(named)
+    assert refreshed.version == engine.version == 1 and refreshed.via == "memory"
+    assert refreshed.bytes == sum(p.nbytes for p in new.parameters())
+    assert all(torch.equal(tensor, state(engine)[name]) for name, tensor in new.named_parameters())
+    assert refreshed.digest == engine.weights.live_digest() == engine.weights.digest
+    assert 0 < refreshed.paused_seconds < refreshed.seconds and refreshed.staged_seconds < refreshed.seconds
+
+
+@pytest.mark.parametrize("model", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sent", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_any_float_dtype_is_cast_as_torch_casts(sent: torch.dtype, model: str) -> None:
+    engine = tiny_engine(dtype=model)
+    new = {name: tensor.detach().to(sent) for name, tensor in pushed().items()}
+    engine.refresh(new)
+    for name, tensor in state(engine).items():
+        assert torch.equal(tensor, new[name].to(getattr(torch, model)))
+    assert engine.weights.live_digest() == engine.weights.digest
+
+
+def test_non_contiguous_tensors() -> None:
+    engine = tiny_engine()
+    new = {n: t.detach().T.contiguous().T if t.ndim == 2 else t.detach() for n, t in pushed().items()}
+    engine.refresh(new)
+    assert all(torch.equal(tensor, new[name]) for name, tensor in state(engine).items())
+
+
+def test_a_partial_refresh_is_declared() -> None:
+    engine = tiny_engine()
+    before, new = state(engine), pushed()
+    some = {name: new[name] for name in ("model.norm.weight", "lm_head.weight")}
+    with pytest.raises(InvalidWeights, match="is missing .* partial") as caught:
+        engine.refresh(some)
+    assert caught.value.tensor == "model.embed_tokens.weight"
+    assert_untouched(engine, before)
+    engine.refresh(some, partial=True)
+    assert engine.version == 1
+    assert all(torch.equal(tensor, some.get(name, before[name])) for name, tensor in state(engine).items())
+
+
+@pytest.mark.parametrize("names", ["first", "second", "both"])
+def test_tied_parameters_are_one(names: str) -> None:
+    engine = tiny_engine("llama-mha")
+    new = pushed(name="llama-mha")
+    embedding = new.pop("model.embed_tokens.weight")
+    if names != "second":
+        new["model.embed_tokens.weight"] = embedding
+    if names != "first":
+        new["lm_head.weight"] = embedding
+    engine.refresh(new)
+    module = engine.model.module  # type: ignore[attr-defined]
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+    assert torch.equal(module.lm_head.weight, embedding)
+    assert engine.weights.live_digest() == engine.weights.digest
+
+
+# ── what is refused ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+NORM = "model.norm.weight"
+
+
+def changed(**tensors: torch.Tensor) -> Pushed:
+    return {**pushed(), **{name.replace("__", "."): tensor for name, tensor in tensors.items()}}
+
+
+def with_value(value: float, name: str = "lm_head.weight") -> Pushed:
+    new = {n: t.detach().clone() for n, t in pushed().items()}
+    new[name].view(-1)[-1] = value
+    return new
+
+
+REFUSED: list[tuple[str, Any, str, str]] = [
+    ("unknown", {**pushed(), "model.extra": torch.ones(3)}, "model.extra", "no tensor of this name"),
+    ("missing", {n: t for n, t in pushed().items() if n != NORM}, NORM, "missing"),
+    ("doubled", [*pushed().items(), (NORM, pushed()[NORM])], NORM, "comes twice"),
+    ("wrong shape", changed(model__norm__weight=torch.ones(65)), NORM, r"\(65,\).*\(64,\)"),
+    ("transposed", changed(lm_head__weight=torch.ones(64, 199)), "lm_head.weight", r"\(64, 199\)"),
+    ("integers", changed(model__norm__weight=torch.ones(64, dtype=torch.int64)), NORM, "'int64' cannot be cast"),
+    ("complex", changed(model__norm__weight=torch.ones(64, dtype=torch.complex64)), NORM, "'complex64' cannot be cast"),
+    ("NaN", with_value(float("nan")), "lm_head.weight", "NaN"),
+    ("infinity", with_value(float("inf")), "lm_head.weight", "infinity"),
+    (
+        "-infinity in the middle",
+        with_value(float("-inf"), "model.layers.0.mlp.up_proj.weight"),
+        "model.layers.0.mlp",
+        "infinity",
+    ),
+    ("overflow", {n: t.detach().double() * 1e40 for n, t in pushed().items()}, "model.embed_tokens.weight", "overflows"),
+    ("nothing", iter(()), "", "no tensors at all"),
+    ("sparse", changed(model__norm__weight=torch.ones(64).to_sparse()), NORM, "dense"),
+    ("meta", changed(model__norm__weight=torch.ones(64, device="meta")), NORM, "with data"),
+    ("no tensor", {**pushed(), NORM: [1.0] * 64}, NORM, "a list"),
+]
+
+
+@pytest.mark.parametrize(("named", "tensor", "reason"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_refused_with_the_tensor_named(named: Any, tensor: str, reason: str) -> None:
+    engine = tiny_engine()
+    before = state(engine)
+    with pytest.raises(InvalidWeights, match=reason) as caught:
+        engine.refresh(named)
+    assert (caught.value.tensor or "").startswith(tensor) and tensor in str(caught.value)
+    assert_untouched(engine, before)
+    engine.refresh(pushed())  # nothing is left behind
+    assert engine.version == 1
+
+
+def test_tied_names_with_other_bytes() -> None:
+    engine = tiny_engine("llama-mha")
+    before = state(engine)
+    with pytest.raises(InvalidWeights, match=r"lm_head.weight.*ties it to 'model.embed_tokens.weight'"):
+        engine.refresh({**pushed(name="llama-mha"), "lm_head.weight": torch.ones(199, 64)})
+    assert_untouched(engine, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_finite_agrees_with_torch(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    for value in (
+        0.0,
+        -0.0,
+        largest,
+        -largest,
+        torch.finfo(dtype).tiny,
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        -float("nan"),
+    ):
+        values = torch.linspace(-1, 1, 1001).to(dtype)
+        values[500] = value
+        assert staging.finite(values) == bool(torch.isfinite(values).all()), value
+    assert staging.finite(torch.zeros(0, dtype=dtype)) and staging.finite(torch.full((9,), -1.0, dtype=dtype))
+
+
+@pytest.mark.parametrize("version", [0, 3, 5, -1, 2**63])
+def test_versions_only_grow(version: int) -> None:
+    engine = tiny_engine()
+    engine.refresh(pushed(), version=5)
+    before = state(engine)
+    with pytest.raises(InvalidWeights, match="version"):
+        engine.refresh(pushed(2), version=version)
+    assert_untouched(engine, before, 5)
+    assert engine.refresh(pushed(2)).version == 6
+
+
+def staged(engine: Engine, new: Pushed, damage: Any = None, **options: Any) -> tuple[Staging, Any]:
+    described = [describe(name, tensor) for name, tensor in new.items()]
+    manifest = [with_digest(*each) for each in described]
+    data = [bytes_.copy() for _, bytes_ in described]
+    if damage is not None:
+        damage(data)
+    return engine.stage(manifest, **options), source_of(data)
+
+
+@pytest.mark.parametrize("at", [0, 5, -1])
+def test_a_flipped_bit_is_noticed(at: int) -> None:
+    def flip(data: list[np.ndarray]) -> None:
+        data[at][len(data[at]) // 2] ^= 1
+
+    engine = tiny_engine()
+    before, new = state(engine), pushed()
+    opened, source = staged(engine, new, flip)
+    with pytest.raises(InvalidWeights, match="digest") as caught:
+        while not opened.complete:
+            opened.take(source)
+    assert caught.value.tensor == list(new)[at]
+    with pytest.raises(InvalidWeights, match="has failed"):
+        opened.take(source)
+    assert_untouched(engine, before)
+    opened.close()
+    engine.refresh(new)
+
+
+def test_one_staging_at_a_time() -> None:
+    engine = tiny_engine()
+    opened, source = staged(engine, pushed())
+    with pytest.raises(RuntimeError, match="close it first"):
+        engine.refresh(pushed())
+    opened.close()
+    with pytest.raises(InvalidWeights, match="closed"):
+        opened.take(source)
+    second, _ = staged(engine, pushed())
+    opened.close()  # once more, which must not close the second one
+    with pytest.raises(RuntimeError, match="close it first"):
+        engine.refresh(pushed())
+    second.close()
+    engine.refresh(pushed())
+
+
+def test_sources_that_give_little_and_nothing() -> None:
+    """A payload may come in any pieces, and not at all for a while."""
+    r = random.Random(0)
+    engine, new = tiny_engine(), pushed()
+    opened, source = staged(engine, {name: tensor.double() for name, tensor in new.items()})
+    taken = []
+    while not opened.complete:
+        taken.append(opened.take(lambda buffer: source(buffer[: r.choice([0, 1, 3, 5000])])))
+    engine.commit(opened)
+    assert 0 in taken and sum(taken) == opened.total == opened.received
+    assert all(torch.equal(tensor, new[name]) for name, tensor in state(engine).items())
+
+
+def test_a_source_that_fails_fails_the_staging() -> None:
+    engine = tiny_engine()
+    before = state(engine)
+    opened, source = staged(engine, pushed())
+
+    def broken(buffer: np.ndarray) -> int:
+        raise OSError("the disk is gone")
+
+    opened.take(source)
+    with pytest.raises(OSError, match="disk"):
+        opened.take(broken)
+    with pytest.raises(InvalidWeights, match="disk"):
+        opened.take(source)
+    assert not opened.complete
+    assert_untouched(engine, before)
+
+
+# ── commit and undo ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Failing:
+    """A slice whose `fail_at`-th writing stops in the middle."""
+
+    def __init__(self, array: np.ndarray, fail_at: int) -> None:
+        self.array, self.writes, self.fail_at = array, 0, fail_at
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return self.array
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        self.writes += 1
+        if self.writes == self.fail_at:
+            half = len(self.array) // 2
+            self.array[:half] = np.asarray(value)[:half]
+            raise MemoryError("injected")
+        self.array[at] = value
+
+
+def fail_commit(monkeypatch: pytest.MonkeyPatch, k: int, where: str) -> None:
+    """The next commit fails at slice k of the model."""
+    slices, count = Weights._slices, iter(range(10_000))
+
+    def failing(self: Weights, name: str) -> Iterator[Any]:
+        for live, kept, scratch in slices(self, name):
+            if next(count) != k:
+                yield live, kept, scratch
+                continue
+            if where == "before":
+                raise MemoryError("injected")
+            yield (
+                Failing(live, 1 if where == "writing" else 0),
+                Failing(kept, 1 if where == "keeping" else 0),
+                Failing(scratch, 1 if where == "saving" else 0),
+            )
+            if where == "after":
+                raise MemoryError("injected")
+
+    monkeypatch.setattr(Weights, "_slices", failing)
+
+
+PLACES = ["before", "saving", "writing", "keeping", "after"]
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("k", [0, 1, 9, 20])
+def test_a_failure_at_tensor_k_is_undone(k: int, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine()
+    before = state(engine)
+    fail_commit(monkeypatch, k, where)
+    with pytest.raises(MemoryError, match="injected"):
+        engine.refresh(pushed())
+    monkeypatch.undo()
+    assert_untouched(engine, before)
+    engine.refresh(pushed(2))
+    assert all(torch.equal(tensor, state(engine)[name]) for name, tensor in pushed(2).items())
+    assert engine.weights.live_digest() == engine.weights.digest
+
+
+def test_without_undo_the_failure_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the test above."""
+    engine = tiny_engine()
+    before = state(engine)
+    fail_commit(monkeypatch, 5, "before")
+    monkeypatch.setattr(Weights, "_undo", lambda self, done, error: None)
+    with pytest.raises(MemoryError):
+        engine.refresh(pushed())
+    with pytest.raises(AssertionError):
+        assert_untouched(engine, before)
+
+
+def test_torn_weights_are_never_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo itself fails: nobody gets another token, and no refresh pretends to mend it."""
+    engine = tiny_engine()
+    engine.submit(ask("g"))
+    engine.step()
+    broken = Failing(np.zeros(4, np.uint8), 2)
+    plain = np.zeros(4, np.uint8)
+    views = iter([(broken, plain, plain.copy()), (Failing(plain, 1), plain, plain)])
+    monkeypatch.setattr(Weights, "_slices", lambda self, name: [next(views)])
+    for _ in range(2):
+        with pytest.raises(WeightsTorn):
+            engine.refresh(pushed())
+    with pytest.raises(WeightsTorn):
+        engine.step()
+
+
+def test_addresses_never_change_and_memory_does_not_grow() -> None:
+    """20 refreshes of 50 MB: every parameter stays where it is; memory after the second is memory after the last."""
+    engine = tiny_engine(model=tiny("llama", hidden_size=512, intermediate_size=2048, vocab_size=2000, num_hidden_layers=4))
+    module = engine.model.module  # type: ignore[attr-defined]
+    new = {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
+    size = sum(tensor.nbytes for tensor in new.values())
+    assert size > 40e6
+    addresses = {name: tensor.data_ptr() for name, tensor in module.named_parameters()}
+    process, rss = psutil.Process(), []
+    for version in range(1, 21):
+        for tensor in new.values():
+            tensor.mul_(0.99)
+        engine.refresh(new, version=version)
+        rss.append(process.memory_info().rss)
+    assert {name: tensor.data_ptr() for name, tensor in module.named_parameters()} == addresses
+    assert max(rss[2:]) - rss[1] < size / 10, [(r - rss[1]) / 2**20 for r in rss]
+    assert engine.weights.live_digest() == engine.weights.digest
+
+
+def test_a_replaced_parameter_is_noticed() -> None:
+    engine = tiny_engine()
+    engine.model.module.model.norm.weight.data = torch.ones(64)  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError, match="another storage"):
+        engine.refresh(pushed())
+
+
+# ── running samples ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def watermark_run(engine: Engine, refreshes: int, tokens: int, kv: str = "keep") -> tuple[list[Sample], int]:
+    """16 samples always running, a refresh every few steps, staged slice by slice between the steps."""
+    r = random.Random(0)
+    samples: list[Sample] = []
+    made = done = version = 0
+    while done < refreshes or engine.counters.generated_tokens < tokens:
+        while len(engine.scheduler.groups) < 4:
+            engine.submit(group(f"g{made}", [1, 2, 3], n=4, max_tokens=r.choice([5, 50, 300]), ignore_eos=True))
+            made += 1
+        version += r.choice([1, 1, 3])
+        opened, source = staged(engine, weights_of(version), version=version)
+        while not opened.complete:
+            if r.random() < 0.3:
+                samples += engine.step()
+            opened.take(source)
+        engine.commit(opened, kv)  # type: ignore[arg-type]
+        done += 1
+        for _ in range(r.choice([1, 5, tokens // refreshes // 8])):
+            samples += engine.step()
+    for name in list(engine.scheduler.groups):
+        samples += engine.abort(name)
+    return samples, made
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute", "abort"])
+def test_good_refreshes_over_running_samples(kv: str) -> None:
+    engine = watermark_engine()
+    samples, groups = watermark_run(engine, 25, 4000, kv)
+    assert check_marks(samples) >= 4000
+    assert len(samples) == 4 * groups
+    assert any(len(sample.weight_versions) > 2 for sample in samples) == (kv != "abort")
+    assert engine.weights.live_digest() == engine.weights.digest
+    engine.check()
+
+
+@pytest.mark.long
+def test_good_refreshes_over_running_samples_long() -> None:
+    samples, _ = watermark_run(watermark_engine(), 100, 50_000)
+    assert check_marks(samples) >= 50_000
+
+
+def test_applying_without_staging_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: tensors go into the live model as they come."""
+    monkeypatch.setattr(Weights, "_place", lambda self, name: self._tensors[name])
+    engine = watermark_engine()
+    with pytest.raises(AssertionError, match=f"are .*{MIXED}"):
+        check_marks(watermark_run(engine, 25, 1000)[0])
+
+
+def test_the_version_before_the_weights_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: tokens are labelled with the version that is being staged."""
+    engine = watermark_engine()
+    begin = Weights.begin
+
+    def early(self: Weights, manifest: list[TensorInfo], **options: Any) -> Staging:
+        opened = begin(self, manifest, **options)
+        engine.scheduler.version = opened.version
+        return opened
+
+    monkeypatch.setattr(Weights, "begin", early)
+    with pytest.raises(AssertionError, match="labelled"):
+        check_marks(watermark_run(engine, 25, 1000)[0])
+
+
+@pytest.mark.parametrize("fault", ["died", "flipped", "missing", "apply"])
+def test_a_failed_push_leaves_no_trace(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push breaks at a random point under 16 running samples; after each the live digest is the last committed one."""
+    r = random.Random(fault)
+    engine = watermark_engine()
+    for i in range(4):
+        engine.submit(group(f"g{i}", [1, 2, 3], n=4, max_tokens=2000, ignore_eos=True))
+    good = 0
+    for attempt in range(1, 26):
+        new = weights_of(attempt)
+        if attempt % 5 == 0:
+            engine.refresh(new, version=attempt)
+            good = attempt
+            continue
+        if fault == "missing":
+            del new[f"w{r.randrange(6)}"]
+            with pytest.raises(InvalidWeights, match="missing"):
+                engine.refresh(new)
+        elif fault == "apply":
+            with monkeypatch.context() as patch:
+                fail_commit(patch, r.randrange(12), r.choice(PLACES))
+                with pytest.raises(MemoryError, match="injected"):
+                    engine.refresh(new)
+        else:
+            opened, source = staged(engine, new, (lambda data: _flip(data, r)) if fault == "flipped" else None)
+            stop = r.randrange(opened.total)
+            try:
+                while not opened.complete and (fault == "flipped" or opened.received < stop):
+                    opened.take(source)
+                    assert engine.step() == []
+            except InvalidWeights as error:
+                assert "digest" in str(error)
+            opened.close()
+        engine.step()
+        assert engine.version == good and engine.weights.live_digest() == engine.weights.digest
+        assert engine.model.read() == token_of(good)  # type: ignore[attr-defined]
+    samples = [sample for i in range(4) for sample in engine.abort(f"g{i}")]
+    assert len(samples) == 16 and check_marks(samples) > 16
+
+
+def _flip(data: list[np.ndarray], r: random.Random) -> None:
+    r.choice(data)[r.randrange(1_200_000)] ^= 1 << r.randrange(8)
+
+
+# ── KV of other versions ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+PROMPT = np.random.default_rng(0).integers(3, 199, 100).astype(np.int32)
+
+
+def ask(id: str, prompt: np.ndarray = PROMPT, **sampling: Any) -> Group:
+    return Group(id, prompt, Sampling(**{"n": 2, "max_tokens": 20, "seed": 7, "ignore_eos": True, **sampling}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("attention", ["reference", "native"])
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_new_groups_equal_a_fresh_engine(where: str, attention: str, dtype: str) -> None:
+    """The prefix of the old weights lies in the index, on the device or in host memory: nobody reads it. Whatever else the
+    engine keeps of its weights has changed with them."""
+
+    def build(seed: int) -> Engine:
+        options: dict[str, Any] = {"attention": attention, "kv_tokens": 512, "cpu_offload_gib": 0.01 if where == "host" else 0}
+        return tiny_engine(dtype=dtype, model=tiny("llama", getattr(torch, dtype), seed), **options)
+
+    new, engine = tiny("llama", getattr(torch, dtype), seed=1), build(0)
+    run(engine, [ask("old")])
+    if where == "host":
+        others = np.random.default_rng(1).integers(3, 199, (8, 100)).astype(np.int32)
+        run(engine, [ask(f"other{i}", other, n=1) for i, other in enumerate(others)])
+        assert engine.status()["kv"]["host_cached"] > 10
+    hits = engine.counters.prefix_hit_tokens
+    run(engine, [ask("again")])
+    assert engine.counters.prefix_hit_tokens >= hits + 96, "the old prefix is not where this test wants it"
+    engine.refresh(new.named_parameters())
+    hits = engine.counters.prefix_hit_tokens
+    mine = run(engine, [ask("new")])
+    assert engine.counters.prefix_hit_tokens == hits
+    fresh = run(build(1), [ask("new")])
+    for key, sample in fresh.items():
+        assert mine[key].token_ids.tolist() == sample.token_ids.tolist() and mine[key].weight_versions == [(0, 1)]
+        assert np.array_equal(mine[key].logprobs, sample.logprobs)
+        if dtype == "float32":
+            assert np.abs(plain_logprobs(new, PROMPT, sample) - sample.logprobs).max() <= 1e-5
+
+
+def test_a_group_that_allows_a_lag_reads_old_kv() -> None:
+    """Negative control of the test above, and what `max_kv_lag` is for."""
+    engine = tiny_engine()
+    run(engine, [ask("old")])
+    engine.refresh(pushed())
+    mine = run(engine, [ask("new", max_kv_lag=1)])
+    assert engine.counters.prefix_hit_tokens == 96
+    fresh = run(tiny_engine(model=tiny("llama", seed=1)), [ask("new")])
+    assert np.abs(mine["new", 0].logprobs[0] - fresh["new", 0].logprobs[0]) > 1e-3
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_samples_go_on_over_a_refresh(kv: str) -> None:
+    """Recomputed, the rest of a sample is what a fresh engine makes of the tokens so far; kept, it is not, and says so."""
+    new = tiny("llama", seed=1)
+    engine = tiny_engine()
+    engine.submit(ask("g", n=3, max_tokens=30))
+    for _ in range(11):
+        assert engine.step() == []
+    engine.refresh(new.named_parameters(), kv=kv)  # type: ignore[arg-type]
+    assert (engine.status()["kv"]["stale_token_frac"] > 0.9) == (kv == "keep")
+    samples = run(engine)
+    assert engine.status()["kv"]["stale_token_frac"] == 0
+    for sample in samples.values():
+        (first, old), (start, version) = sample.weight_versions
+        assert (first, old, version) == (0, 0, 1) and 0 < start < 30
+        off = np.abs(plain_logprobs(new, PROMPT, sample) - sample.logprobs)[start:].max()
+        assert off <= 1e-5 if kv == "recompute" else off > 1e-3
+
+
+def test_recompute_prefills_each_prefix_once() -> None:
+    """64 running samples of 4 groups: prefilled again are 4 prompts and 64 suffixes, in chunks between decode steps."""
+    engine = tiny_engine(kv_tokens=16_384, max_num_seqs=64)
+    size = engine.config.block_size
+    prompts = np.random.default_rng(2).integers(3, 199, (4, 12 * size)).astype(np.int32)
+    for i, prompt in enumerate(prompts):
+        engine.submit(ask(f"g{i}", prompt, n=16, max_tokens=60, seed=i, temperature=2.0))
+    while min((len(seq.output) for seq in engine.scheduler.running), default=0) < 21 or len(engine.scheduler.running) < 64:
+        assert engine.step() == []
+    cached = [seq.cached for seq in engine.scheduler.running]
+    shared = prompts.shape[1]
+    before = engine.counters.prefill_tokens
+    engine.refresh(pushed(), kv="recompute")
+    while any(seq.uncached > 1 for seq in engine.scheduler.running):
+        assert engine.step() == []
+    prefilled = engine.counters.prefill_tokens - before
+    want = 4 * shared + sum(length + 1 - shared for length in cached)
+    print(f"prefilled {prefilled} tokens; each prefix once + each suffix once = {want}; everything = {sum(cached) + 64}")
+    assert prefilled == want
+    run(engine)
+
+
+def test_recompute_of_an_abort_and_of_a_bound() -> None:
+    engine = watermark_engine()
+    engine.submit(group("bound", [1, 2, 3], n=2, max_tokens=50, max_version_lag=1, ignore_eos=True))
+    engine.submit(group("free", [1, 2, 3], n=2, max_tokens=50, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    engine.refresh(weights_of(1))
+    assert engine.step() == []
+    engine.refresh(weights_of(2))
+    stale = engine.step()
+    assert [(s.group_id, s.finish_reason, len(s.token_ids)) for s in stale] == [("bound", "stale", 6)] * 2
+    engine.submit(group("waits", [1, 2, 3], n=2, max_tokens=50, ignore_eos=True))
+    engine.refresh(weights_of(3), kv="abort")
+    assert engine.has_work
+    aborted = engine.step()
+    assert [(s.group_id, s.finish_reason) for s in aborted] == [("free", "aborted")] * 2
+    samples = run(engine)
+    assert {s.weight_versions[0] for s in samples.values()} == {(0, 3)}, "a group that had not begun is not aborted"
+    check_marks([*stale, *aborted, *samples.values()])
+
+
+# ── pause, drain, resume ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_pause_and_resume() -> None:
+    engine = watermark_engine()
+    engine.submit(group("g", [1, 2, 3], n=2, max_tokens=10, ignore_eos=True))
+    engine.step()
+    engine.paused = True
+    steps = engine.counters.steps
+    assert not engine.has_work and engine.step() == [] and engine.counters.steps == steps
+    assert engine.status()["state"] == "paused"
+    engine.refresh(weights_of(1), kv="abort")
+    assert engine.has_work and len(engine.step()) == 2, "a refresh may end samples of a paused engine"
+    engine.resume()
+    assert engine.status()["state"] == "running" and not engine.has_work
+
+
+@pytest.mark.parametrize("kv_tokens", [96, 65_536])
+def test_drain_finishes_what_has_begun(kv_tokens: int) -> None:
+    """Also what pressure has parked: a tiny pool holds a part of the children only."""
+    engine = watermark_engine(kv_tokens=kv_tokens, max_num_seqs=8)
+    for i in range(2):
+        engine.submit(group(f"begun{i}", [1, 2, 3], n=8, max_tokens=40, ignore_eos=True))
+    while engine.counters.forks < 7:
+        engine.step()
+    begun = {seq.state.group.id for seq in engine.scheduler.running}
+    engine.submit(group("later", [1, 2, 3], n=1, max_tokens=5, ignore_eos=True))
+    assert not engine.drain() and engine.status()["state"] == "draining"
+    samples: list[Sample] = []
+    for _ in range(5000):
+        if engine.drain():
+            break
+        samples += engine.step()
+    assert {sample.group_id for sample in samples} == begun and {s.finish_reason for s in samples} == {"length"}
+    assert not engine.has_work and "later" in engine.scheduler.groups
+    engine.resume()
+    assert ("later", 0) in run(engine)

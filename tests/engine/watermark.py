@@ -1,0 +1,82 @@
+"""A model whose weights of version v emit only the token that encodes v: a torn or mislabelled token is exact.
+
+Every tensor is filled with one number, the version it belongs to. The forward reads all of them, the first and the last one
+pushed included, so a model put together from two versions emits MIXED.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from engine.batch import Batch
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.kv import KVGeometry, PagedKV
+from engine.request import Sample
+
+VOCAB = 4096
+MIXED = VOCAB - 1
+TENSORS = 6
+ROWS, COLUMNS = 300, 1000  # a tensor is longer than a slice of staging
+
+
+class WatermarkModel:
+    name = "watermark"
+    vocab_size = VOCAB
+    context = 4096
+    device = torch.device("cpu")
+    geometry = KVGeometry(1, 1, 1, torch.float32)
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        self.module = torch.nn.Module()
+        for i in range(TENSORS):
+            self.module.register_parameter(f"w{i}", torch.nn.Parameter(torch.zeros(ROWS, COLUMNS), requires_grad=False))
+
+    def forward(self, batch: Batch, kv: PagedKV, backend: object) -> torch.Tensor:
+        logits = torch.zeros(batch.num_logits, VOCAB)
+        logits[:, self.read()] = 100.0
+        return logits
+
+    def read(self) -> int:
+        """The token of the weights as they are: corners and middle of each tensor."""
+        at = torch.tensor([0, ROWS * COLUMNS // 2, -1])
+        seen = {value for tensor in self.module.parameters() for value in tensor.view(-1)[at].tolist()}
+        return token_of(int(seen.pop())) if len(seen) == 1 else MIXED
+
+
+def token_of(version: int) -> int:
+    return version % MIXED
+
+
+def weights_of(version: int) -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.full((ROWS, COLUMNS), float(version)) for i in range(TENSORS)}
+
+
+def watermark_engine(**config: object) -> Engine:
+    options = {
+        "block_size": 16,
+        "kv_tokens": 65_536,
+        "max_num_seqs": 64,
+        "max_batch_tokens": 256,
+        "cpu_offload_gib": 0,
+        **config,
+    }
+    return Engine(EngineConfig(dtype="float32", **options), WatermarkModel())  # type: ignore[arg-type]
+
+
+def check_marks(samples: Iterable[Sample]) -> int:
+    """Every token is the one of the version that its span names. Returns how many tokens there were."""
+    tokens = 0
+    for sample in samples:
+        starts = [start for start, _ in sample.weight_versions]
+        assert starts == sorted(set(starts)) and (not len(sample.token_ids) or starts[0] == 0)
+        ends = [*starts[1:], len(sample.token_ids)]
+        for (start, version), end in zip(sample.weight_versions, ends, strict=True):
+            assert end > start
+            emitted = set(sample.token_ids[start:end].tolist())
+            assert emitted == {token_of(version)}, f"tokens {start} to {end} are {emitted}, labelled version {version}"
+        tokens += len(sample.token_ids)
+    return tokens

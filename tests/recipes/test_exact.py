@@ -1,0 +1,91 @@
+"""The service's attention in a trainer: log-probs to the bit, gradients like anybody's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention import NativeAttention, NativeUnavailable
+from engine.request import Group, Sample, Sampling
+from rollout.integrations.exact import use_exact_attention
+from tests.engine.tiny import tiny, tiny_engine
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13], [3, 3, 3, 3, 3, 3, 3, 3]]
+
+
+@pytest.fixture(autouse=True)
+def _native() -> None:
+    try:
+        NativeAttention()
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+
+
+def rollouts(name: str, dtype: str) -> list[Sample]:
+    engine = tiny_engine(name, dtype, attention="native")
+    for i, prompt in enumerate(PROMPTS):
+        engine.submit(Group(str(i), np.array(prompt, np.int32), Sampling(n=2, max_tokens=9 + i, seed=i, ignore_eos=True)))
+    samples = []
+    while engine.has_work:
+        samples += engine.step()
+    return samples
+
+
+def padded(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, list[slice]]:
+    """ids, mask [samples, L] as TRL pads them (prompts left, completions right), and where each completion stands."""
+    width = max(map(len, PROMPTS))
+    ids = torch.zeros(len(samples), width + max(len(s.token_ids) for s in samples), dtype=torch.long)
+    mask, spans = torch.zeros_like(ids), []
+    for row, sample in enumerate(samples):
+        tokens = PROMPTS[int(sample.group_id)] + sample.token_ids.tolist()
+        first = width - sample.prompt_tokens
+        ids[row, first : first + len(tokens)] = torch.tensor(tokens)
+        mask[row, first : first + len(tokens)] = 1
+        spans.append(slice(width, first + len(tokens)))
+    return ids, mask, spans
+
+
+def logprobs(model: PreTrainedModel, samples: list[Sample], **extra: torch.Tensor) -> torch.Tensor:
+    ids, mask, spans = padded(samples)
+    table = model(input_ids=ids, attention_mask=mask, use_cache=False, **extra).logits[:, :-1].float().log_softmax(-1)
+    every = table.gather(-1, ids[:, 1:, None])[..., 0]
+    return torch.cat([every[row, span.start - 1 : span.stop - 1] for row, span in enumerate(spans)])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_trainer_has_the_service_s_logprobs(name: str, dtype: str) -> None:
+    samples = rollouts(name, dtype)
+    model = tiny(name, getattr(torch, dtype))
+    use_exact_attention(model, block_size=8)
+    served = torch.from_numpy(np.concatenate([sample.logprobs for sample in samples]))
+    assert torch.equal(logprobs(model, samples), served)
+
+
+def test_another_attention_would_be_noticed() -> None:
+    samples = rollouts("llama", "bfloat16")
+    served = torch.from_numpy(np.concatenate([sample.logprobs for sample in samples]))
+    model = tiny("llama", torch.bfloat16)
+    _, mask, _ = padded(samples)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    assert not torch.equal(logprobs(model, samples, position_ids=positions), served)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_the_gradient_is_that_of_plain_attention(name: str) -> None:
+    samples = rollouts(name, "float32")
+    gradients = []
+    for exact in (False, True):
+        model = tiny(name)
+        extra = {}
+        if exact:
+            use_exact_attention(model, block_size=8)
+        else:
+            _, mask, _ = padded(samples)
+            extra["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        logprobs(model, samples, **extra).sum().backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    plain, ours = gradients
+    assert (plain - ours).norm() < 1e-5 * plain.norm() and plain.norm() > 1

@@ -1,0 +1,161 @@
+"""recipes/grpo.py on a tiny model in this process: its arithmetic, its versions, and that it learns."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.request import Group, Sample, Sampling
+from recipes import grpo
+from rollout.handle import Handle
+from tests.engine.tiny import plain_logprobs, tiny, tiny_engine
+
+
+class Client:
+    """An engine with a client's manners. Groups run when somebody waits for the first of them, and before a refresh."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = copy.deepcopy(model)
+        self.engine = tiny_engine(model=self.model)
+        self.handles: dict[str, Handle] = {}
+
+    def submit(self, prompt: list[int], sampling: Sampling, group_id: str) -> Handle:
+        self.engine.submit(Group(group_id, np.array(prompt, np.int32), sampling))
+        self.handles[group_id] = Handle(group_id, sampling.n, len(prompt), [], b"")
+        self.run()
+        return self.handles[group_id]
+
+    def run(self) -> None:
+        while self.engine.has_work:
+            for sample in self.engine.step():
+                self.handles[sample.group_id].take(sample)
+
+    def refresh(self, named_tensors: Iterator[tuple[str, torch.Tensor]], *, version: int, kv: str) -> Any:
+        assert version > self.engine.version
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in named_tensors:
+                own[name].copy_(tensor)
+        self.engine.scheduler.refresh(version, kv)
+        return SimpleNamespace(version=version, seconds=0.0, paused_seconds=0.0)
+
+
+class Even:
+    """Reward: the share of even tokens."""
+
+    def prompt(self, index: int) -> list[int]:
+        return [3, 5, 7 + index % 4]
+
+    def reward(self, index: int, sample: Sample) -> float:
+        return float((sample.token_ids % 2 == 0).mean())
+
+
+OPTIONS = grpo.Options(steps=20, groups=3, n=8, max_tokens=6, learning_rate=3e-3)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, float]]:
+    return run(OPTIONS)
+
+
+def run(options: grpo.Options) -> list[dict[str, float]]:
+    model = tiny("llama")
+    return list(grpo.train(options, Client(model), Even(), model))  # type: ignore[arg-type]
+
+
+def gain(rows: list[dict[str, float]]) -> float:
+    fifth = len(rows) // 5
+    rewards = [row["train/reward"] for row in rows]
+    return float(np.mean(rewards[-fifth:]) - np.mean(rewards[:fifth]))
+
+
+def test_it_learns(rows: list[dict[str, float]]) -> None:
+    assert gain(rows) > 0.2
+
+
+def test_without_refresh_it_does_not() -> None:
+    import dataclasses
+
+    assert abs(gain(run(dataclasses.replace(OPTIONS, refresh=False)))) < 0.1
+
+
+def test_versions_and_lag(rows: list[dict[str, float]]) -> None:
+    assert [row["train/version"] for row in rows] == list(range(1, OPTIONS.steps + 1))
+    assert [row["train/lag_max"] for row in rows] == [0] + [1] * (OPTIONS.steps - 1)  # one step off-policy
+    assert all(row["train/mismatch"] < 1e-4 for row in rows[:-1])  # fp32; the last step has no next group to audit
+    assert "train/mismatch" not in rows[-1]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_packed_logprobs_are_those_of_each_sample_alone(attention: str) -> None:
+    model, client = tiny("llama"), Client(tiny("llama"))
+    model.set_attn_implementation(attention)
+    prompt = [4, 9, 2, 6]
+    handle = client.submit(prompt, Sampling(n=5, max_tokens=7, seed=1, temperature=0.7), "a")
+    samples = handle.result(5)
+    packed = grpo.logprobs(model, prompt, samples, 0.7).detach().numpy()
+    alone = np.concatenate([plain_logprobs(model, np.array(prompt), sample, 0.7) for sample in samples])
+    np.testing.assert_allclose(packed, alone, atol=1e-4)
+    np.testing.assert_allclose(packed, grpo.behaviour(samples).numpy(), atol=1e-4)
+
+
+def test_a_sibling_that_shows_through_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = tiny("llama"), [4, 9, 2, 6]
+    samples = Client(model).submit(prompt, Sampling(n=3, max_tokens=7, seed=1, ignore_eos=True), "a").result(5)
+    right = grpo.logprobs(model, prompt, samples, 1.0)
+    monkeypatch.setattr(torch.Tensor, "tril", lambda mask: torch.ones_like(mask).tril_())
+    assert (grpo.logprobs(model, prompt, samples, 1.0) - right).abs().max() > 1e-2
+
+
+def test_advantages_are_standardised_in_the_group() -> None:
+    got = grpo.advantages(np.array([[0.0, 1.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5]]))
+    np.testing.assert_allclose(got, [[-1, 1, -1, 1], [0, 0, 0, 0]], atol=1e-3)
+
+
+def test_the_loss_is_clipped_on_the_side_that_pays() -> None:
+    now = torch.log(torch.tensor([1.5, 1.5, 0.5, 0.5])).requires_grad_()
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    loss = grpo.policy_loss(now, torch.zeros(4), advantage, 0.2)
+    torch.testing.assert_close(loss, torch.tensor(-(1.2 - 1.5 + 0.5 - 0.8)))
+    loss.backward()
+    assert now.grad is not None and (now.grad != 0).tolist() == [False, True, True, False]
+
+
+def test_small_steps_reach_bf16_weights() -> None:
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    torch.nn.init.ones_(model.weight)
+    learner = grpo.Learner(model, 1e-3)
+    for _ in range(10):
+        model.weight.grad = torch.ones_like(model.weight)
+        learner.step()
+    assert float(model.weight.detach()) == pytest.approx(
+        0.99, abs=0.004
+    )  # one step of 1e-3 at a time, bf16 itself would stay at 1
+
+
+def test_samples_that_did_not_end_stop_the_training() -> None:
+    sample = Client(tiny("llama")).submit([1, 2], Sampling(max_tokens=2), "a").result(5)[0]
+    import msgspec
+
+    with pytest.raises(RuntimeError, match="aborted"):
+        grpo.checked([msgspec.structs.replace(sample, finish_reason="aborted")])
+
+
+def test_lags_count_tokens() -> None:
+    sample = SimpleNamespace(weight_versions=[(0, 4), (3, 5)], token_ids=np.zeros(5))
+    assert grpo.lags([[sample]], 5).tolist() == [1, 1, 1, 0, 0]  # type: ignore[list-item]
+
+
+def test_the_curves_are_drawn(rows: list[dict[str, float]], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    grpo.plot(json.loads(json.dumps(rows, allow_nan=False)), tmp_path / "curves.png", "tiny")
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"

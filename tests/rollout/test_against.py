@@ -1,0 +1,107 @@
+"""Other engines beside ours, the floor, and the fidelity report: with stand-ins, since the real ones take minutes."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from rollout import models
+from rollout.bench import against, fidelity
+from rollout.bench.floor import Machine, matrices
+from rollout.bench.runner import BenchFailed, measure, peer_run
+from rollout.bench.target import open_engine
+from rollout.bench.text import PromptText
+from rollout.bench.workloads import Workload
+from rollout.config import InputError
+
+TINY = Workload(name="tiny", prompts=2, prompt_tokens=32, n=2, new_tokens=8)
+
+STAND_IN = """
+from lines import serve
+
+def start(setup):
+    print("chatter on standard output")
+    assert setup["dtype"] == "float32" and setup["context"] >= 40
+    def generate(prompts, n, new_tokens, seed):
+        if seed == 7:
+            return 1
+        if seed == 8:
+            raise SystemExit(3)
+        return len(prompts) * n * new_tokens
+    return "1.2.3", generate
+
+serve(start)
+"""
+
+
+@pytest.fixture
+def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copy(against.DRIVERS / "lines.py", tmp_path)
+    (tmp_path / "vllm_peer.py").write_text(STAND_IN)
+    monkeypatch.setattr(against, "DRIVERS", tmp_path)
+    return tmp_path
+
+
+def test_the_drivers_exist() -> None:
+    assert against.parse("vllm=/x/python,transformers_cb,transformers") == {
+        "vllm": "/x/python",
+        "transformers_cb": sys.executable,
+        "transformers": sys.executable,
+    }
+    assert against.parse("") == {}
+
+
+def test_an_unknown_peer_is_refused() -> None:
+    with pytest.raises(InputError, match="vllm, transformers_cb, transformers"):
+        against.parse("llama")
+
+
+def test_a_peer_takes_its_turn(drivers: Path, tiny_model: Path) -> None:
+    text = PromptText(models.load_tokenizer(tiny_model))
+    engine = EngineConfig(model=str(tiny_model), dtype="float32", cpu_offload_gib=0, threads=1)
+    rows = list(measure(TINY, text, engine, open_engine, 2, against={"vllm": sys.executable}, unshared=True))
+    assert [(row["workload"], row["engine"]) for row in rows[:-1]] == [
+        ("tiny", "rollout-in-process"),
+        ("tiny/unshared", "rollout-in-process"),
+        ("tiny", "vllm"),
+    ] * 2
+    summary = rows[-1]
+    assert summary["peers"] == {"vllm": "1.2.3"} and summary["ratios"]["vllm"] > 0 and summary["ratio_to_unshared"] > 0
+
+
+def test_a_peer_that_does_less_or_dies_is_no_result(drivers: Path, tiny_model: Path) -> None:
+    text = PromptText(models.load_tokenizer(tiny_model))
+    setup = {"dtype": "float32", "context": 64}
+    with against.peer("vllm", sys.executable, setup) as one:
+        assert peer_run(TINY, text, one, 0)["generated_tokens"] == 32
+        with pytest.raises(BenchFailed, match="made 1 tokens"):
+            peer_run(TINY, text, one, 7)
+        with pytest.raises(against.PeerFailed):
+            one.run([np.arange(4)], 1, 1, 8)
+
+
+def test_the_floor_counts_the_matrices(tiny_model: Path) -> None:
+    """2 layers of hidden 32, 4 query and 2 KV heads of 8, MLP 64, vocabulary 259 with an output layer of its own."""
+    found = matrices(tiny_model)
+    assert found == {(32, 32): 4, (16, 32): 4, (64, 32): 4, (32, 64): 2, (259, 32): 1}
+    machine = Machine(tiny_model, torch.float32)
+    floor = machine.floor(TINY)
+    rows, step = 4, floor["floor_step_ms"]
+    assert floor["floor_tokens_per_second"] == pytest.approx(rows * 8 / floor["floor_seconds"])
+    assert step["products"] == 0 and step["weights"] > 0, "four rows are bound by reading the weights"
+    kv = 2 * 2 * 2 * 8 * 4
+    assert step["suffix"] == pytest.approx(1e3 * rows * 4 * kv / floor["bytes_per_second"])
+
+
+def test_fidelity_is_exact_with_the_service_s_attention(tiny_model: Path) -> None:
+    text = PromptText(models.load_tokenizer(tiny_model))
+    engine = EngineConfig(model=str(tiny_model), dtype="float32", cpu_offload_gib=0, threads=1, kv_tokens=8192)
+    row = fidelity.measure(text, engine, tiny_model, open_engine, scale=0.1)
+    assert row["max_abs_own_attention"] <= 1e-6 and row["mean_abs_sdpa"] <= 1e-5
+    assert row["tokens"] == 8 * 4 * 32

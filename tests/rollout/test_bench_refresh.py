@@ -1,0 +1,34 @@
+"""`rollout bench refresh` in small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollout.bench import refresh, run
+from rollout.config import InputError
+
+
+def test_bench_refresh_prints_the_ratios(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(refresh, "STEADY_S", 0.2)
+    monkeypatch.setattr(refresh, "WINDOW_S", 0.2)
+    out = tmp_path / "rows.jsonl"
+    options = {"in_process": False, "scale": 1.0, "repeat": 1, "dtype": "float32", "threads": 1}
+    assert run(("refresh",), model=str(tiny_model), json_file=str(out), **options) == 0  # type: ignore[arg-type]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    summaries = [row for row in rows if "summary" in row]
+    assert [row["via"] for row in summaries] == list(refresh.WAYS) and rows[-1]["via"] == "shm"
+    for row in summaries:
+        assert row["workload"] == "refresh" and row["runs"] == 1 and row["bytes"] > 0 and row["samples"] == 16
+        assert all(row[name] > 0 for name in ("pause_ratio", "total_ratio", "throughput_ratio"))
+    assert [row["version"] for row in rows if "version" in row] == list(range(1, 7))
+    assert "pause/copy" in capsys.readouterr().out
+
+
+def test_refresh_needs_two_processes() -> None:
+    with pytest.raises(InputError, match="in-process"):
+        run(("refresh",), model="x", in_process=True, scale=1, repeat=1, json_file=None, dtype="float32", threads=1)

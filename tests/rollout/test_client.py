@@ -1,0 +1,676 @@
+"""The client's promises, against a service in another thread and against a service played by hand."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.request import Limits, Sample, Sampling
+from rollout import link
+from rollout import service as service_module
+from rollout.client import Handle, RolloutClient, token_array
+from rollout.service import Service
+from tests.rollout.fake_engine import VOCAB, FakeEngine, expected
+from transport import errors as e
+from transport import messages as m
+from transport.frames import Decoder, Frame, pack
+from transport.loopback import LoopbackService
+
+WAIT = 10.0
+ENDLESS = Sampling(n=2, max_tokens=40_000)
+
+
+@pytest.fixture(autouse=True)
+def stop_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "IDLE_POLL_S", 0.005)
+
+
+@contextmanager
+def serving(engine: FakeEngine | None = None, sockets: bool = False, **options: Any) -> Iterator[Callable[..., RolloutClient]]:
+    """Runs a service in a thread; yields how to connect to it."""
+    loopback = None if sockets else LoopbackService()
+    endpoint = "tcp://127.0.0.1:*" if sockets else None
+    service = Service(engine or FakeEngine(step_s=0.0005), endpoint, transport=loopback, **options)
+    thread = threading.Thread(target=service.run)
+    thread.start()
+
+    def connect(**options: Any) -> RolloutClient:
+        return (
+            RolloutClient(transport=loopback.connect(), **options) if loopback else RolloutClient(service.endpoint, **options)
+        )
+
+    connect.service = service  # type: ignore[attr-defined]
+    try:
+        yield connect
+    finally:
+        service.stop()
+        thread.join(WAIT)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(params=[False, True], ids=["loopback", "sockets"])
+def client(request: pytest.FixtureRequest) -> Iterator[RolloutClient]:
+    with serving(sockets=request.param) as connect, connect(name="test") as client:
+        yield client
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine(step_s=0.0005)
+
+
+def tokens(samples: list[Sample]) -> list[list[int]]:
+    return [sample.token_ids.tolist() for sample in samples]
+
+
+# what it is for
+
+
+def test_generate_yields_samples_as_they_finish(client: RolloutClient) -> None:
+    prompts = [[1, 2], np.array([7]), (9, 9)]
+    samplings = [Sampling(n=2, max_tokens=30), Sampling(n=1, max_tokens=5), Sampling(n=3, max_tokens=1)]
+    samples = list(client.generate(prompts, samplings, timeout=WAIT))
+    assert [len(sample.token_ids) for sample in samples] == [1, 1, 1, 5, 30, 30]
+    by_group = {ids: [s for s in samples if s.group_id == ids] for ids in dict.fromkeys(s.group_id for s in samples)}
+    for (_, group), prompt, n, count in zip(by_group.items(), ([9, 9], [7], [1, 2]), (3, 1, 2), (1, 5, 30), strict=True):
+        assert tokens(group) == [expected(prompt, i, count) for i in range(n)]
+        assert all(sample.prompt_tokens == len(prompt) and sample.weight_versions == [(0, 3)] for sample in group)
+
+
+def test_generate_groups_yields_groups_in_order(client: RolloutClient) -> None:
+    samplings = [Sampling(n=2, max_tokens=30), Sampling(n=3, max_tokens=1)]
+    groups = list(client.generate_groups([[1], [2]], samplings, group_ids=["late", "early"], timeout=WAIT))
+    assert [[(s.group_id, s.index) for s in group] for group in groups] == [
+        [("late", 0), ("late", 1)],
+        [("early", 0), ("early", 1), ("early", 2)],
+    ]
+
+
+def test_arrays_can_be_used_in_place(client: RolloutClient) -> None:
+    ((sample,),) = client.generate_groups([[1]], Sampling(max_tokens=3), timeout=WAIT)
+    assert sample.token_ids.dtype == np.int32 and sample.logprobs.dtype == np.float32
+    assert sample.token_ids.flags.writeable  # torch.from_numpy warns otherwise
+
+
+def test_submit_gives_a_handle(client: RolloutClient) -> None:
+    handle = client.submit([5], Sampling(n=3, max_tokens=20), group_id="mine")
+    assert (handle.group_id, handle.n) == ("mine", 3)
+    assert sorted(tokens(list(handle.samples(WAIT)))) == sorted(expected([5], i, 20) for i in range(3))
+    assert handle.done
+    assert [sample.index for sample in handle.result(0)] == [0, 1, 2]
+    assert len(list(handle.samples(0))) == 3  # again from the first
+
+
+def test_a_wait_that_takes_too_long(client: RolloutClient) -> None:
+    handle = client.submit([5], ENDLESS)
+    with pytest.raises(e.RequestTimeout, match=r"0 of 2 samples after 0.02 s"):
+        handle.result(0.02)
+    with pytest.raises(TimeoutError):
+        next(handle.samples(0.02))
+    assert not handle.done
+    with pytest.raises(e.RequestTimeout, match="no sample in 0.02 s; 2 are missing"):
+        next(client.generate([[5]], ENDLESS, timeout=0.02))
+    handle.cancel()  # it was still live
+    assert len(handle.result(WAIT)) == 2
+
+
+def test_cancel_returns_what_there_is(client: RolloutClient) -> None:
+    handle = client.submit([5], ENDLESS)
+    other = client.submit([6], Sampling(max_tokens=50))
+    while not client.status(WAIT)["running"]:
+        pass
+    handle.cancel()
+    handle.cancel()
+    for sample in handle.result(WAIT):
+        assert sample.finish_reason == "aborted"
+        assert sample.token_ids.tolist() == expected([5], sample.index, len(sample.token_ids))
+    assert other.result(WAIT)[0].finish_reason == "length"
+    handle.cancel()
+
+
+def test_ending_the_iteration_early_cancels_the_rest(client: RolloutClient) -> None:
+    for iteration in (
+        client.generate([[1], [2]], [Sampling(max_tokens=1), ENDLESS], timeout=WAIT),
+        client.generate_groups([[1], [2]], [Sampling(max_tokens=1), ENDLESS], timeout=WAIT),
+    ):
+        next(iteration)
+        assert client.status(WAIT)["service"]["clients"][0]["groups"] == 1
+        iteration.close()
+        deadline = time.monotonic() + WAIT
+        while client.status(WAIT)["service"]["clients"][0]["groups"]:
+            assert time.monotonic() < deadline
+
+
+def test_more_groups_than_the_service_takes_at_once_wait_their_turn(engine: FakeEngine) -> None:
+    engine.limits = Limits(max_groups_per_client=3, max_samples_per_client=10)
+    with serving(engine) as connect, connect() as client:
+        groups = list(client.generate_groups([[i] for i in range(50)], Sampling(n=4, max_tokens=2), timeout=WAIT))
+        assert [group[3].token_ids.tolist() for group in groups] == [expected([i], 3, 2) for i in range(50)]
+        # one that can never fit is refused, and does not wait for the others
+        running = client.submit([1], ENDLESS)
+        with pytest.raises(e.InvalidRequest, match="Limits.max_n"):
+            client.submit([1], Sampling(n=5000)).result(WAIT)
+        with pytest.raises(e.LimitExceeded, match="max_samples_per_client"):
+            running.cancel()
+            client.submit([1], Sampling(n=11)).result(WAIT)
+
+
+def test_cancel_before_it_was_sent(engine: FakeEngine) -> None:
+    engine.limits = Limits(max_groups_per_client=1)
+    with serving(engine) as connect, connect() as client:
+        running, waiting = client.submit([1], ENDLESS), client.submit([2], Sampling(n=3))
+        waiting.cancel()
+        assert [(s.index, s.finish_reason, len(s.token_ids)) for s in waiting.result(WAIT)] == [
+            (i, "aborted", 0) for i in range(3)
+        ]
+        running.cancel()
+        running.result(WAIT)
+        assert sum(engine.clients.values()) == 1
+
+
+def test_two_clients_and_many_threads() -> None:
+    with serving(sockets=True) as connect, connect() as one, connect() as two:
+        failed: list[BaseException] = []
+
+        def use(client: RolloutClient, number: int) -> None:
+            try:
+                for i in range(20):
+                    (group,) = client.generate_groups([[number, i]], Sampling(n=3, max_tokens=2), timeout=WAIT)
+                    assert tokens(group) == [expected([number, i], k, 2) for k in range(3)]
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=use, args=(client, i)) for i, client in enumerate([one, two] * 4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not failed and not any(thread.is_alive() for thread in threads)
+
+
+def test_info_and_status(client: RolloutClient) -> None:
+    assert (client.info.model, client.info.vocab_size, client.info.version) == ("fake", VOCAB, 3)
+    status = client.status()
+    assert status["version"] == 3 and status["service"]["clients"][0]["name"] == "test"
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ([1.5], "must be integer token ids"),
+        ([True], "must be integer token ids"),
+        (["a"], "must be integer token ids"),
+        ([[1], [2]], "must be integer token ids"),
+        (5, "must be integer token ids"),
+        ([None], "must be integer token ids"),
+        ([2**31], "32-bit"),
+        ([-(2**31) - 1], "32-bit"),
+        ([2**70], "integer token ids"),
+        ([[1], [2, 3]], "prompt: "),
+    ],
+)
+def test_prompts_that_are_none(prompt: Any, reason: str) -> None:
+    with pytest.raises(e.InvalidRequest, match=reason):
+        token_array(prompt)
+
+
+def test_prompts_are_copied() -> None:
+    prompt = np.array([1, 2], np.int32)
+    copy = token_array(prompt)
+    prompt[0] = 9
+    assert copy.tolist() == [1, 2]
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": []}, "prompt of 0 tokens"),
+    ({"prompt": [VOCAB]}, f"token id {VOCAB}"),
+    ({"prompt": [-1]}, "token id -1"),
+    ({"prompt": [1] * 99_999}, "exceeds the context"),
+    ({"n": 0}, "n=0"),
+    ({"n": -(2**63)}, "n=-9223372036854775808"),
+    ({"n": 10**12}, "Limits.max_n"),
+    ({"n": 2**70}, "cannot be sent"),
+    ({"n": 2.5}, "cannot be sent.*Expected `int`"),
+    ({"n": "2"}, "cannot be sent.*Expected `int`"),
+    ({"max_tokens": 10**6}, "Limits.max_tokens"),
+    ({"max_tokens": 60_000}, "never fit the KV pool"),
+    ({"temperature": float("nan")}, "temperature=nan"),
+    ({"temperature": float("inf")}, "temperature=inf"),
+    ({"temperature": -1.0}, "temperature=-1.0"),
+    ({"temperature": "hot"}, "cannot be sent"),
+    ({"temperature": None}, "cannot be sent"),
+    ({"top_p": 0.0}, "top_p=0.0"),
+    ({"top_p": 1.5}, "top_p=1.5"),
+    ({"stop_token_ids": (VOCAB,)}, "stop_token_ids holds"),
+    ({"stop_token_ids": ("</s>",)}, "cannot be sent"),
+    ({"group_id": ""}, "group id of 0 bytes"),
+    ({"group_id": "x" * 129}, "Limits.max_id_bytes"),
+    ({"group_id": 7}, "cannot be sent"),
+    ({"group_id": "\ud800"}, "cannot be sent"),
+]
+
+
+@pytest.mark.parametrize(("bad", "reason"), BAD, ids=[str(bad)[:40] for bad, _ in BAD])
+def test_bad_input_is_a_typed_error_of_that_group_alone(bad: dict[str, Any], reason: str, shared: RolloutClient) -> None:
+    fields = dict(bad)
+    prompt, group_id = fields.pop("prompt", [1]), fields.pop("group_id", None)
+    sampling = Sampling(**{"max_tokens": 3, **fields})
+    running = shared.submit([4], Sampling(max_tokens=20))
+    with pytest.raises(e.RolloutError, match=reason) as caught:
+        shared.submit(prompt, sampling, group_id).result(WAIT)
+    assert isinstance(caught.value, ValueError) and type(caught.value) in (e.InvalidRequest, e.LimitExceeded)
+    with pytest.raises(type(caught.value), match=reason):
+        list(shared.generate([prompt], sampling, group_ids=None if group_id is None else [group_id], timeout=WAIT))
+    assert tokens(running.result(WAIT)) == [expected([4], 0, 20)]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[RolloutClient]:
+    with serving() as connect, connect() as client:
+        yield client
+
+
+def test_a_live_id_of_this_client(client: RolloutClient) -> None:
+    first = client.submit([1], ENDLESS, "same")
+    with pytest.raises(e.IdConflict, match="group 'same': this client has a live group"):
+        client.submit([1], ENDLESS, "same").result(WAIT)
+    assert not first.done
+    first.cancel()
+    first.result(WAIT)
+    assert tokens(client.submit([2], Sampling(max_tokens=1), "same").result(WAIT)) == [expected([2], 0, 1)]
+
+
+def test_as_many_of_each(client: RolloutClient) -> None:
+    with pytest.raises(ValueError, match="2 prompts, 1 samplings, 2 group_ids"):
+        next(client.generate([[1], [2]], [Sampling()]))
+    with pytest.raises(ValueError, match="2 prompts, 2 samplings, 1 group_ids"):
+        next(client.generate_groups([[1], [2]], group_ids=["a"]))
+    assert list(client.generate([])) == []
+
+
+def test_samples_of_a_failed_step_are_delivered_as_such(engine: FakeEngine) -> None:
+    engine.crash_on = 13
+    with serving(engine) as connect, connect() as client:
+        (group,) = client.generate_groups([[13]], Sampling(n=2), timeout=WAIT)
+        assert [(s.finish_reason, s.error) for s in group] == [
+            ("error", "engine.step failed: RuntimeError: scripted crash")
+        ] * 2
+        assert client.submit([1], Sampling(max_tokens=1)).result(WAIT)[0].finish_reason == "length"
+
+
+# the end of a client, the end of a service
+
+
+def test_close_ends_what_is_open(engine: FakeEngine) -> None:
+    with serving(engine) as connect:
+        client = connect()
+        handle = client.submit([1], ENDLESS)
+        client.status(WAIT)
+        client.close()
+        for use in (lambda: handle.result(WAIT), lambda: client.submit([1]).result(WAIT), lambda: client.status(WAIT)):
+            with pytest.raises(e.ClientClosed):
+                use()
+        handle.cancel()
+        client.close()
+        deadline = time.monotonic() + WAIT
+        while not engine.aborted:  # at once, without waiting for the grace time
+            assert time.monotonic() < deadline
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(e.ServiceLost, match="no service at tcp://127.0.0.1:9 within 0.2 s: is `rollout serve` running"):
+        RolloutClient("tcp://127.0.0.1:9", connect_timeout_s=0.2)
+
+
+def test_somebody_else_there() -> None:
+    with pytest.raises(e.ServiceLost, match="accepts connections but did not answer"):
+        RolloutClient(transport=LoopbackService().connect(), connect_timeout_s=0.1)
+
+
+def test_an_address_or_a_transport() -> None:
+    with pytest.raises(ValueError, match="one of the two"):
+        RolloutClient()
+    with pytest.raises(ValueError, match="must be tcp://HOST:PORT"):
+        RolloutClient("localhost")
+
+
+def test_another_protocol_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as connect:
+        service: Service = connect.service  # type: ignore[attr-defined]
+        welcomed = service._hello
+        monkeypatch.setattr(service, "_hello", lambda peer, hello: welcomed(peer, msgspec.structs.replace(hello, protocol=2)))
+        with pytest.raises(e.VersionMismatch, match="the client speaks protocol 2, the service 1: install the same version"):
+            connect()
+
+
+def test_too_many_clients(engine: FakeEngine) -> None:
+    engine.limits = Limits(max_clients=1)
+    with serving(engine) as connect, connect():
+        with pytest.raises(e.Busy, match="Limits.max_clients"):
+            connect()
+
+
+def test_a_service_that_stops_returns_what_it_has(engine: FakeEngine) -> None:
+    for sockets in (False, True):
+        with serving(engine, sockets) as connect:
+            client = connect()
+            handle = client.submit([1], ENDLESS)
+            client.status(WAIT)
+        assert [sample.finish_reason for sample in handle.result(WAIT)] == ["aborted"] * 2
+        client.close()
+
+
+# a service played by hand
+
+
+class Played:
+    """The service's end of a client; `answer` says Welcome, everything else is the test's."""
+
+    def __init__(self, **options: Any) -> None:
+        self.end = LoopbackService()
+        self.incarnation = "one"
+        self._decoder: Decoder[m.ClientMessage] = Decoder(m.ClientMessage, Limits())
+        self._inbox: list[tuple[bytes, Any]] = []
+        self.peer = b""
+        connected: list[RolloutClient] = []
+        thread = threading.Thread(
+            target=lambda: connected.append(RolloutClient(transport=self.end.connect(), connect_timeout_s=WAIT, **options))
+        )
+        thread.start()
+        self.welcome(self.get(m.Hello))
+        thread.join(WAIT)
+        (self.client,) = connected
+
+    def get(self, kind: Any) -> Any:
+        """The next message of this kind; others are skipped."""
+        deadline = time.monotonic() + WAIT
+        while time.monotonic() < deadline:
+            for peer, frames in self.end.receive(0.1):
+                self._inbox.append((peer, self._decoder.unpack([bytes(frame) for frame in frames])))
+            while self._inbox:
+                self.peer, message = self._inbox.pop(0)
+                if isinstance(message, kind):
+                    return message
+        raise AssertionError(f"no {kind} came")
+
+    def send(self, *messages: msgspec.Struct) -> None:
+        for message in messages:
+            self.send_frames(pack(message))
+
+    def send_frames(self, frames: list[Frame]) -> None:
+        assert self.end.send(self.peer, frames)
+
+    def welcome(self, hello: m.Hello, groups: np.ndarray | None = None) -> None:
+        info = ("played", VOCAB, 9999, (), 1, Limits(), ())
+        self.send(m.Welcome(m.PROTOCOL, hello.number, self.incarnation, *info, groups))
+
+    def sample(self, group_id: str, index: int, first: int = 0) -> m.SampleDone:
+        array = np.arange(first, first + 3, dtype=np.int32)
+        return m.SampleDone(
+            Sample(
+                group_id=group_id,
+                index=index,
+                token_ids=array,
+                logprobs=np.zeros(3, np.float32),
+                finish_reason="length",
+                weight_versions=[(0, 1)],
+                prompt_tokens=1,
+            )
+        )
+
+
+@pytest.fixture
+def played() -> Iterator[Played]:
+    played = Played()
+    yield played
+    played.client.close()
+
+
+def wanted(hello: m.Hello) -> int:
+    return 0 if hello.groups is None else len(hello.groups)
+
+
+def failure(handle: Handle) -> e.RolloutError:
+    with pytest.raises(e.RolloutError) as caught:
+        handle.result(WAIT)
+    return caught.value
+
+
+def test_each_sample_is_acked_and_repeats_change_nothing(played: Played) -> None:
+    handle = played.client.submit([1], Sampling(n=2), "g")
+    assert played.get(m.Submit).group_id == "g"
+    played.send(played.sample("g", 1), played.sample("g", 1, first=50), played.sample("g", 0))
+    assert tokens(handle.result(WAIT)) == [[0, 1, 2]] * 2
+    played.send(played.sample("g", 0), played.sample("unknown", 0))
+    acked: list[tuple[str, int]] = []
+    while len(acked) < 5:
+        acked += played.get(m.Ack).samples
+    assert acked == [("g", 1), ("g", 1), ("g", 0), ("g", 0), ("unknown", 0)]  # nobody needs to send them again
+
+
+def test_heartbeats_come_while_nothing_happens(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "HEARTBEAT_S", 0.05)
+    for _ in range(3):
+        played.get(m.Heartbeat)
+
+
+def test_a_session_that_the_service_has_forgotten_is_set_up_again(played: Played) -> None:
+    handle = played.client.submit([1], Sampling(), "g")
+    cancelled = played.client.submit([1], Sampling(), "c")
+    first = [played.get(m.Submit), played.get(m.Submit)]
+    cancelled.cancel()
+    played.get(m.Abort)
+    played.send(m.Refused(e.NoSession.kind, "who are you"))
+    hello = played.get(m.Hello)
+    assert {row.tobytes() for row in hello.groups} == {m.digest(submit) for submit in first}
+    played.welcome(hello)
+    assert [played.get(m.Submit).group_id, played.get(m.Submit).group_id] == ["g", "c"]
+    assert played.get(m.Abort).group_ids == ["c"]
+    played.send(played.sample("g", 0), played.sample("c", 0))
+    assert handle.result(WAIT) and cancelled.result(WAIT)
+
+
+def test_what_the_service_still_has_is_not_sent_again(played: Played) -> None:
+    handles = [played.client.submit([1], Sampling(), name) for name in ("kept", "lost")]
+    kept, lost = played.get(m.Submit), played.get(m.Submit)
+    played.send(m.Refused(e.NoSession.kind, "who are you"))
+    played.welcome(played.get(m.Hello), groups=m.digests([m.digest(kept)]))
+    assert m.digest(played.get(m.Submit)) == m.digest(lost) == handles[1].digest
+    status = threading.Thread(target=lambda: pytest.raises(e.ClientClosed, played.client.status, WAIT))
+    status.start()
+    assert isinstance(played.get(m.Submit | m.StatusRequest), m.StatusRequest)  # and no second one
+    played.client.close()
+    status.join(WAIT)
+
+
+def test_a_group_is_there_before_what_its_caller_asks_next(played: Played) -> None:
+    handle = played.client.submit([1], Sampling(), "g")
+    with pytest.raises(e.RequestTimeout):
+        played.client.status(0)
+    assert isinstance(played.get(m.Submit | m.StatusRequest), m.Submit)
+    assert isinstance(played.get(m.Submit | m.StatusRequest), m.StatusRequest) and not handle.done
+
+
+def test_an_outdated_welcome_is_none(played: Played) -> None:
+    """After an error the client starts over; the answer to an older Hello must not let it go on as if that were agreed."""
+    handle = played.client.submit([1], Sampling(), "g")
+    played.get(m.Submit)
+    played.send_frames([b"\xc1 nonsense"])
+    assert isinstance(failure(handle), e.ProtocolError)
+    again = played.client.submit([2], Sampling(), "g")
+    hello = played.get(m.Hello)
+    assert wanted(hello) == 0  # the service drops the first
+    played.welcome(msgspec.structs.replace(hello, number=hello.number - 1))
+    played.send(played.sample("g", 0, first=50))  # of the first group, still on its way
+    played.welcome(hello)
+    assert played.get(m.Submit).prompt.tolist() == [2]
+    played.send(played.sample("g", 0))
+    assert tokens(again.result(WAIT)) == [[0, 1, 2]]
+
+
+def test_an_open_status_is_asked_again(played: Played) -> None:
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append(played.client.status(WAIT)))
+    thread.start()
+    first = played.get(m.StatusRequest)
+    played.send(m.Refused(e.NoSession.kind, "who are you", request_id=first.request_id))
+    played.welcome(played.get(m.Hello))
+    again = played.get(m.StatusRequest)
+    assert again.request_id == first.request_id
+    played.send(m.StatusReply(again.request_id, b'{"a": 1}'), m.StatusReply(again.request_id, b"{}"), m.StatusReply(99, b"{}"))
+    thread.join(WAIT)
+    assert got == [{"a": 1}]
+
+
+def test_a_status_that_is_given_up_is_not_asked_again(played: Played) -> None:
+    with pytest.raises(e.RequestTimeout, match="no status within 0.02 s"):
+        played.client.status(0.02)
+    late = played.get(m.StatusRequest)
+    played.send(m.StatusReply(late.request_id, b"{}"))
+    handle = played.client.submit([1], Sampling(), "g")  # the thread lives
+    played.get(m.Submit)
+    played.send(played.sample("g", 0))
+    handle.result(WAIT)
+
+
+def test_refusals_go_to_whom_they_are_about(played: Played) -> None:
+    one, two, three = (played.client.submit([1], Sampling(), name) for name in ("one", "two", "three"))
+    for _ in range(3):
+        played.get(m.Submit)
+    played.send(m.Refused("busy", "later", "one"), m.Refused("made_up", "new", "two"), m.Refused("busy", "x", "unknown"))
+    assert type(failure(one)) is e.Busy and str(failure(one)) == "group 'one': later"
+    assert type(failure(two)) is e.RolloutError and "made_up: new" in str(failure(two))
+    assert not three.done
+    played.send(m.Refused("group_failed", "about nobody in particular"))
+    assert type(failure(three)) is e.GroupFailed and three.group_id == "three"
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"\xff"],
+        [*pack(m.Heartbeat())],
+        [*pack(m.Alive(1, 1)), b"unnamed"],
+        [*pack(m.StatusReply(1, b"[]"))],
+        [*pack(m.StatusReply(1, b"{"))],
+        [*pack(m.StatusReply(1, b"[" * 100_000))],
+        [*pack(m.StatusReply(1, b"\xff"))],
+        [*pack(Played.sample(None, "g", 7))],  # type: ignore[arg-type]
+        [*pack(Played.sample(None, "g", -1))],  # type: ignore[arg-type]
+    ],
+)
+def test_nonsense_from_the_service_is_told_to_everybody_who_waits(played: Played, frames: list[Frame]) -> None:
+    handle = played.client.submit([1], Sampling(n=2), "g")
+    played.get(m.Submit)
+    status: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            played.client.status(WAIT)
+        except Exception as error:
+            status.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    played.get(m.StatusRequest)
+    played.send_frames(frames)
+    assert "the service sent what cannot be read" in str(failure(handle))
+    thread.join(WAIT)
+    assert isinstance(status[0], e.ProtocolError)
+    played.welcome(played.get(m.Hello))  # and the connection goes on
+    again = played.client.submit([1], Sampling(), "g")
+    played.get(m.Submit)
+    played.send(played.sample("g", 0))
+    again.result(WAIT)
+
+
+def test_a_restarted_service_is_told(played: Played) -> None:
+    handle = played.client.submit([1], Sampling(), "g")
+    played.get(m.Submit)
+    played.send(m.Refused(e.NoSession.kind, "who are you"))
+    hello = played.get(m.Hello)
+    played.incarnation = "two"
+    played.welcome(hello)
+    error = failure(handle)
+    assert type(error) is e.ServiceRestarted and "was restarted; what ran there is gone" in str(error)
+    assert played.client.info.incarnation == "two"
+    played.client.submit([1], Sampling(), "h")
+    assert played.get(m.Submit).group_id == "h"
+
+
+def test_a_loop_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "POLL_S", 0.01)
+    played = Played(stall_timeout_s=0.3)
+    handle = played.client.submit([1], Sampling(), "g")
+    for _ in range(4):  # longer than the timeout, but it says something
+        time.sleep(0.1)
+        played.send(m.Alive(0, 1))
+        assert not handle.done
+    started = time.monotonic()
+    error = failure(handle)
+    assert type(error) is e.ServiceLost and "its loop said nothing for 0.3 s" in str(error)
+    assert time.monotonic() - started < 3
+    while wanted(hello := played.get(m.Hello)):
+        pass
+    played.welcome(hello)  # it moves again
+    again = played.client.submit([1], Sampling(), "g")
+    assert played.get(m.Submit).group_id == "g"
+    played.send(played.sample("g", 0))
+    again.result(WAIT)
+    played.client.close()
+
+
+def test_a_service_that_never_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "POLL_S", 0.01)
+    played = Played(link_timeout_s=0.2)
+    handle = played.client.submit([1], Sampling(), "g")
+    played.get(m.Submit)
+    played.end.close()
+    error = failure(handle)
+    assert type(error) is e.ServiceLost and "dead or unreachable: no connection for 0.2 s" in str(error)
+    assert type(failure(played.client.submit([1]))) is e.ServiceLost  # later ones too
+    played.client.close()
+
+
+def test_a_refused_hello_is_not_repeated_in_a_hurry(played: Played) -> None:
+    played.send(m.Refused(e.NoSession.kind, "who are you"))
+    played.get(m.Hello)
+    played.send(m.Refused("busy", "too many clients"))
+    handle = played.client.submit([1], Sampling())
+    hellos = 0
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        hellos += sum(b"hello" in bytes(frames[0]) for _, frames in played.end.receive(0.05))
+    assert hellos == 0 and not handle.done
+
+
+def test_a_mistake_in_the_io_thread_leaves_nobody_waiting(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = played.client.submit([1], Sampling(), "g")
+    played.get(m.Submit)
+    monkeypatch.setattr(Handle, "take", lambda self, sample: 1 / 0)
+    played.send(played.sample("g", 0))
+    assert "I/O thread failed: ZeroDivisionError" in str(failure(handle))
+    assert "ZeroDivisionError" in str(failure(played.client.submit([1])))
+
+
+def test_ids_made_up_are_never_twice(played: Played) -> None:
+    handles = [played.client.submit([1]) for _ in range(100)]
+    assert len({handle.group_id for handle in handles}) == 100
+
+
+def test_status_must_be_an_object() -> None:
+    assert link._status_dict(json.dumps({"a": 1}).encode()) == {"a": 1}
+    with pytest.raises(ValueError, match="must be a JSON object"):
+        link._status_dict(b"[1]")

@@ -1,0 +1,390 @@
+"""What happens when something breaks: processes that die or stop, links that break, strangers that send rubbish."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+
+from engine.request import Limits, Sampling
+from rollout import service as service_module
+from rollout.client import RolloutClient
+from rollout.service import Service
+from rollout.session import Session
+from tests.rollout.fake_engine import FakeEngine, expected
+from tests.rollout.faulty_link import Proxy
+from tests.transport.wire_fuzz import CLIENT_MESSAGES, mutate, valid_frames
+from transport import errors as e
+from transport import messages as m
+from transport.frames import pack
+
+ROOT = Path(__file__).parents[2]
+ENDLESS = Sampling(n=2, max_tokens=40_000)
+WAIT = 15.0
+
+
+def until(condition: Callable[[], bool], seconds: float = WAIT) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.01)
+
+
+class Process:
+    """A service of the fake engine, as a process."""
+
+    def __init__(self, folder: Path, endpoint: str = "tcp://127.0.0.1:*", step_s: float = 0.002, grace_s: float = 10.0) -> None:
+        ready = folder / f"ready{time.monotonic_ns()}"
+        command = [sys.executable, "-m", "tests.rollout.fake_engine", endpoint, str(ready), str(step_s), str(grace_s)]
+        self.popen = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        until(lambda: ready.exists() or self.popen.poll() is not None)
+        self.endpoint = ready.read_text()
+
+    def signal(self, number: int) -> None:
+        self.popen.send_signal(number)
+
+    def end(self) -> None:
+        self.popen.kill()
+        self.popen.wait(WAIT)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    with ExitStack() as stack:
+
+        def one(**options: object) -> Process:
+            process = Process(tmp_path, **options)  # type: ignore[arg-type]
+            stack.callback(process.end)
+            return process
+
+        yield one
+
+
+@contextmanager
+def serving(engine: FakeEngine, **options: float) -> Iterator[Service]:
+    service = Service(engine, "tcp://127.0.0.1:*", **options)  # type: ignore[arg-type]
+    thread = threading.Thread(target=service.run)
+    thread.start()
+    try:
+        yield service
+    finally:
+        service.stop()
+        thread.join(WAIT)
+        assert not thread.is_alive()
+
+
+# processes
+
+
+CLIENT = """
+import sys
+from engine.request import Sampling
+from rollout.client import RolloutClient
+with RolloutClient(sys.argv[1], name="trainer") as client:
+    handle = client.submit([5], Sampling(n=2, max_tokens=int(sys.argv[2])), group_id="same id")
+    client.status()
+    print("running", flush=True)
+    print([sample.token_ids.tolist() for sample in handle.result(30)], flush=True)
+"""
+
+
+@contextmanager
+def trainer(endpoint: str, max_tokens: int) -> Iterator[subprocess.Popen[str]]:
+    """Another process with a group that runs."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CLIENT, endpoint, str(max_tokens)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "running\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_two_trainers_one_killed(start: Callable[..., Process]) -> None:
+    """As a user would see it: three processes; the groups of the dead trainer end after the grace time, the other's go on."""
+    service = start(grace_s=2.0)
+    with RolloutClient(service.endpoint, name="watcher") as client, trainer(service.endpoint, 40_000) as victim:
+
+        def clients() -> dict[str, int]:
+            return {one["name"]: one["running_samples"] for one in client.status()["service"]["clients"]}
+
+        mine = client.submit([7], Sampling(n=3, max_tokens=1500), group_id="same id")
+        assert clients() == {"watcher": 3, "trainer": 2}
+        victim.kill()
+        killed = time.monotonic()
+        until(lambda: "trainer" not in clients())
+        assert 1 < time.monotonic() - killed < 6
+        assert client.status()["running"] <= 3
+        assert [s.token_ids.tolist() for s in mine.result(WAIT)] == [expected([7], i, 1500) for i in range(3)]
+
+
+def test_a_trainer_that_was_suspended_gets_everything_in_the_end(start: Callable[..., Process]) -> None:
+    """Longer than the grace time: its session is forgotten, and set up again when it wakes."""
+    service = start(grace_s=2.0)
+    with RolloutClient(service.endpoint) as client, trainer(service.endpoint, 800) as sleeper:
+        sleeper.send_signal(signal.SIGSTOP)
+        until(lambda: [c["number"] for c in client.status()["service"]["clients"]] == [1])
+        assert client.status()["running"] == 0
+        sleeper.send_signal(signal.SIGCONT)
+        assert sleeper.stdout is not None
+        assert sleeper.stdout.readline() == f"{[expected([5], i, 800) for i in range(2)]}\n"
+
+
+def test_a_dead_or_stopped_service_is_told_within_10_seconds_and_a_slow_one_is_not(start: Callable[..., Process]) -> None:
+    killed, stopped, slow = start(), start(), start(step_s=9.8)
+    with ExitStack() as stack:
+        clients = [stack.enter_context(RolloutClient(process.endpoint)) for process in (killed, stopped, slow)]
+        handles = [client.submit([1], ENDLESS) for client in clients]
+        for client in clients[:2]:
+            client.status()
+        took: dict[int, float] = {}
+        errors: dict[int, Exception] = {}
+
+        def wait(i: int) -> None:
+            try:
+                handles[i].result(30)
+            except Exception as error:
+                took[i], errors[i] = time.monotonic() - started, error
+
+        started = time.monotonic()
+        killed.signal(signal.SIGKILL)
+        stopped.signal(signal.SIGSTOP)
+        threads = [threading.Thread(target=wait, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        for i in range(2):
+            assert type(errors[i]) is e.ServiceLost and "dead or unreachable" in str(errors[i])
+            assert took[i] < 10
+        until(lambda: time.monotonic() - started > 9)  # in the middle of its step
+        assert not handles[2].done
+
+        stopped.signal(signal.SIGCONT)  # it was not dead: the next group is served, and nothing of the old one is left
+        deadline = time.monotonic() + WAIT
+        while True:
+            try:
+                (sample,) = clients[1].submit([3], Sampling(max_tokens=2), group_id=handles[1].group_id).result(WAIT)
+                break
+            except e.ServiceLost:  # not connected again yet
+                assert time.monotonic() < deadline
+        assert sample.token_ids.tolist() == expected([3], 0, 2)
+        until(lambda: clients[1].status()["running"] == 0)
+        slow.end()
+
+
+def test_a_service_that_is_killed_and_started_again(start: Callable[..., Process]) -> None:
+    first = start()
+    with RolloutClient(first.endpoint) as client:
+        incarnation = client.info.incarnation
+        handle = client.submit([1], ENDLESS)
+        client.status()
+        first.end()
+        start(endpoint=first.endpoint)
+        with pytest.raises(e.ServiceRestarted):
+            handle.result(WAIT)
+        assert client.info.incarnation != incarnation
+        ((sample,),) = client.generate_groups([[3]], Sampling(max_tokens=2), timeout=WAIT)
+        assert sample.token_ids.tolist() == expected([3], 0, 2)
+
+
+# links
+
+
+def many_groups(client: RolloutClient, count: int) -> None:
+    """Groups of every length, each checked token by token; each sample once."""
+    prompts = [[i, i] for i in range(count)]
+    samplings = [Sampling(n=1 + i % 4, max_tokens=1 + 37 * i % 150) for i in range(count)]
+    seen = set()
+    for sample in client.generate(prompts, samplings, group_ids=[str(i) for i in range(count)], timeout=WAIT):
+        i = int(sample.group_id)
+        assert (i, sample.index) not in seen
+        seen.add((i, sample.index))
+        assert sample.finish_reason == "length"
+        assert sample.token_ids.tolist() == expected(prompts[i], sample.index, samplings[i].max_tokens)
+    assert len(seen) == sum(sampling.n for sampling in samplings)
+
+
+def test_a_link_that_breaks_and_heals_loses_nothing() -> None:
+    engine = FakeEngine(step_s=0.005)
+    with serving(engine) as service, Proxy(service.endpoint) as proxy, RolloutClient(proxy.address) as client:
+        done = threading.Event()
+
+        def break_it() -> None:
+            rng = random.Random(3)
+            while not done.wait(rng.uniform(0.02, 0.4)):
+                proxy.cut()
+
+        breaker = threading.Thread(target=break_it)
+        breaker.start()
+        try:
+            many_groups(client, 60)
+        finally:
+            done.set()
+            breaker.join()
+        assert proxy.cuts >= 3
+        assert sum(engine.clients.values()) == 60 and not engine.aborted  # each group was run once
+
+
+def test_a_link_that_breaks_in_the_middle_of_frames_loses_nothing() -> None:
+    engine = FakeEngine(step_s=0.002)
+    with serving(engine) as service, Proxy(service.endpoint) as proxy, RolloutClient(proxy.address) as client:
+        proxy.cut_after = (3000, 20_000)  # the groups and their samples are some 50,000 bytes
+        proxy.cut()
+        many_groups(client, 40)
+        assert proxy.cuts >= 3
+        assert sum(engine.clients.values()) == 40 and not engine.aborted
+
+
+def test_without_sending_again_a_broken_link_would_lose_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    attach = Session.attach
+
+    def forgetful(self: Session, peer: bytes, welcome: list) -> None:  # type: ignore[type-arg]
+        attach(self, peer, welcome)
+        while len(self._queue) > 1:
+            self._queue.pop()
+
+    monkeypatch.setattr(Session, "attach", forgetful)
+    with serving(FakeEngine(step_s=0.05)) as service, Proxy(service.endpoint) as proxy, RolloutClient(proxy.address) as client:
+        handle = client.submit([1], Sampling(max_tokens=3))
+        until(lambda: client.status()["running"] == 1)
+        proxy.cut()
+        with pytest.raises(e.RequestTimeout):
+            handle.result(2.0)
+
+
+def test_a_link_that_stays_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(step_s=0.002)
+    with serving(engine, client_grace_s=2.0) as service:
+        with Proxy(service.endpoint) as proxy:
+            client = RolloutClient(proxy.address, link_timeout_s=0.5)
+            handle = client.submit([1], ENDLESS)
+            client.status()
+        with pytest.raises(e.ServiceLost, match="no connection for 0.5 s"):
+            handle.result(WAIT)
+        until(lambda: bool(engine.aborted))
+        client.close()
+
+
+# strangers
+
+
+def rubbish(endpoint: str, count: int, seed: int) -> int:
+    """Broken messages from a peer that reads none of the answers for long, and connects again when it is thrown out."""
+    rng = random.Random(seed)
+    valid = valid_frames([message for message in CLIENT_MESSAGES if not isinstance(message, m.Control)])
+    sent = 0
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(endpoint)
+        while sent < count:
+            if not dealer.poll(5000, zmq.POLLOUT):
+                raise AssertionError("the service takes nothing any more")
+            if rng.random() < 0.05:
+                dealer.send_multipart(pack(m.Hello(m.PROTOCOL, f"{rng.randrange(5):032x}")))
+            dealer.send_multipart(mutate(rng, rng.choice(valid)) or [b""])
+            sent += 1
+            while rng.random() < 0.3 and dealer.poll(0):
+                dealer.recv_multipart()
+    return sent
+
+
+def raw_bytes(endpoint: str, count: int, seed: int) -> None:
+    """Bytes that are no ZMTP, or the beginning of one."""
+    rng = random.Random(seed)
+    port = int(endpoint.rpartition(":")[2])
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+    for _ in range(count):
+        with socket.create_connection(("127.0.0.1", port)) as raw:
+            try:
+                raw.sendall(rng.choice((b"", greeting[: rng.randrange(64)], greeting)) + rng.randbytes(rng.randrange(300)))
+                if rng.random() < 0.3:
+                    raw.sendall(greeting + b"\x02" + b"\xff" * 8)  # a frame of 2**64 - 1 bytes
+            except OSError:
+                pass  # thrown out already
+
+
+def test_rubbish_at_a_live_service_harms_nobody_else() -> None:
+    engine = FakeEngine(Limits(max_clients=16), step_s=0.0005)
+    with serving(engine) as service, RolloutClient(service.endpoint, name="victim") as victim:
+        done, rounds, failed = threading.Event(), [0], []
+
+        def generate() -> None:
+            try:
+                while not done.is_set():
+                    many_groups(victim, 6)
+                    rounds[0] += 1
+            except BaseException as error:
+                failed.append(error)
+
+        generator = threading.Thread(target=generate)
+        generator.start()
+        with ExitStack() as stack:
+            stack.callback(generator.join, WAIT)
+            stack.callback(done.set)
+            attackers = [threading.Thread(target=rubbish, args=(service.endpoint, 550, seed)) for seed in range(4)]
+            attackers.append(threading.Thread(target=raw_bytes, args=(service.endpoint, 100, 9)))
+            for attacker in attackers:
+                attacker.start()
+            for attacker in attackers:
+                attacker.join(60)
+                assert not attacker.is_alive()
+            seen = rounds[0]
+            until(lambda: rounds[0] > seen or bool(failed))  # it still generates
+        assert not failed and not generator.is_alive()
+        assert victim.status()["service"]["malformed"] > 800
+        many_groups(victim, 10)
+
+
+def test_the_rubbish_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, at a service that lets what decoding raises go through: it falls."""
+    monkeypatch.setattr(service_module, "RolloutError", ZeroDivisionError)
+    service = Service(FakeEngine(), "tcp://127.0.0.1:*", linger_s=0.1)
+    fallen: list[BaseException] = []
+
+    def run() -> None:
+        monkeypatch.setattr(service, "_refuse", lambda *args: 1 / 0)
+        try:
+            service.run()
+        except BaseException as error:
+            fallen.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(service.endpoint)
+        dealer.send(b"rubbish")
+        thread.join(WAIT)
+    assert fallen and not thread.is_alive()
+
+
+def test_many_connections_leave_nothing_behind() -> None:
+    process = psutil.Process(os.getpid())
+    engine = FakeEngine()
+    with serving(engine) as service:
+        with RolloutClient(service.endpoint) as watcher:
+            before: tuple[int, int] | None = None
+            for i in range(25):
+                with RolloutClient(service.endpoint) as client:
+                    handle = client.submit([i], ENDLESS if i % 2 else Sampling(max_tokens=1))
+                    if not i % 2:
+                        handle.result(WAIT)
+                until(lambda: len(watcher.status()["service"]["clients"]) == 1)
+                if i == 4:
+                    before = (process.num_fds(), threading.active_count())
+            until(lambda: (process.num_fds(), threading.active_count()) <= before)
+            assert not engine.groups and watcher.status()["running"] == 0

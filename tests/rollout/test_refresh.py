@@ -1,0 +1,652 @@
+"""Refresh through client and service: the protocol message by message, then the client over both transports."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.engine import Engine
+from engine.request import Limits, Sample, Sampling, TensorInfo, manifest_digest
+from engine.staging import describe, with_digest
+from rollout.client import RolloutClient
+from rollout.pushes import REMEMBERED
+from rollout.refresh import Pusher
+from rollout.service import Service
+from tests.engine.test_weights import fail_commit
+from tests.engine.watermark import check_marks, token_of, watermark_engine, weights_of
+from tests.rollout.faulty_link import Proxy
+from transport import messages as m
+from transport.errors import Busy, ClientClosed, InvalidRequest, RequestTimeout, SourceUnreachable, StaleWeights, WeightsRefused
+from transport.frames import Decoder, pack
+from transport.loopback import LoopbackService
+from transport.weights import inline
+from transport.weights.inline import InlineOffer, chunks
+from transport.weights.manifest import pack_manifest
+from transport.weights.shm import Segment, ShmOffer, host_key
+
+IDS = [f"{i:032x}" for i in range(200)]
+SAMPLING = Sampling(n=16, max_tokens=3000, ignore_eos=True)
+
+needs_shm = pytest.mark.skipif(host_key() is None, reason="no memfd on this system")
+
+
+def described(version: int) -> tuple[list[TensorInfo], list[np.ndarray]]:
+    each = [describe(name, tensor) for name, tensor in weights_of(version).items()]
+    return [with_digest(*one) for one in each], [data for _, data in each]
+
+
+def digest_of(version: int) -> str:
+    return manifest_digest(described(version)[0])
+
+
+# ── message by message: the test turns the loop ───────────────────────────────────────────────────────────────────────────
+
+
+class Raw:
+    """A client that sends exactly what it is told to."""
+
+    def __init__(self, end: LoopbackService, service: Service, name: str, number: int) -> None:
+        self.service = service
+        self.end = end.connect()
+        self.decoder: Decoder[Any] = Decoder(m.ServiceMessage, Limits())
+        self.requests = 0
+        self.got: list[Any] = []
+        self.send(m.Hello(m.PROTOCOL, IDS[-number], name=name))
+
+    def send(self, message: msgspec.Struct) -> None:
+        assert self.end.send(pack(message))
+        self.turn()
+
+    def turn(self) -> None:
+        self.service.turn()
+        while frames := self.end.receive(0):
+            self.got += [self.decoder.unpack(each) for each in frames]
+
+    def ask(self, kind: Callable[..., Any], *fields: Any, turns: int = 30, **named: Any) -> Any:
+        """Send a request; its answer. None if there is none after so many turns."""
+        self.requests += 1
+        self.send(kind(self.requests, *fields, **named))
+        for _ in range(turns):
+            for message in self.got:
+                if getattr(message, "request_id", None) == self.requests:
+                    return message
+            self.turn()
+        return None
+
+
+class Stage:
+    """A service over the watermark model, with 16 samples running, and clients A and B."""
+
+    def __init__(self) -> None:
+        self.engine: Engine = watermark_engine()
+        self.end = LoopbackService()
+        self.service = Service(self.engine, transport=self.end, lease_s=30.0)
+        self.a, self.b = Raw(self.end, self.service, "A", 1), Raw(self.end, self.service, "B", 2)
+        self.a.send(m.Submit("g", np.array([1, 2, 3], np.int32), SAMPLING))
+        self.push(1)
+
+    def push(self, version: int) -> None:
+        """What is pushed from now on."""
+        self.manifest, self.arrays = described(version)
+        self.digest = manifest_digest(self.manifest)
+
+    def begin(self, client: Raw, id: str = IDS[0], **fields: Any) -> Any:
+        return client.ask(m.Begin, id, pack_manifest(self.manifest), fields.pop("offer", InlineOffer()), **fields)
+
+    def send_chunks(self, client: Raw, id: str = IDS[0], skip: int = 0) -> list[Any]:
+        every = list(chunks(self.arrays, Limits(max_frame_bytes=1_000_000)))[skip:]
+        return [client.ask(m.Chunk, id, offset, views) for offset, views in every]
+
+    def assert_live(self, version: int) -> None:
+        weights = self.engine.weights
+        assert self.engine.version == version and weights.live_digest() == weights.digest == digest_of(version)
+        assert self.engine.model.read() == token_of(version)  # type: ignore[attr-defined]
+
+    def samples(self) -> list[Sample]:
+        self.a.send(m.Abort(["g"]))
+        self.a.turn()
+        return [message.sample for message in self.a.got if isinstance(message, m.SampleDone)]
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    stage = Stage()
+    yield stage
+    samples = stage.samples()
+    assert len(samples) == 16 and check_marks(samples) > 16
+    stage.engine.check()
+
+
+def test_begin_chunks_commit(stage: Stage) -> None:
+    lease = stage.begin(stage.a)
+    assert isinstance(lease, m.Lease) and lease.version == 1 and lease.lease_s == 30.0
+    assert all(isinstance(answer, m.Staged) for answer in stage.send_chunks(stage.a))
+    stage.assert_live(0)
+    status = msgspec.json.decode(stage.b.ask(m.WeightsRequest).status)
+    assert status["staged"] == {
+        "version": 1,
+        "owner": "client 1 (A)",
+        "via": "inline",
+        "received": 7_200_000,
+        "total": 7_200_000,
+    }
+    applied = stage.a.ask(m.Commit, IDS[0], stage.digest)
+    assert isinstance(applied, m.Applied) and applied.refreshed.version == 1 and applied.refreshed.digest == digest_of(1)
+    stage.assert_live(1)
+    assert msgspec.json.decode(stage.b.ask(m.WeightsRequest, True).status) == {
+        "version": 1,
+        "digest": digest_of(1),
+        "live_digest": digest_of(1),
+        "staged": None,
+    }
+
+
+def test_every_request_may_be_repeated(stage: Stage) -> None:
+    assert stage.begin(stage.a).version == stage.begin(stage.a).version == 1
+    stage.send_chunks(stage.a)
+    assert all(isinstance(answer, m.Staged) for answer in stage.send_chunks(stage.a)), "what came twice counts once"
+    first = stage.a.ask(m.Commit, IDS[0], stage.digest)
+    again = stage.a.ask(m.Commit, IDS[0], stage.digest)
+    assert isinstance(first, m.Applied) and again.refreshed == first.refreshed and stage.engine.version == 1
+    assert stage.begin(stage.a).version == 1
+    assert isinstance(stage.send_chunks(stage.a)[-1], m.Staged)
+    refused = stage.a.ask(m.Abandon, IDS[0])
+    assert refused.kind == "weights_refused" and "live already" in refused.message
+    stage.assert_live(1)
+
+
+def test_a_second_pusher_is_told_who_the_first_is(stage: Stage) -> None:
+    stage.push(7)
+    stage.begin(stage.a, version=7)
+    refused = stage.begin(stage.b, IDS[1])
+    assert refused.kind == "busy" and "client 1 (A) is staging version 7" in refused.message
+    for kind, fields in ((m.Chunk, (0, [])), (m.Commit, (stage.digest,))):
+        stolen = stage.b.ask(kind, IDS[0], *fields)
+        assert stolen.kind == "weights_refused" and "no such refresh" in stolen.message
+    assert isinstance(stage.b.ask(m.Abandon, IDS[0]), m.Done), "which does nothing to another client's"
+    stage.send_chunks(stage.a)
+    assert stage.a.ask(m.Commit, IDS[0], stage.digest).refreshed.version == 7
+    assert isinstance(stage.begin(stage.b, IDS[1]), m.Lease)
+
+
+def test_a_lease_that_runs_out_frees_the_staging(stage: Stage) -> None:
+    stage.begin(stage.a)
+    stage.send_chunks(stage.a)
+    stage.service._clock += 29
+    stage.a.ask(m.Chunk, IDS[0], 0, [])  # renews it
+    stage.service._clock += 29
+    stage.a.turn()
+    assert stage.begin(stage.b, IDS[1]).kind == "busy"
+    stage.service._clock += 2
+    stage.a.send(m.Heartbeat())
+    stage.b.send(m.Heartbeat())
+    refused = stage.a.ask(m.Commit, IDS[0], stage.digest)
+    assert refused.kind == "weights_refused" and "lease ran out" in refused.message
+    stage.assert_live(0)
+    assert isinstance(stage.begin(stage.b, IDS[1]), m.Lease)
+
+
+@pytest.fixture(autouse=True)
+def generous_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turning the service's clock by hand must not make it forget its clients."""
+    init = Service.__init__
+    monkeypatch.setattr(Service, "__init__", lambda self, *args, **named: init(self, *args, client_grace_s=1e6, **named))
+
+
+def test_a_client_that_goes_frees_the_staging(stage: Stage) -> None:
+    stage.begin(stage.b)
+    stage.b.send(m.Goodbye())
+    assert isinstance(stage.begin(stage.a, IDS[1]), m.Lease)
+    stage.assert_live(0)
+
+
+def test_abandon(stage: Stage) -> None:
+    stage.begin(stage.a)
+    assert isinstance(stage.a.ask(m.Abandon, IDS[0]), m.Done)
+    assert isinstance(stage.a.ask(m.Abandon, IDS[0]), m.Done)
+    assert stage.begin(stage.a).kind == "weights_refused", "the same push does not begin twice"
+    assert isinstance(stage.begin(stage.a, IDS[1]), m.Lease)
+    stage.assert_live(0)
+
+
+def test_commit_before_the_last_byte(stage: Stage) -> None:
+    stage.begin(stage.a)
+    every = list(chunks(stage.arrays, Limits()))
+    stage.a.ask(m.Chunk, IDS[0], *every[0])
+    refused = stage.a.ask(m.Commit, IDS[0], stage.digest)
+    assert refused.kind == "weights_refused" and "of 7200000 bytes" in refused.message
+    stage.a.ask(m.Chunk, IDS[0], *every[1])
+    assert isinstance(stage.a.ask(m.Commit, IDS[0], stage.digest), m.Applied), "it may still come"
+
+
+def test_commit_of_another_manifest(stage: Stage) -> None:
+    stage.begin(stage.a)
+    stage.send_chunks(stage.a)
+    assert "another manifest" in stage.a.ask(m.Commit, IDS[0], digest_of(2)).message
+    stage.assert_live(0)
+
+
+def test_a_flipped_byte_is_refused_by_name(stage: Stage) -> None:
+    stage.begin(stage.a)
+    stage.arrays[3] = stage.arrays[3].copy()
+    stage.arrays[3][600_000] ^= 4
+    answers = stage.send_chunks(stage.a)
+    assert answers[-1].kind == "weights_refused" and "'w3'" in answers[-1].message
+    refused = stage.a.ask(m.Commit, IDS[0], stage.digest)
+    assert refused.kind == "weights_refused" and "'w3'" in refused.message
+    stage.assert_live(0)
+
+
+@pytest.mark.parametrize("bad", ["hole", "strangers", "float"])
+def test_chunks_that_do_not_fit(stage: Stage, bad: str) -> None:
+    stage.begin(stage.a)
+    chunk: dict[str, Any] = {
+        "hole": (10, [np.zeros(5, np.uint8)]),
+        "strangers": (0, [np.zeros(7_200_001, np.uint8)]),
+        "float": (0, [np.zeros(5, np.float32)]),
+    }
+    assert stage.a.ask(m.Chunk, IDS[0], *chunk[bad]).kind == "invalid_request"
+    stage.send_chunks(stage.a)
+    assert isinstance(stage.a.ask(m.Commit, IDS[0], stage.digest), m.Applied)
+
+
+def test_a_manifest_that_is_none(stage: Stage) -> None:
+    refused = stage.a.ask(m.Begin, IDS[0], np.arange(50, dtype=np.uint8), InlineOffer())
+    assert refused.kind == "invalid_request"
+    assert isinstance(stage.begin(stage.a, IDS[1]), m.Lease)
+
+
+@pytest.mark.parametrize("k", [0, 5, 11])
+def test_a_failure_while_applying(stage: Stage, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.begin(stage.a)
+    stage.send_chunks(stage.a)
+    fail_commit(monkeypatch, k, "writing")
+    refused = stage.a.ask(m.Commit, IDS[0], stage.digest)
+    assert refused.kind == "group_failed" and "MemoryError: injected" in refused.message
+    monkeypatch.undo()
+    stage.assert_live(0)
+    assert isinstance(stage.a.ask(m.Abandon, IDS[0]), m.Done)
+    stage.begin(stage.a, IDS[1])
+    stage.send_chunks(stage.a, IDS[1])
+    assert isinstance(stage.a.ask(m.Commit, IDS[1], stage.digest), m.Applied)
+
+
+def test_what_is_remembered_is_bounded(stage: Stage) -> None:
+    for id in IDS[: REMEMBERED + 20]:
+        stage.begin(stage.a, id)
+        stage.a.ask(m.Abandon, id)
+    assert len(stage.service._pushes._ended) == REMEMBERED
+
+
+@needs_shm
+def test_shm_that_cannot_be_seen(stage: Stage) -> None:
+    refused = stage.begin(stage.a, offer=ShmOffer(1, 0, 0, 7_200_000, "00"))
+    assert refused.kind == "source_unreachable"
+    assert isinstance(stage.begin(stage.a, IDS[1]), m.Lease), "nothing is left staged"
+
+
+@needs_shm
+def test_staging_is_dosed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While groups run, a turn of the loop stages for a limited time and then makes a step."""
+    from rollout import pushes
+
+    monkeypatch.setattr(pushes, "DOSE_S", 1e-9)
+    segment = Segment()
+    stage.begin(stage.a, offer=segment.write(stage.arrays)[0])
+    steps = stage.engine.counters.steps
+    assert isinstance(stage.a.ask(m.Commit, IDS[0], stage.digest, turns=10_000), m.Applied)
+    assert stage.engine.counters.steps > steps + 5
+    segment.close()
+
+
+# ── the client ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(params=["loopback", "sockets"])
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Callable[..., RolloutClient]]]:
+    """A service in a thread, and a maker of clients."""
+    engine = watermark_engine()
+    loopback = LoopbackService() if request.param == "loopback" else None
+    service = Service(engine, None if loopback else "tcp://127.0.0.1:*", transport=loopback, lease_s=1.0)
+    thread = threading.Thread(target=service.run)
+    thread.start()
+    clients: list[RolloutClient] = []
+
+    def connect(**options: Any) -> RolloutClient:
+        made = RolloutClient(**({"transport": loopback.connect()} if loopback else {"address": service.endpoint}), **options)
+        clients.append(made)
+        return made
+
+    yield engine, connect
+    for client in clients:
+        client.close()
+    service.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+    engine.check()
+
+
+@pytest.mark.parametrize("via", ["auto", pytest.param("shm", marks=needs_shm), "inline"])
+def test_refresh_under_running_samples(served: Any, via: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inline, "CHUNK_BYTES", 700_001)
+    engine, connect = served
+    client = connect()
+    handle = client.submit([1, 2, 3], SAMPLING)
+    wait_for(lambda: engine.counters.steps > 3)
+    for version in range(1, 6):
+        refreshed = client.refresh(weights_of(version), version=version, via=via, timeout=20)
+        assert (refreshed.version, refreshed.bytes, refreshed.digest) == (version, 7_200_000, digest_of(version))
+        assert refreshed.via == (("shm" if host_key() else "inline") if via == "auto" else via)
+        assert refreshed.seconds >= refreshed.staged_seconds > 0 and refreshed.paused_seconds > 0
+        assert client.weights_status(verify=True)["live_digest"] == refreshed.digest
+    handle.cancel()
+    samples = handle.result(20)
+    assert check_marks(samples) > 16 and {len(sample.weight_versions) for sample in samples} == {6}
+    status = client.status()
+    assert status["version"] == 5 and status["weights"]["refreshes"] == 5 and status["weights"]["bytes"] == 7_200_000
+
+
+def wait_for(condition: Callable[[], bool], timeout: float = 20.0) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.002)
+
+
+def test_a_link_that_breaks_again_and_again_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not answered is sent again, in order; what came twice counts once."""
+    monkeypatch.setattr(inline, "CHUNK_BYTES", 300_001)
+    service = Service(watermark_engine(), "tcp://127.0.0.1:*", lease_s=5.0)
+    thread = threading.Thread(target=service.run)
+    thread.start()
+    with Proxy(service.endpoint) as proxy, RolloutClient(proxy.address) as client:
+        handle = client.submit([1, 2, 3], SAMPLING)
+        proxy.cut_after = (1_000_000, 4_000_000)
+        proxy.cut()
+        for version in (1, 2):
+            assert client.refresh(weights_of(version), via="inline", timeout=40).version == version
+        assert proxy.cuts >= 3
+        proxy.cut_after = None
+        assert client.weights_status(verify=True)["live_digest"] == digest_of(2)
+        handle.cancel()
+        check_marks(handle.result(20))
+    service.stop()
+    thread.join(20)
+
+
+def test_refresh_async_and_two_at_once(served: Any) -> None:
+    _, connect = served
+    client = connect()
+    first = client.refresh_async(weights_of(1))
+    second = client.refresh_async(weights_of(2))  # waits its turn
+    assert first.result(20).version == 1 and first.done
+    assert second.result(20).version == 2
+    with pytest.raises(WeightsRefused, match="not above the live one, 2"):
+        client.refresh(weights_of(2), version=2)
+
+
+def test_refresh_from_a_folder(served: Any, tmp_path: Path) -> None:
+    _, connect = served
+    client = connect()
+    every = weights_of(3)
+    save_file({name: every[name] for name in ("w0", "w1")}, tmp_path / "a.safetensors")
+    with pytest.raises(WeightsRefused, match="'w2': it is missing"):
+        client.refresh(tmp_path)
+    save_file({name: every[name] for name in ("w2", "w3", "w4", "w5")}, tmp_path / "b.safetensors")
+    refreshed = client.refresh(tmp_path, version=3)
+    assert refreshed.via == "files" and client.weights_status(verify=True)["live_digest"] == digest_of(3)
+    with pytest.raises(InvalidRequest, match="path of a folder"):
+        client.refresh(every, via="files")
+    with pytest.raises(InvalidRequest, match="takes tensors"):
+        client.refresh(tmp_path, via="inline")
+    with pytest.raises(SourceUnreachable, match=r"no \*.safetensors"):
+        client.refresh(tmp_path / "nowhere")
+
+
+def test_wrong_tensors_are_told_by_name(served: Any) -> None:
+    _, connect = served
+    client = connect()
+    nan = weights_of(1)
+    nan["w4"][7, 7] = float("nan")
+    for named, message in (
+        ({**weights_of(1), "w9": torch.ones(3)}, "'w9': the model has no tensor"),
+        ({"w0": weights_of(1)["w0"]}, "'w1': it is missing"),
+        (nan, "'w4': it holds NaN"),
+        ({**weights_of(1), "w0": torch.ones(3)}, "'w0': its shape"),
+        ({**weights_of(1), "w0": [1, 2]}, "'w0': cannot be sent"),
+        (iter([]), "no tensors at all"),
+    ):
+        for via in ("auto", "inline"):
+            with pytest.raises(WeightsRefused, match=message):
+                client.refresh(named, via=via)  # type: ignore[arg-type]
+    assert client.weights_status()["version"] == 0
+    client.refresh({"w0": weights_of(0)["w0"]}, partial=True)
+    assert client.weights_status(verify=True)["live_digest"] == digest_of(0)
+
+
+@needs_shm
+def test_auto_falls_back_to_inline(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, connect = served
+    client = connect()
+    write = Segment.write
+
+    def elsewhere(self: Segment, arrays: Any) -> tuple[ShmOffer, list[str]]:
+        offer, digests = write(self, arrays)
+        return msgspec.structs.replace(offer, inode=1), digests
+
+    monkeypatch.setattr(Segment, "write", elsewhere)
+    assert client.refresh(weights_of(1)).via == "inline"
+    with pytest.raises(SourceUnreachable, match="not the memory that was offered"):
+        client.refresh(weights_of(2), via="shm")
+    monkeypatch.setattr(Segment, "write", _no_memory)
+    assert client.refresh(weights_of(2)).via == "inline"
+    with pytest.raises(SourceUnreachable, match="No space"):
+        client.refresh(weights_of(3), via="shm")
+    monkeypatch.setattr("rollout.refresh.host_key", lambda: "shm:another:host:0")
+    assert client.refresh(weights_of(3)).via == "inline"
+    with pytest.raises(SourceUnreachable, match="another host"):
+        client.refresh(weights_of(4), via="shm")
+
+
+def _no_memory(self: Segment, arrays: Any) -> tuple[ShmOffer, list[str]]:
+    raise OSError(28, "No space left on device")
+
+
+def test_tensors_that_change_while_they_are_sent_are_refused(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, connect = served
+    client, new = connect(), weights_of(1)
+    prepare = Pusher._prepare
+
+    def change(self: Pusher, *arguments: Any) -> Any:
+        prepared = prepare(self, *arguments)
+        new["w5"][-1, -1] += 1
+        return prepared
+
+    monkeypatch.setattr(Pusher, "_prepare", change)
+    with pytest.raises(WeightsRefused, match="'w5'.*digest"):
+        client.refresh(new, via="inline")
+    if host_key():
+        assert client.refresh(new, via="shm").version == 1, "what lies in shared memory is the trainer's no more"
+
+
+def test_a_timeout_abandons_the_refresh(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, connect = served
+    client, other = connect(name="slow"), connect()
+    monkeypatch.setattr(Pusher, "_send_chunks", lambda *arguments: time.sleep(0.3))
+    refused = client.refresh_async(weights_of(1), via="inline", timeout=0.2)
+    with pytest.raises((RequestTimeout, WeightsRefused)):
+        refused.result(20)
+    monkeypatch.undo()
+    assert other.refresh(weights_of(1), timeout=20).version == 1
+
+
+@needs_shm
+def test_shared_memory_goes_with_its_client(served: Any) -> None:
+    def maps() -> int:
+        return Path("/proc/self/maps").read_text().count("rollout-weights")
+
+    _, connect = served
+    client, other = connect(), connect()
+    client.refresh(weights_of(1), via="shm")
+    assert maps() == 2, "the trainer's and the service's, which is this process as well"
+    client.close()
+    wait_for(lambda: maps() == 0)
+    assert other.refresh(weights_of(2), via="shm").version == 2
+
+
+def test_busy_names_the_owner(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, connect = served
+    slow, other = connect(name="slow"), connect()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(*arguments: Any) -> None:
+        inside.set()
+        assert go_on.wait(20)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pusher, "_send_chunks", hold)
+        handle = slow.refresh_async(weights_of(1), via="inline")
+        assert inside.wait(20)
+    with pytest.raises(Busy, match=r"client \d+ \(slow\) is staging version 1"):
+        other.refresh(weights_of(1))
+    assert other.weights_status()["staged"]["owner"].endswith("(slow)")
+    go_on.set()
+    with pytest.raises(WeightsRefused, match="of 7200000 bytes"):
+        handle.result(20)
+    assert other.refresh(weights_of(1)).version == 1
+
+
+def test_closing_the_client_ends_its_refresh(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, connect = served
+    client, other = connect(), connect()
+    inside = threading.Event()
+
+    def wait_for_ever(self: Pusher, push_id: str, arrays: Any, window: int, end: float) -> None:
+        inside.set()
+        self._link.request(lambda id: m.Chunk(id, push_id, 0, [arrays[0][:10]])).result(20)
+        self._link.request(lambda id: m.Control(id, "drain")).result(20)
+
+    other.submit([1, 2, 3], SAMPLING)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pusher, "_send_chunks", wait_for_ever)
+        handle = client.refresh_async(weights_of(1), via="inline")
+        assert inside.wait(20)
+        client.close()
+    with pytest.raises(ClientClosed):
+        handle.result(20)
+    assert other.refresh(weights_of(1), timeout=20).version == 1
+
+
+def test_require_version(served: Any) -> None:
+    _, connect = served
+    trainer, picky = connect(), connect(require_version=2)
+    asked = Sampling(max_tokens=2, ignore_eos=True)
+    with pytest.raises(StaleWeights, match="version 0, 2 is required"):
+        picky.submit([1], asked).result(20)
+    trainer.refresh(weights_of(2), version=2)
+    assert picky.submit([1], asked).result(20)[0].weight_versions == [(0, 2)]
+    picky.require_version = 3
+    with pytest.raises(StaleWeights):
+        picky.submit([1], asked).result(20)
+
+
+def test_a_restart_shows_in_the_incarnation_and_to_require_version() -> None:
+    """The same address, another process: version 0 again, and a client that has seen more does not train on it."""
+    incarnations = []
+    for _ in range(2):
+        end = LoopbackService()
+        service = Service(watermark_engine(), transport=end)
+        thread = threading.Thread(target=service.run)
+        thread.start()
+        with RolloutClient(transport=end.connect(), require_version=0 if not incarnations else 4) as client:
+            incarnations.append(client.info.incarnation)
+            if len(incarnations) == 1:
+                client.refresh(weights_of(4), version=4)
+            else:
+                with pytest.raises(StaleWeights):
+                    client.submit([1], Sampling()).result(20)
+        service.stop()
+        thread.join(20)
+    assert incarnations[0] != incarnations[1]
+
+
+def test_pause_and_resume(served: Any) -> None:
+    engine, connect = served
+    client, other = connect(), connect()
+    handle = client.submit([1, 2, 3], SAMPLING)
+    wait_for(lambda: engine.counters.steps > 3)
+    client.pause()
+    steps = engine.counters.steps
+    assert other.status()["state"] == "paused"
+    assert other.refresh(weights_of(1)).version == 1, "a paused service takes weights"
+    assert engine.counters.steps == steps
+    other.resume()
+    wait_for(lambda: engine.counters.steps > steps)
+    handle.cancel()
+    assert check_marks(handle.result(20)) > 16
+
+
+def test_who_paused_and_goes_lets_go(served: Any) -> None:
+    engine, connect = served
+    client, other = connect(), connect()
+    client.pause()
+    handle = other.submit([1, 2, 3], Sampling(max_tokens=3, ignore_eos=True))
+    client.close()
+    assert len(handle.result(20)) == 1 and not engine.paused
+
+
+def test_drain(served: Any) -> None:
+    engine, connect = served
+    client, other = connect(), connect()
+    begun = client.submit([1, 2, 3], Sampling(n=4, max_tokens=200, ignore_eos=True))
+    wait_for(lambda: engine.counters.steps > 3)
+    client.drain(timeout=20)
+    assert begun.done and {sample.finish_reason for sample in begun.result(0)} == {"length"}
+    later = other.submit([1, 2, 3], Sampling(max_tokens=3, ignore_eos=True))
+    assert other.status()["state"] == "draining" and other.status()["waiting"] == 1
+    client.resume()
+    assert len(later.result(20)) == 1
+
+
+def test_a_drain_that_is_resumed_is_told(served: Any) -> None:
+    engine, connect = served
+    client, other = connect(), connect()
+    client.submit([1, 2, 3], SAMPLING)
+    wait_for(lambda: engine.counters.steps > 3)
+    request = client._link.request(lambda id: m.Control(id, "drain"))
+    wait_for(lambda: not engine.scheduler.admitting)
+    other.resume()
+    with pytest.raises(Busy, match="resumed before"):
+        request.result(20)
+
+
+def test_abort_all(served: Any) -> None:
+    engine, connect = served
+    client, other = connect(), connect()
+    handles = [each.submit([1, 2, 3], SAMPLING) for each in (client, other)]
+    wait_for(lambda: len(engine.scheduler.groups) == 2)
+    client.abort_all()
+    assert {sample.finish_reason for handle in handles for sample in handle.result(20)} == {"aborted"}
+
+
+@pytest.mark.parametrize("kv", ["recompute", "abort"])
+def test_what_happens_to_running_groups(served: Any, kv: Any) -> None:
+    engine, connect = served
+    client = connect()
+    handle = client.submit([1, 2, 3], Sampling(n=4, max_tokens=300, ignore_eos=True))
+    stale = client.submit([1, 2, 3], Sampling(n=2, max_tokens=3000, ignore_eos=True, max_version_lag=0))
+    wait_for(lambda: engine.counters.generated_tokens > 30)
+    client.refresh(weights_of(1), kv=kv)
+    reasons = {sample.finish_reason for sample in handle.result(20)}
+    assert reasons == ({"aborted"} if kv == "abort" else {"length"})
+    assert {s.finish_reason for s in stale.result(20)} == ({"aborted"} if kv == "abort" else {"stale"})
+    check_marks([*handle.result(0), *stale.result(0)])

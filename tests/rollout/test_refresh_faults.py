@@ -1,0 +1,160 @@
+"""Pushes that break at random points, over real processes and under 16 running samples: never a partly applied model, never
+a mislabelled token."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.request import Sample, Sampling
+from rollout.client import RolloutClient
+from rollout.handle import Handle
+from tests.engine.watermark import check_marks, token_of
+from tests.rollout.test_refresh import digest_of
+from transport.weights.shm import host_key
+
+ROOT = Path(__file__).parents[2]
+SAMPLING = Sampling(n=16, max_tokens=4000, ignore_eos=True)
+
+
+@contextmanager
+def running(module: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    child = subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate(timeout=20)
+
+
+class Field:
+    """A service process, a process that makes pushers, and a client whose 16 samples always run."""
+
+    def __init__(self, folder: Path, pushers: subprocess.Popen[str], client: RolloutClient) -> None:
+        self.fault_file = folder / "fault"
+        self.client = client
+        self.live = 0
+        self.samples: list[Sample] = []
+        self._pushers = pushers
+        self._handle: Handle | None = None
+
+    def keep_running(self) -> None:
+        if self._handle is None or self._handle.done:
+            self.samples += self._handle.result(0) if self._handle else []
+            self._handle = self.client.submit([1, 2, 3], SAMPLING)
+
+    def push(self, **job: Any) -> dict[str, Any]:
+        assert self._pushers.stdin is not None and self._pushers.stdout is not None
+        print(json.dumps(job), file=self._pushers.stdin, flush=True)
+        answer: dict[str, Any] = json.loads(self._pushers.stdout.readline())
+        return answer
+
+    def assert_whole(self, *versions: int) -> None:
+        """When nothing is staged any more, one of `versions` is live, byte for byte, and tokens are its."""
+        end = time.monotonic() + 20
+        while (status := self.client.weights_status(verify=True))["staged"] is not None:
+            assert time.monotonic() < end, "the staging of a dead pusher is never given free"
+            time.sleep(0.02)
+        self.live = status["version"]
+        assert self.live in versions
+        assert status["live_digest"] == status["digest"] == digest_of(self.live)
+        (sample,) = self.client.submit([9], Sampling(max_tokens=2, ignore_eos=True)).result(20)
+        assert sample.token_ids.tolist() == [token_of(self.live)] * 2 and sample.weight_versions == [(0, self.live)]
+
+    def finish(self) -> int:
+        assert self._handle is not None
+        self._handle.cancel()
+        self.samples += self._handle.result(20)
+        assert len(self.samples) % 16 == 0 and len(self.client.status()["service"]["clients"]) >= 1
+        return check_marks(self.samples)
+
+
+@pytest.fixture
+def field(tmp_path: Path) -> Iterator[Field]:
+    with running("tests.rollout.watermark_service", tmp_path / "ready", tmp_path / "fault") as service:
+        end = time.monotonic() + 60
+        while not (tmp_path / "ready").exists():
+            assert service.poll() is None and time.monotonic() < end, "the service did not start"
+            time.sleep(0.02)
+        address = (tmp_path / "ready").read_text()
+        with running("tests.rollout.watermark_pusher", address) as pushers, RolloutClient(address) as client:
+            yield Field(tmp_path, pushers, client)
+
+
+WAYS = ["inline", "shm"] if host_key() else ["inline"]
+FAULTS = ["die", "die", "die", "flip", "missing", "apply", "none"]
+
+
+def break_pushes(field: Field, pushes: int, seed: int) -> Counter[str]:
+    r, seen = random.Random(seed), Counter[str]()
+    for attempt in range(1, pushes + 1):
+        field.keep_running()
+        fault, via = FAULTS[attempt % len(FAULTS)], r.choice(WAYS)
+        if fault == "apply":
+            field.fault_file.write_text(str(r.randrange(12)))
+        job = {"version": attempt, "via": via, "fault": "none" if fault == "apply" else fault, "where": r.random()}
+        answer = field.push(**job)
+        field.fault_file.unlink(missing_ok=True)
+        error = answer.get("error", "")
+        if fault == "none":
+            assert answer["ok"]["version"] == attempt and answer["ok"]["via"] == via, answer
+        elif fault == "die":
+            # it may have died after its Commit had left, or, with the last message, after all was done
+            assert answer == {"killed": 9} or "ok" in answer, answer
+        elif fault == "apply":
+            assert "MemoryError: injected" in error, answer
+        else:
+            assert error.startswith("WeightsRefused") and ("digest" if fault == "flip" else "missing") in error, answer
+        field.assert_whole(*([field.live] if fault in ("flip", "missing", "apply") else [attempt] if fault == "none" else
+                             [field.live, attempt]))  # fmt: skip
+        seen[fault if "ok" not in answer or fault == "none" else "survived"] += 1
+    return seen
+
+
+def test_pushes_that_break_leave_no_trace(field: Field) -> None:
+    seen = break_pushes(field, 28, seed=0)
+    tokens = field.finish()
+    print(f"{dict(seen)}, {tokens} tokens, 0 mixed")
+    assert min(seen[fault] for fault in FAULTS) >= 3 and tokens > 1000
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_pushes_that_break_leave_no_trace_long(field: Field) -> None:
+    seen = break_pushes(field, 140, seed=1)
+    tokens = field.finish()
+    print(f"{dict(seen)}, {tokens} tokens, 0 mixed")
+    assert sum(seen[fault] for fault in FAULTS[:-1]) >= 100
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
+def test_good_refreshes_in_a_row(field: Field, count: int) -> None:
+    """Every token of the running samples is the one of the version that its span names."""
+    for version in range(1, count + 1):
+        field.keep_running()
+        answer = field.push(version=version, via=WAYS[version % len(WAYS)], fault="none", where=0)
+        assert answer["ok"]["version"] == version, answer
+        enough = 50_000 * version // 100
+        while field.client.status()["generated_tokens"] < enough:
+            field.keep_running()
+            time.sleep(0.01)
+    field.assert_whole(count)
+    tokens = field.finish()
+    print(f"{count} refreshes, {tokens} tokens, spans = watermark for every one")
+    assert tokens >= 450 * count

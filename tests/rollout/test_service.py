@@ -1,0 +1,636 @@
+"""The service's promises, one turn of its loop at a time."""
+
+from __future__ import annotations
+
+import json
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.request import Limits, Sample
+from rollout import service as service_module
+from rollout.service import Service
+from rollout.session import MAX_REPLY_BYTES
+from tests.rollout.fake_engine import VOCAB, FakeEngine, expected
+from tests.rollout.wire import Bench, Peer, submit
+from transport import messages as m
+from transport.frames import pack
+
+LIMITS = Limits(max_n=16, max_tokens=100, max_prompt_tokens=50, max_stop_token_ids=2, max_id_bytes=20)
+
+
+@pytest.fixture(autouse=True)
+def no_idling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "IDLE_POLL_S", 0.0)
+
+
+def ids(samples: list[Sample]) -> list[tuple[str, int]]:
+    return [(sample.group_id, sample.index) for sample in samples]
+
+
+def acked(samples: list[Sample]) -> m.Ack:
+    return m.Ack(ids(samples))
+
+
+# hello
+
+
+def test_welcome_says_what_a_client_must_know() -> None:
+    bench = Bench(FakeEngine(LIMITS, context=500))
+    welcome = bench.connect().hello(number=7)
+    assert (welcome.protocol, welcome.hello, welcome.incarnation) == (m.PROTOCOL, 7, bench.service.incarnation)
+    assert (welcome.model, welcome.vocab_size, welcome.context, welcome.version) == ("fake", VOCAB, 500, 3)
+    assert welcome.eos_token_ids == (1, 2) and welcome.limits == LIMITS
+    assert Bench().service.incarnation != bench.service.incarnation
+
+
+@pytest.mark.parametrize("message", [submit(), m.Abort([]), m.Ack([]), m.StatusRequest(1), m.Heartbeat(), m.Goodbye()])
+def test_hello_comes_first(message: msgspec.Struct) -> None:
+    bench = Bench()
+    stranger = bench.connect().send(message)
+    bench.turn()
+    assert stranger.refused().kind == "no_session"
+    assert not bench.engine.has_work
+
+
+def test_another_protocol_version_is_told_so() -> None:
+    bench = Bench()
+    peer = bench.connect()
+    future = {"type": "hello", "protocol": 99, "session": "0" * 32, "a_field_of_version_99": 1}
+    peer.send_frames([msgspec.msgpack.encode(future)])
+    bench.turn()
+    refused = peer.refused()
+    assert refused.kind == "version_mismatch" and "speaks protocol 99, the service 1" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("hello", "kind"),
+    [
+        (m.Hello(1, "short"), "protocol_error"),
+        (m.Hello(1, "G" * 32), "protocol_error"),
+        (m.Hello(1, "0" * 32 + "\n"), "protocol_error"),
+        (m.Hello(1, "0" * 32, name="x" * 21), "limit_exceeded"),
+        (m.Hello(1, "0" * 32, groups=np.zeros((2, 15), np.uint8)), "invalid_request"),
+        (m.Hello(1, "0" * 32, groups=np.zeros(16, np.uint8)), "invalid_request"),
+        (m.Hello(1, "0" * 32, groups=np.zeros((2, 16), np.int8)), "invalid_request"),
+        (m.Hello(1, "0" * 32, groups=np.zeros((4097, 16), np.uint8)), "limit_exceeded"),
+    ],
+)
+def test_bad_hellos(hello: m.Hello, kind: str) -> None:
+    bench = Bench(FakeEngine(LIMITS))
+    peer = bench.connect().send(hello)
+    bench.turn()
+    assert peer.refused().kind == kind
+    assert peer.hello().protocol == 1  # nothing is held against it
+
+
+def test_too_many_clients() -> None:
+    bench = Bench(FakeEngine(Limits(max_clients=2)))
+    first, _ = bench.client(), bench.client()
+    third = bench.connect().send(m.Hello(1, "3" * 32))
+    bench.turn()
+    assert third.refused().kind == "busy"
+    first.send(m.Goodbye())
+    bench.turn()
+    third.hello()
+
+
+# submit
+
+
+def test_samples_come_when_they_end_and_are_the_engine_s() -> None:
+    bench = Bench()
+    peer = bench.client().send(submit("long", [5], n=2, max_tokens=5), submit("short", [9], n=1, max_tokens=2))
+    bench.turn(2)
+    (short,) = peer.samples()
+    assert (short.group_id, short.token_ids.tolist()) == ("short", expected([9], 0, 2))
+    bench.turn(2)
+    assert not peer.samples()
+    bench.turn()
+    long = peer.samples()
+    assert ids(long) == [("long", 0), ("long", 1)]
+    for sample in long:
+        assert sample.token_ids.tolist() == expected([5], sample.index, 5)
+        assert sample.logprobs.dtype == np.float32 and len(sample.logprobs) == 5
+        assert (sample.finish_reason, sample.weight_versions, sample.prompt_tokens) == ("length", [(0, 3)], 1)
+
+
+def bad_groups() -> list[Any]:
+    nan, inf = float("nan"), float("inf")
+    cases = [
+        (submit(prompt=[]), "invalid_request", "prompt of 0 tokens"),
+        (submit(prompt=[1, VOCAB]), "invalid_request", f"token id {VOCAB}: the model's token ids are 0 to {VOCAB - 1}"),
+        (submit(prompt=[-1]), "invalid_request", "token id -1"),
+        (submit(prompt=[1] * 51), "invalid_request", "Limits.max_prompt_tokens"),
+        (submit(prompt=np.array([[1]], np.int32)), "invalid_request", "must be int32 [prompt_tokens]"),
+        (submit(prompt=np.array([1.5], np.float32)), "invalid_request", "prompt is float32"),
+        (submit(prompt=np.array([1], np.int64)), "invalid_request", "prompt is int64"),
+        (
+            submit(prompt=[1] * 40, max_tokens=100),
+            "invalid_request",
+            "exceeds the context of 120 tokens; lower max_tokens to 80",
+        ),
+        (submit(n=0), "invalid_request", "n=0: must be between 1 and 16 (Limits.max_n)"),
+        (submit(n=-1), "invalid_request", "n=-1"),
+        (submit(n=17), "invalid_request", "Limits.max_n"),
+        (submit(n=2**63), "invalid_request", "Limits.max_n"),
+        (submit(max_tokens=101), "invalid_request", "Limits.max_tokens"),
+        (submit(max_tokens=0), "invalid_request", "max_tokens=0"),
+        (submit(min_tokens=5), "invalid_request", "min_tokens=5"),
+        *((submit(temperature=bad), "invalid_request", f"temperature={bad}") for bad in (nan, inf, -inf, -0.1, 1e-9)),
+        *((submit(top_p=bad), "invalid_request", f"top_p={bad}: must be in (0, 1]") for bad in (nan, 0.0, -0.5, 1.1, inf)),
+        *((submit(min_p=bad), "invalid_request", f"min_p={bad}") for bad in (nan, -0.1, 1.0)),
+        (submit(top_k=-1), "invalid_request", "top_k=-1"),
+        (submit(seed=-1), "invalid_request", "seed=-1"),
+        (submit(seed=2**63), "invalid_request", "seed="),
+        (submit(stop_token_ids=(VOCAB,)), "invalid_request", "stop_token_ids holds"),
+        (submit(stop_token_ids=(1, 2, 3)), "invalid_request", "Limits.max_stop_token_ids"),
+        (submit(group_id=""), "invalid_request", "group id of 0 bytes"),
+        (submit(group_id="é" * 11), "limit_exceeded", "a group id of 22 bytes: at most 20 (Limits.max_id_bytes)"),
+    ]
+    return [pytest.param(*case, id=f"{i}-{case[2][:30]}") for i, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize(("bad", "kind", "reason"), bad_groups())
+def test_bad_groups_are_refused_to_that_client_alone(bad: m.Submit, kind: str, reason: str) -> None:
+    bench = Bench(FakeEngine(LIMITS, context=120))
+    victim, peer = bench.client(), bench.client()
+    victim.send(submit("v", [7], n=2))
+    peer.send(submit("before", [1]), bad, submit("after", [2]))
+    bench.settle()
+    refused = peer.refused()
+    assert refused.kind == kind and reason in refused.message
+    assert refused.group_id == (bad.group_id if kind == "invalid_request" else None)
+    assert ids(peer.samples()) == [("before", 0), ("after", 0)]
+    assert [sample.token_ids.tolist() for sample in victim.samples()] == [expected([7], i, 4) for i in range(2)]
+    assert not victim.take(m.Refused)
+
+
+def test_what_the_engine_refuses() -> None:
+    bench = Bench()
+    peer = bench.client().send(submit(max_tokens=60_000))
+    bench.turn()
+    refused = peer.refused()
+    assert (refused.kind, refused.group_id) == ("invalid_request", "g") and "never fit the KV pool" in refused.message
+
+
+def test_an_engine_that_breaks_on_a_group() -> None:
+    bench = Bench()
+    peer = bench.client()
+    bench.engine.submit = lambda group, client="": 1 / 0  # type: ignore[method-assign, assignment]
+    peer.send(submit())
+    bench.turn()
+    refused = peer.refused()
+    assert (refused.kind, refused.group_id) == ("group_failed", "g") and "ZeroDivisionError" in refused.message
+
+
+def test_submit_may_be_repeated() -> None:
+    bench = Bench()
+    peer = bench.client().send(submit(n=2), submit(n=2))
+    bench.settle()
+    peer.send(submit(n=2))  # all ended, none acked: still the same group
+    bench.settle()
+    assert ids(peer.samples()) == [("g", 0), ("g", 1)] and not peer.take(m.Refused)
+    assert sum(bench.engine.clients.values()) == 1
+
+
+@pytest.mark.parametrize("other", [submit(prompt=[1, 2, 4]), submit(n=2), submit(seed=1), submit(serial=1)])
+def test_a_live_id_with_other_content(other: m.Submit) -> None:
+    bench = Bench()
+    peer, neighbour = bench.client(), bench.client()
+    peer.send(submit(), other)
+    neighbour.send(other)  # ids are each client's own
+    bench.settle()
+    refused = peer.refused()
+    assert (refused.kind, refused.group_id) == ("id_conflict", "g")
+    samples = peer.samples()
+    assert [sample.token_ids.tolist() for sample in samples] == [expected([1, 2, 3], 0, 4)]
+    assert len(neighbour.samples()) == other.sampling.n and not neighbour.take(m.Refused)
+    peer.send(acked(samples), other)  # the first is over: its id is free
+    bench.settle()
+    assert len(peer.samples()) == other.sampling.n and not peer.take(m.Refused)
+
+
+def test_limits_on_what_one_client_has_live() -> None:
+    bench = Bench(FakeEngine(Limits(max_groups_per_client=2, max_samples_per_client=5)))
+    peer, other = bench.client(), bench.client()
+    peer.send(submit("a", n=2), submit("b", n=4), submit("c", n=3), submit("d"))
+    other.send(submit("d"))
+    bench.settle()
+    samples, refused = peer.samples(), peer.take(m.Refused)
+    assert ids(samples) == [("a", 0), ("a", 1), ("c", 0), ("c", 1), ("c", 2)]
+    assert [(r.group_id, r.kind) for r in refused] == [("b", "limit_exceeded"), ("d", "limit_exceeded")]
+    assert "max_samples_per_client" in refused[0].message and "max_groups_per_client" in refused[1].message
+    assert len(other.samples()) == 1
+    peer.send(acked(samples), submit("b", n=4))
+    bench.settle()
+    assert len(peer.samples()) == 4
+
+
+def test_the_engine_is_told_whose_group_it_is() -> None:
+    bench = Bench()
+    for peer, groups in ((bench.client(), 3), (bench.client(), 1)):
+        peer.send(*(submit(str(i)) for i in range(groups)))
+    bench.turn()
+    assert sorted(bench.engine.clients.values()) == [1, 3]
+
+
+# abort, ack, reconnect
+
+
+def test_abort() -> None:
+    bench = Bench()
+    peer = bench.client().send(submit("a", n=2, max_tokens=9), submit("b", max_tokens=9))
+    bench.turn(3)
+    peer.send(m.Abort(["a", "unknown", "a"]))
+    bench.turn()
+    samples = peer.samples()
+    assert ids(samples) == [("a", 0), ("a", 1)]
+    assert [(s.finish_reason, s.token_ids.tolist()) for s in samples] == [
+        ("aborted", expected([1, 2, 3], i, 3)) for i in range(2)
+    ]
+    bench.settle()
+    assert [s.finish_reason for s in peer.samples()] == ["length"]
+
+
+def test_unacked_samples_come_again_on_a_new_connection() -> None:
+    bench = Bench()
+    group = submit("g", n=3)
+    old = bench.client().send(group)
+    bench.settle()
+    assert len(old.samples()) == 3
+    old.send(m.Ack([("g", 1)]))
+    bench.turn(3)
+    assert not old.samples()  # not without a reason
+    new = bench.connect(old.session)
+    new.hello([group])
+    assert ids(new.samples()) == [("g", 0), ("g", 2)]
+    new.send(m.Ack([("g", 0), ("g", 2), ("g", 2), ("x", 0)]), group)  # over, and the same submit is a new group
+    bench.settle()
+    assert len(new.samples()) == 3 and sum(bench.engine.clients.values()) == 2
+
+
+def test_samples_that_end_while_there_is_no_connection_wait_for_one() -> None:
+    bench = Bench()
+    group = submit("g", n=2)
+    old = bench.client().send(group)
+    bench.turn()
+    old.end.close()
+    bench.settle()
+    new = bench.connect(old.session)
+    new.hello([group])
+    assert ids(new.samples()) == [("g", 0), ("g", 1)]
+
+
+def test_welcome_is_the_first_message_of_a_connection() -> None:
+    bench = Bench()
+    group = submit("g")
+    old = bench.client().send(group)
+    bench.settle()
+    new = bench.connect(old.session).send(m.Hello(1, old.session, groups=np.frombuffer(m.digest(group), np.uint8)[None]))
+    bench.turn()
+    assert [type(message) for message in new.read()] == [m.Welcome, m.SampleDone]
+
+
+def test_hello_ends_what_the_client_no_longer_wants() -> None:
+    bench = Bench()
+    keep, drop, ended = submit("keep", max_tokens=50), submit("drop", max_tokens=50), submit("ended", max_tokens=1)
+    peer = bench.client().send(keep, drop, ended)
+    bench.turn(2)
+    again = bench.connect(peer.session)
+    held = again.hello([keep, submit("never arrived")]).groups
+    assert held is not None and [row.tobytes() for row in held] == [m.digest(keep)]
+    assert len(bench.engine.groups) == 1 and len(bench.engine.aborted) == 1
+    bench.settle()
+    assert ids(again.samples()) == [("keep", 0)]
+    again.send(submit("drop", [8]))  # the id is free
+    bench.settle()
+    assert len(again.samples()) == 1 and not again.take(m.Refused)
+
+
+def test_the_old_connection_of_a_session_is_a_stranger() -> None:
+    bench = Bench()
+    old = bench.client()
+    bench.connect(old.session).hello()
+    old.send(submit())
+    bench.turn()
+    assert old.refused().kind == "no_session"
+
+
+def test_a_connection_that_changes_its_session() -> None:
+    bench = Bench()
+    peer = bench.client().send(submit("g", max_tokens=50))
+    bench.turn()
+    first, peer.session = peer.session, "e" * 32
+    peer.hello()
+    bench.turn(60)
+    assert not peer.samples()  # they are the first session's
+    other = bench.connect(first)
+    other.hello([submit("g", max_tokens=50)])
+    assert len(other.samples()) == 1
+
+
+def test_goodbye_ends_everything() -> None:
+    bench = Bench()
+    peer = bench.client().send(submit(max_tokens=50))
+    bench.turn()
+    peer.send(m.Goodbye(), m.Heartbeat())
+    bench.turn()
+    assert not bench.engine.has_work and len(bench.engine.aborted) == 1
+    assert peer.refused().kind == "no_session"
+
+
+# time
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(service_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_a_client_that_vanishes_has_its_groups_aborted(clock: Clock) -> None:
+    bench = Bench(client_grace_s=10)
+    vanished, alive = bench.client(), bench.client()
+    for peer in (vanished, alive):
+        peer.send(submit(max_tokens=10_000))
+    bench.turn()
+    for _ in range(10):
+        clock.now += 1
+        alive.send(m.Heartbeat())
+        bench.turn()
+    assert not bench.engine.aborted  # 10 s are not more than 10 s
+    clock.now += 1
+    alive.send(m.Heartbeat())
+    bench.turn()
+    assert len(bench.engine.aborted) == 1 and len(bench.engine.groups) == 1
+    status = bench.service.status()["service"]
+    assert [client["number"] for client in status["clients"]] == [2]
+
+
+def test_messages_that_waited_during_a_long_step_count(clock: Clock) -> None:
+    bench = Bench(client_grace_s=10)
+    peer = bench.client().send(submit(max_tokens=10))
+    for _ in range(3):
+        peer.send(m.Heartbeat())
+        clock.now += 500  # a step, or the whole process was stopped
+        bench.turn()
+    assert not bench.engine.aborted
+    for _ in range(3):  # and without heartbeats
+        clock.now += 500
+        bench.turn()
+    assert bench.engine.aborted
+
+
+def test_alive_is_told_once_a_second(clock: Clock) -> None:
+    bench = Bench()
+    peer = bench.client().send(submit(max_tokens=10_000))
+    for _ in range(30):
+        clock.now += 0.1
+        peer.send(m.Heartbeat())
+        bench.turn()
+    alive = peer.take(m.Alive)
+    assert len(alive) in (2, 3) and all(message.version == 3 for message in alive)
+    assert alive[0].steps < alive[1].steps
+
+
+# slow readers
+
+
+def test_a_client_that_does_not_read_harms_itself_alone() -> None:
+    bench = Bench(FakeEngine(), max_outbox_bytes=100_000)
+    slow, quick = bench.client(), bench.client()
+    for i in range(40):
+        slow.send(submit(str(i), n=16, max_tokens=100))
+        quick.send(submit(str(i), n=16, max_tokens=100))
+        bench.settle()
+        quick.send(acked(quick.samples()))
+    held = bench.service.status()["service"]["clients"]
+    assert held[0]["unacked_bytes"] < 100_000 + 700 * 16 + 200 * 40 * 16 and held[1]["unacked_bytes"] < 100_000
+    assert not quick.take(m.Refused)
+
+    samples: list[Sample] = []
+    for _ in range(10):  # the loopback holds 256 messages at a time
+        fresh = slow.samples()
+        slow.send(acked(fresh))
+        samples += fresh
+        bench.turn()
+    reasons = [sample.finish_reason for sample in samples]
+    assert 100 < reasons.count("length") < 200 and reasons.count("error") >= 1
+    assert all(s.error and "wait for this client to read them" in s.error for s in samples if s.finish_reason == "error")
+    assert {refused.kind for refused in slow.take(m.Refused)} == {"busy"}
+    slow.send(submit("again"))  # it has read: all is well
+    bench.settle()
+    assert [s.finish_reason for s in slow.samples()] == ["length"]
+
+
+def test_running_groups_of_a_full_outbox_end() -> None:
+    bench = Bench(FakeEngine(), max_outbox_bytes=1000)
+    peer = bench.client().send(submit("running", max_tokens=10_000), submit("big", n=16, max_tokens=50))
+    bench.settle()
+    (running,) = [sample for sample in peer.samples() if sample.group_id == "running"]
+    assert running.finish_reason == "error" and len(running.token_ids) == 0
+
+
+def test_a_client_that_asks_without_reading_is_forgotten() -> None:
+    bench = Bench()
+    bench.engine.status = lambda: {"long": "x" * 100_000}  # type: ignore[method-assign]
+    flood, victim = bench.client(), bench.client()
+    victim.send(submit(max_tokens=10_000))
+    for i in range(MAX_REPLY_BYTES // 100_000 + 300):  # 256 fit into the loopback
+        flood.send(m.StatusRequest(i))
+        bench.turn()
+    assert [client["number"] for client in bench.service.status()["service"]["clients"]] == [2]
+    assert len(bench.engine.groups) == 1
+
+
+# failing steps
+
+
+def test_a_step_that_raises_ends_its_groups_and_the_service_goes_on() -> None:
+    bench = Bench()
+    peer, other = bench.client(), bench.client()
+    bench.engine.crash_on = 13
+    for attempt in range(5):  # any number of times
+        peer.send(submit(f"good{attempt}", [1], n=2))
+        other.send(submit(f"poison{attempt}", [13]))
+        bench.turn()
+        for victim, samples in ((peer, 2), (other, 1)):
+            errors = victim.samples()
+            assert [s.finish_reason for s in errors] == ["error"] * samples
+            assert all(s.error == "engine.step failed: RuntimeError: scripted crash" for s in errors)
+            victim.send(acked(errors))
+    peer.send(submit("g", [1]))
+    bench.settle()
+    assert [s.finish_reason for s in peer.samples()] == ["length"]
+
+
+class Forgetful(FakeEngine):
+    """Loses its groups when a step fails, and what it is asked to abort breaks it."""
+
+    def step(self) -> list[Sample]:
+        self.groups.clear()
+        raise RuntimeError("lost it all")
+
+    def abort(self, group_id: str) -> list[Sample]:
+        raise KeyError(group_id)
+
+
+def test_groups_that_the_engine_has_lost_are_failed_all_the_same() -> None:
+    bench = Bench(Forgetful())
+    peer = bench.client().send(submit(n=3))
+    bench.turn()
+    refused = peer.refused()
+    assert (refused.kind, refused.group_id) == ("group_failed", "g") and "lost it all" in refused.message
+    assert bench.service.status()["service"]["clients"][0]["groups"] == 0
+
+
+class Stuck(FakeEngine):
+    """Claims to have work, and fails at it, with nobody's group in it."""
+
+    has_work = True  # type: ignore[assignment]
+
+    def step(self) -> list[Sample]:
+        raise RuntimeError("beyond repair")
+
+
+def test_an_engine_that_fails_for_no_request_ends_the_service() -> None:
+    bench = Bench(Stuck(), linger_s=0.1)
+    peer = bench.connect()
+    peer.send(m.Hello(1, peer.session))
+    with pytest.raises(RuntimeError, match="beyond repair"):
+        bench.service.run()
+    (closing,) = peer.take(m.Closing)
+    assert "RuntimeError: beyond repair" in closing.reason
+
+
+def test_a_sample_that_nobody_waits_for_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.engine.abort = lambda group_id: []  # type: ignore[method-assign]
+    peer = bench.client().send(submit("x", max_tokens=5))
+    bench.turn()
+    peer.send(m.Goodbye())
+    bench.settle()
+    assert "which nobody waits for" in caplog.text
+
+
+# status and malformed
+
+
+def test_status_is_the_engine_s_and_the_service_s() -> None:
+    bench = Bench()
+    peer = bench.client().send(submit("g", n=3, max_tokens=50), m.StatusRequest(2**63))
+    bench.turn()
+    (reply,) = peer.take(m.StatusReply)
+    status = json.loads(reply.status)
+    assert reply.request_id == 2**63
+    assert status["version"] == 3 and status["kv"] == {"used": 0}  # of numpy's types
+    service = status["service"]
+    assert service["incarnation"] == bench.service.incarnation and service["malformed"] == 0
+    (client,) = service["clients"]
+    assert (client["name"], client["connected"], client["groups"], client["running_samples"]) == ("tester", True, 1, 3)
+
+
+def test_a_status_that_fails_is_refused_to_who_asked() -> None:
+    bench = Bench()
+    bench.engine.status = lambda: {"bad": object()}  # type: ignore[method-assign]
+    peer = bench.client().send(submit(), m.StatusRequest(5))
+    bench.settle()
+    refused = peer.refused()
+    assert (refused.kind, refused.request_id) == ("group_failed", 5) and "object, which is not JSON" in refused.message
+    assert len(peer.samples()) == 1
+
+
+def test_malformed_messages_are_counted_and_told() -> None:
+    bench = Bench()
+    stranger, peer = bench.connect(), bench.client()
+    for sender in (stranger, peer):
+        sender.send_frames([b"\xff\xff"])
+        sender.send_frames([*pack(m.Heartbeat()), b"unnamed"])
+    peer.send(submit())
+    bench.settle()
+    for sender in (stranger, peer):
+        assert [refused.kind for refused in sender.take(m.Refused)] == ["protocol_error"] * 2
+    assert len(peer.samples()) == 1
+    assert bench.service.status()["service"]["malformed"] == 4
+
+
+# the end
+
+
+def run(bench: Bench) -> threading.Thread:
+    thread = threading.Thread(target=bench.service.run)
+    thread.start()
+    return thread
+
+
+def last(peer: Peer) -> list[Any]:
+    """Reads until Closing, as a client does, and says goodbye."""
+    for _ in range(500):
+        peer.got += [peer._decoder.unpack(frames) for frames in peer.end.receive(0.02)]
+        if peer.got and isinstance(peer.got[-1], m.Closing):
+            peer.send(m.Goodbye())
+            return peer.got
+    raise AssertionError("no Closing")
+
+
+def test_stop_returns_running_samples_as_aborted() -> None:
+    bench = Bench(FakeEngine(step_s=0.001), linger_s=20)
+    peer = bench.client().send(submit("g", n=2, max_tokens=10_000))
+    bench.turn(3)
+    thread = run(bench)
+    bench.service.stop("SIGTERM")
+    got = last(peer)
+    thread.join(10)
+    assert not thread.is_alive()  # the goodbye is enough, the linger time is not used up
+    assert [type(message) for message in got if not isinstance(message, m.Alive)] == [m.SampleDone, m.SampleDone, m.Closing]
+    assert {sample.finish_reason for sample in peer.samples()} == {"aborted"} and got[-1].reason == "SIGTERM"
+    assert not peer.end.send(pack(m.Heartbeat()))
+
+
+def test_stop_does_not_wait_for_the_dead() -> None:
+    bench = Bench(linger_s=0.2)
+    bench.client()
+    bench.service.stop()
+    thread = run(bench)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_an_engine_that_breaks_at_the_end() -> None:
+    class Broken(FakeEngine):
+        def abort(self, group_id: str) -> list[Sample]:
+            raise RuntimeError("no")
+
+    bench = Bench(Broken(step_s=0.001), linger_s=20)
+    peers = [bench.client(), bench.client()]
+    for peer in peers:
+        peer.send(submit(max_tokens=10_000))
+    bench.turn(2)
+    bench.service.stop()
+    thread = run(bench)
+    for peer in peers:
+        assert isinstance(last(peer)[-1], m.Closing)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_grace_time_that_no_client_could_keep() -> None:
+    with pytest.raises(ValueError, match="client_grace_s=1.9: at least 2.0, clients send a heartbeat every second"):
+        Service(FakeEngine(), "tcp://127.0.0.1:*", client_grace_s=1.9)
+
+
+def test_an_endpoint_or_a_transport() -> None:
+    with pytest.raises(ValueError, match="one of the two"):
+        Service(FakeEngine())
+    with pytest.raises(ValueError, match="no keys"):
+        Service(FakeEngine(), "tcp://0.0.0.0:*")

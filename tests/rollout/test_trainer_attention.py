@@ -1,0 +1,107 @@
+"""A trainer's plain forward with the service's attention: the engine's log-probs in every bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.request import Group, Sample, Sampling
+from rollout.trainer_attention import trainer_attention
+from tests.engine.tiny import plain_logprobs, tiny, tiny_engine
+from tests.engine.toy import group, run
+
+NATIVE = {"hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 6, "head_dim": 32, "vocab_size": 208}
+"""sizes that the native decoder takes"""
+
+
+def trainer(model: PreTrainedModel, block_size: int = 8) -> PreTrainedModel:
+    learner = copy.deepcopy(model).requires_grad_()
+    learner.set_attn_implementation(trainer_attention(block_size))
+    return learner
+
+
+def groups() -> list[Group]:
+    r = np.random.default_rng(1)
+    return [group(f"g{i}", r.integers(3, 199, 16 + 13 * i), n=4, max_tokens=24, seed=i, ignore_eos=True) for i in range(4)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("llama", {}), ("llama", NATIVE), ("qwen3", NATIVE), ("mistral", {**NATIVE, "sliding_window": 12})]
+)
+def test_max_difference_is_zero(name: str, sizes: dict[str, object], dtype: str) -> None:
+    module = tiny(name, getattr(torch, dtype), **sizes)
+    learner = trainer(module)
+    prompts = {each.id: each.prompt for each in groups()}
+    for (id, _), sample in run(tiny_engine(dtype=dtype, model=module), groups()).items():
+        assert np.abs(sample.logprobs - plain_logprobs(learner, prompts[id], sample)).max() == 0
+
+
+def test_another_attention_differs() -> None:
+    """The negative control: transformers' own, and ours with another block size."""
+    module = tiny("llama", torch.bfloat16)
+    samples = run(tiny_engine(dtype="bfloat16", model=module), groups())
+    prompts = {each.id: each.prompt for each in groups()}
+    other, eager = trainer(module, block_size=16), trainer(module)
+    eager.set_attn_implementation("eager")
+    for learner in (other, eager):
+        assert max(np.abs(s.logprobs - plain_logprobs(learner, prompts[id], s)).max() for (id, _), s in samples.items()) > 1e-4
+
+
+def padded(samples: list[tuple[np.ndarray, Sample]], left: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids, mask and positions, each [B, L]"""
+    rows = [np.concatenate([prompt, sample.token_ids]) for prompt, sample in samples]
+    ids, mask = np.zeros((2, len(rows), max(map(len, rows))), np.int64)
+    for i, row in enumerate(rows):
+        where = slice(-len(row), None) if left else slice(len(row))
+        ids[i, where], mask[i, where] = row, 1
+    return torch.from_numpy(ids), torch.from_numpy(mask), torch.from_numpy((mask.cumsum(1) - 1).clip(0))
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_padded_batches_and_gradients(left: bool) -> None:
+    """Padding changes no bit; the gradient is that of eager attention in fp32."""
+    module = tiny("llama", torch.float32)
+    prompts = {each.id: each.prompt for each in groups()}
+    drawn = [(prompts[id], sample) for (id, _), sample in run(tiny_engine(model=module), groups()).items()]
+    ids, mask, positions = padded(drawn, left)
+    gradients = []
+    for name in (trainer_attention(8), "eager"):
+        learner = trainer(module)
+        learner.set_attn_implementation(name)
+        logits = learner(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        logprobs = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        if name != "eager":
+            for i, (_, sample) in enumerate(drawn):
+                mine = logprobs[i][mask[i, 1:].bool()][-len(sample.token_ids) :].detach().numpy()
+                assert np.abs(mine - sample.logprobs).max() == 0
+        (logprobs * mask[:, 1:] * mask[:, :-1]).mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in learner.parameters()]))
+    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
+
+
+def test_a_cache_is_refused() -> None:
+    learner = trainer(tiny("llama", torch.float32))
+    out = learner(input_ids=torch.arange(20)[None], use_cache=True)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        learner(input_ids=torch.arange(3)[None], past_key_values=out.past_key_values)
+
+
+def test_smollm2_in_bf16(smollm2: Path) -> None:
+    """The real model through the engine's defaults: max |Δ log-prob| = 0."""
+    engine = Engine(EngineConfig(model=str(smollm2), kv_tokens=4096, cpu_offload_gib=0))
+    learner = AutoModelForCausalLM.from_pretrained(
+        smollm2, dtype=torch.bfloat16, attn_implementation=trainer_attention()
+    ).eval()
+    prompt = np.arange(500, 540, dtype=np.int32)
+    samples = run(engine, [Group("a", prompt, Sampling(n=4, max_tokens=24, seed=3, ignore_eos=True))])
+    assert engine.model.native is None or torch.backends.cpu.get_cpu_capability() == "AVX512"
+    for sample in samples.values():
+        assert np.abs(sample.logprobs - plain_logprobs(learner, prompt, sample)).max() == 0

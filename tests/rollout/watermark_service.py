@@ -1,0 +1,41 @@
+"""A service of the watermark model as a process:  python -m tests.rollout.watermark_service READY_FILE FAULT_FILE
+
+While FAULT_FILE exists, a commit fails in the middle of the slice whose number stands in it.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.weights import Weights
+from rollout.process import write_atomically
+from rollout.service import Service
+from tests.engine.test_weights import Failing
+from tests.engine.watermark import watermark_engine
+
+
+def main() -> None:
+    ready, fault = map(Path, sys.argv[1:])
+    torch.set_num_threads(1)
+    slices = Weights._slices
+
+    def failing(self: Weights, name: str) -> Iterator[Any]:
+        for number, (live, staged, scratch) in enumerate(slices(self, name), 2 * int(name[1:])):  # two slices a tensor
+            fails = fault.exists() and number == int(fault.read_text())
+            yield Failing(live, 1) if fails else live, staged, scratch
+
+    Weights._slices = failing  # type: ignore[method-assign]
+    service = Service(watermark_engine(), "tcp://127.0.0.1:*", lease_s=0.3)
+    signal.signal(signal.SIGTERM, lambda number, frame: service.stop("SIGTERM"))
+    write_atomically(ready, service.endpoint)
+    service.run()
+
+
+if __name__ == "__main__":
+    main()

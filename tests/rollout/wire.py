@@ -1,0 +1,98 @@
+"""The other side of the service without `rollout.client`: messages by hand, over loopback, one turn of the loop at a time."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from engine.request import Limits, Sample, Sampling
+from rollout.service import Service
+from tests.rollout.fake_engine import FakeEngine
+from transport import messages as m
+from transport.frames import Decoder, Frame, pack
+from transport.loopback import LoopbackService
+
+T = TypeVar("T")
+
+
+class Peer:
+    """One connection. Everything it gets is in `got`, until taken."""
+
+    def __init__(self, bench: Bench, session: str) -> None:
+        self.end = bench.transport.connect()
+        self.session = session
+        self.got: list[Any] = []
+        self._bench = bench
+        self._decoder: Decoder[m.ServiceMessage] = Decoder(m.ServiceMessage, Limits())
+
+    def send(self, *messages: msgspec.Struct) -> Peer:
+        for message in messages:
+            self.send_frames(pack(message))
+        return self
+
+    def send_frames(self, frames: list[Frame]) -> None:
+        assert self.end.send(frames)
+
+    def hello(self, groups: list[m.Submit] | None = None, number: int = 1) -> m.Welcome:
+        digests = np.frombuffer(b"".join(map(m.digest, groups or [])), np.uint8).reshape(-1, m.DIGEST_BYTES)
+        self.send(m.Hello(m.PROTOCOL, self.session, number, "tester", groups=digests))
+        self._bench.turn()
+        (welcome,) = self.take(m.Welcome)
+        return welcome
+
+    def read(self) -> list[Any]:
+        while frames := self.end.receive(0):
+            self.got += map(self._decoder.unpack, frames)
+        return self.got
+
+    def take(self, kind: type[T]) -> list[T]:
+        """Removes the messages of a kind from `got` and returns them."""
+        found = [message for message in self.read() if isinstance(message, kind)]
+        self.got = [message for message in self.got if not isinstance(message, kind)]
+        return found
+
+    def samples(self) -> list[Sample]:
+        return [message.sample for message in self.take(m.SampleDone)]
+
+    def refused(self) -> m.Refused:
+        (refused,) = self.take(m.Refused)
+        return refused
+
+
+class Bench:
+    """A service on a loopback that turns when it is told to."""
+
+    def __init__(self, engine: FakeEngine | None = None, **options: Any) -> None:
+        self.engine = engine or FakeEngine()
+        self.transport = LoopbackService()
+        self.service = Service(self.engine, transport=self.transport, **options)
+        self._peers = 0
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.service.turn()
+
+    def settle(self) -> None:
+        """Until the engine has nothing to do and everything is sent that can be."""
+        for _ in range(10_000):
+            self.turn()
+            if not self.engine.has_work:
+                return
+        raise AssertionError("the engine never ran dry")
+
+    def connect(self, session: str | None = None) -> Peer:
+        """A new connection that has not said Hello; of a new session unless given."""
+        self._peers += 1
+        return Peer(self, session or f"{self._peers:032x}")
+
+    def client(self) -> Peer:
+        peer = self.connect()
+        peer.hello()
+        return peer
+
+
+def submit(group_id: str = "g", prompt: list[int] | np.ndarray = [1, 2, 3], serial: int = 0, **sampling: Any) -> m.Submit:  # noqa: B006
+    array = prompt if isinstance(prompt, np.ndarray) else np.array(prompt, np.int32)
+    return m.Submit(group_id, array, Sampling(**{"max_tokens": 4, **sampling}), serial)

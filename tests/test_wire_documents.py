@@ -1,0 +1,62 @@
+"""docs/limits.md and docs/wire.md say what the code says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import numpy as np
+
+from engine.request import Limits, Sampling
+from rollout.service import MIN_GRACE_S
+from rollout.session import MAX_REPLY_BYTES
+from transport import messages as m
+from transport.errors import KINDS
+from transport.frames import pack
+from transport.sockets import BATCH, QUEUED_MESSAGES
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def table() -> dict[str, int]:
+    rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \| \S.* \|$", (DOCS / "limits.md").read_text(), re.MULTILINE)
+    return {name: int(default.replace(",", "")) for name, default in rows}
+
+
+def test_the_table_of_limits_is_the_struct() -> None:
+    assert table() == msgspec.structs.asdict(Limits())
+    assert table() != msgspec.structs.asdict(Limits(max_n=3))
+
+
+def test_the_other_bounds_are_the_constants() -> None:
+    text = (DOCS / "limits.md").read_text()
+    for figure in (
+        f"{QUEUED_MESSAGES} |",
+        f"{BATCH}, in turn",
+        f"{MAX_REPLY_BYTES >> 20} MiB;",
+        f"at least {MIN_GRACE_S:.0f} s",
+    ):
+        assert figure in text
+
+
+def test_every_message_and_every_kind_of_refusal_is_described() -> None:
+    text = (DOCS / "wire.md").read_text()
+    for message in (*get_args(m.ClientMessage), *get_args(m.ServiceMessage)):
+        assert re.search(rf"\b{message.__name__}\b", text), message
+    told_by_the_client_itself = {"error", "service_lost", "request_timeout", "client_closed"}
+    for kind in set(KINDS) - told_by_the_client_itself:
+        assert kind in text, kind
+    assert f"Version {m.PROTOCOL}." in text and f"{m.DIGEST_BYTES} bytes of BLAKE2b" in text
+
+
+def test_the_example_is_a_message() -> None:
+    text = (DOCS / "wire.md").read_text()
+    example = re.search(r'^    (\{"type": "submit".*\})\n    ((?:[0-9a-f]{2} ?)+)$', text, re.MULTILINE)
+    assert example
+    header, array = pack(m.Submit("g", np.array([1, 42, 7], np.int32), Sampling(n=8), 1))
+    shown, packed = msgspec.json.decode(example[1]), msgspec.msgpack.decode(header)
+    assert bytes.fromhex(example[2]) == bytes(array)
+    assert all(packed[name] == value for name, value in shown.items() if name != "sampling")
+    assert packed["sampling"]["n"] == shown["sampling"]["n"]

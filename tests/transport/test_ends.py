@@ -1,0 +1,231 @@
+"""The two ends: what holds for sockets and for loopback alike, and what only sockets have."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from engine.request import Limits
+from transport.loopback import LoopbackClient, LoopbackService
+from transport.sockets import QUEUED_MESSAGES, ClientEnd, ServiceEnd, check_bind
+
+LIMITS = Limits(max_frames=4, max_frame_bytes=100_000, max_header_bytes=1000)
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+
+
+class Pair:
+    """A service end and its clients, closed at the end of the test."""
+
+    def __init__(self, sockets: bool) -> None:
+        self.service = ServiceEnd("tcp://127.0.0.1:*", LIMITS) if sockets else LoopbackService()
+        self.sockets = sockets
+        self.clients: list[ClientEnd | LoopbackClient] = []
+
+    def connect(self) -> ClientEnd | LoopbackClient:
+        service = self.service
+        client = service.connect() if isinstance(service, LoopbackService) else ClientEnd(service.endpoint, LIMITS)
+        self.clients.append(client)
+        until(lambda: client.receive(0.01) == [] and client.connected)
+        return client
+
+    def introduced(self) -> tuple[bytes, ClientEnd | LoopbackClient]:
+        """A client and the name that the service has for its connection."""
+        client = self.connect()
+        assert client.send([b"hello"])
+        ((peer, frames),) = self.service.receive(5)
+        assert [bytes(frame) for frame in frames] == [b"hello"]
+        return peer, client
+
+
+@pytest.fixture(params=[True, False], ids=["sockets", "loopback"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = Pair(request.param)
+    yield pair
+    for client in pair.clients:
+        client.close()
+    pair.service.close()
+
+
+def test_there_and_back(pair: Pair) -> None:
+    (a, first), (b, second) = pair.introduced(), pair.introduced()
+    assert a != b
+    assert pair.service.send(b, [b"to second", b"", bytes(3)])
+    assert [[bytes(f) for f in frames] for frames in second.receive(5)] == [[b"to second", b"", bytes(3)]]
+    assert first.receive(0) == []
+
+
+def test_nobody_to_receive_from(pair: Pair) -> None:
+    started = time.monotonic()
+    assert pair.service.receive(0.05) == []
+    assert 0.04 < time.monotonic() - started < 2
+    assert not pair.service.send(b"nobody", [b"x"])
+
+
+def test_order_is_kept_and_nothing_is_dropped_when_nobody_reads(pair: Pair) -> None:
+    """Each way is filled until `send` says no; then everything that it took comes out, in order."""
+    peer, client = pair.introduced()
+    frame = bytes(50_000)
+    for send, receive in (
+        (lambda head: pair.service.send(peer, [head, frame]), lambda: client.receive(0.2)),
+        (lambda head: client.send([head, frame]), lambda: [frames for _, frames in pair.service.receive(0.2)]),
+    ):
+        taken = 0
+        while send(b"%d" % taken):
+            taken += 1
+            assert taken < 5000, "it takes any number"
+        assert taken >= QUEUED_MESSAGES // 2
+        came: list[int] = []
+        until(lambda: came.extend(int(bytes(f[0])) for f in receive()) or len(came) >= taken)  # noqa: B023
+        assert came == list(range(taken))
+        until(lambda: send(b"0"))  # noqa: B023  there is room again
+
+
+def test_wake_ends_a_wait(pair: Pair) -> None:
+    client = pair.connect()
+    threading.Timer(0.05, client.wake).start()
+    started = time.monotonic()
+    assert client.receive(30) == []
+    assert time.monotonic() - started < 5
+    client.close()
+    client.wake()  # harmless
+
+
+def test_a_client_that_left_is_not_sent_to(pair: Pair) -> None:
+    peer, client = pair.introduced()
+    client.close()
+    until(lambda: not pair.service.send(peer, [b"x"]))
+
+
+def test_the_service_leaves(pair: Pair) -> None:
+    peer, client = pair.introduced()
+    assert pair.service.send(peer, [b"last words"])
+    assert [bytes(frames[0]) for frames in client.receive(5)] == [b"last words"]
+    pair.service.close(linger=5)
+    until(lambda: client.receive(0.1) == [] and not client.connected)
+    until(lambda: not client.send([b"x"]))
+
+
+def test_no_connection_to_a_closed_loopback() -> None:
+    service = LoopbackService()
+    service.close()
+    with pytest.raises(ConnectionError):
+        service.connect()
+
+
+# sockets only
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "bound"),
+    [
+        ("tcp://127.0.0.1:5655", "tcp://127.0.0.1:5655"),
+        ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
+        ("tcp://127.8.9.1:0", "tcp://127.8.9.1:0"),
+        ("tcp://localhost:*", "tcp://127.0.0.1:*"),
+        ("tcp://[::1]:*", "tcp://[::1]:*"),
+        ("ipc:///tmp/x", "ipc:///tmp/x"),
+    ],
+)
+def test_endpoints_that_only_this_host_reaches(endpoint: str, bound: str) -> None:
+    assert check_bind(endpoint) == bound
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://0.0.0.0:5655", "tcp://*:5655", "tcp://[::]:5655", "tcp://10.0.0.1:5655", "tcp://example.com:5655", "tcp://eth0:1",
+        "tcp://127.0.0.1.example.com:1", "tcp://[::ffff:10.0.0.1]:1", "tcp://127.0.0.1;10.0.0.1:1", "tcp://:1",
+    ],
+)  # fmt: skip
+def test_endpoints_that_others_reach_are_refused_with_the_reason(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="can be reached from other hosts, and this version has no keys"):
+        ServiceEnd(endpoint, LIMITS)
+
+
+@pytest.mark.parametrize("endpoint", ["", "127.0.0.1:1", "udp://127.0.0.1:1", "inproc://x", "ipc://", "tcp://127.0.0.1"])
+def test_endpoints_that_are_none(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="must be tcp://"):
+        ServiceEnd(endpoint, LIMITS)
+
+
+@pytest.mark.parametrize("port", ["65536", "-1", "x", "١", ""])
+def test_ports_that_are_none(port: str) -> None:
+    with pytest.raises(ValueError, match="the port must be 0 to 65535"):
+        ServiceEnd(f"tcp://127.0.0.1:{port}", LIMITS)
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(ValueError, match="cannot listen at .*Address already in use"):
+            ServiceEnd(f"tcp://127.0.0.1:{taken.getsockname()[1]}", LIMITS)
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:5", "inproc://x", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "http://a:1"])
+def test_addresses_that_are_none(address: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        ClientEnd(address, LIMITS)
+
+
+def test_ipc(tmp_path: Path) -> None:
+    service = ServiceEnd(f"ipc://{tmp_path}/s", LIMITS)
+    client = ClientEnd(service.endpoint, LIMITS)
+    until(lambda: client.receive(0.05) == [] and client.connected)
+    assert client.send([b"x"])
+    assert len(service.receive(5)) == 1
+    client.close()
+    service.close()
+
+
+def test_nothing_is_queued_for_a_connection_that_does_not_exist() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    client = ClientEnd(f"tcp://127.0.0.1:{port}", LIMITS)
+    assert client.receive(0.01, sending=True) == [] and not client.connected
+    assert not client.send([b"x"])
+    service = ServiceEnd(f"tcp://127.0.0.1:{port}", LIMITS)
+    until(lambda: client.receive(0.05) == [] and client.connected)
+    assert client.connections == 1 and client.send([b"y"])
+    ((_, frames),) = service.receive(5)
+    assert bytes(frames[0]) == b"y"
+    client.close()
+    service.close()
+
+
+def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else() -> None:
+    service, pair = ServiceEnd("tcp://127.0.0.1:*", LIMITS), Pair.__new__(Pair)
+    pair.service, pair.sockets, pair.clients = service, True, []
+    peer, victim = pair.introduced()
+    big = ClientEnd(service.endpoint, Limits(max_frame_bytes=10**9))
+    until(lambda: big.receive(0.05) == [] and big.connected)
+    assert big.send([bytes(LIMITS.max_frame_bytes)])  # the longest that is allowed
+    assert len(service.receive(5)) == 1
+    assert big.send([bytes(LIMITS.max_frame_bytes + 1)])
+    until(lambda: big.receive(0.05) == [] and big.connections == 2)  # thrown out, and back
+    assert service.receive(0.05) == []
+    assert victim.connections == 1 and service.send(peer, [b"x"])
+    for end in (big, victim, service):
+        end.close()
+
+
+def test_too_many_frames_reach_the_decoder_as_one_too_many() -> None:
+    service = ServiceEnd("tcp://127.0.0.1:*", LIMITS)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(service.endpoint)
+        dealer.send_multipart([b"x"] * 5000)
+        dealer.send_multipart([b"after"])
+        received: list[list[bytes]] = []
+        until(lambda: received.extend([bytes(f) for f in frames] for _, frames in service.receive(0.1)) or len(received) == 2)
+        dealer.close(linger=0)
+    assert [len(frames) for frames in received] == [LIMITS.max_frames + 1, 1]
+    service.close()

@@ -1,0 +1,308 @@
+"""The ways that tensors travel: what one end offers is what the other end reads, or it is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import xxhash
+from safetensors.torch import save_file
+
+from engine.request import Limits, TensorInfo, manifest_digest
+from transport.errors import InvalidRequest, SourceUnreachable
+from transport.weights import Payload, open_payload
+from transport.weights.files import FilesOffer, describe_folder
+from transport.weights.inline import CHUNK_BYTES, CHUNK_VIEWS, WINDOW_BYTES, InlineOffer, InlinePayload, chunks
+from transport.weights.manifest import pack_manifest, unpack_manifest
+from transport.weights.shm import NONCE_BYTES, Segment, SegmentView, ShmOffer, ShmPayload, host_key
+
+TENSORS = {
+    "embed": torch.randn(1000, 700).to(torch.bfloat16),
+    "norm": torch.randn(3),
+    "empty": torch.zeros(0, 4),
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "head": torch.randn(999, 333).to(torch.float16),
+}
+
+
+def raw(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+ARRAYS = [raw(tensor) for tensor in TENSORS.values()]
+WHOLE = b"".join(array.tobytes() for array in ARRAYS)
+MANIFEST = [
+    TensorInfo(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), xxhash.xxh3_128_hexdigest(raw(t)))
+    for name, t in TENSORS.items()
+]
+
+
+def read_all(payload: Payload, piece: int = 100_003) -> bytes:
+    got, memory = b"", np.empty(piece, np.uint8)
+    while count := payload.read(memory):
+        got += memory[:count].tobytes()
+    payload.close()
+    return got
+
+
+# ── manifest ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_manifest_round_trip() -> None:
+    assert unpack_manifest(pack_manifest(MANIFEST)) == MANIFEST
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode({"a": 1}),
+        msgspec.msgpack.encode([["a", "float32", [1]]]),
+        msgspec.msgpack.encode([["a", "float32", [-1], "0"]]),
+        msgspec.msgpack.encode([["a", "float32", [1.5], "0"]]),
+        b"\x91" * 100_000,
+        pack_manifest(MANIFEST).tobytes()[:-1],
+    ],
+)
+def test_what_is_no_manifest(data: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        unpack_manifest(np.frombuffer(data, np.uint8))
+
+
+def test_the_digest_of_a_manifest_tells_everything_but_the_order() -> None:
+    digest = manifest_digest(MANIFEST)
+    assert manifest_digest(reversed(MANIFEST)) == digest
+    for field, value in (("name", "x"), ("dtype", "float32"), ("shape", (1, 2)), ("digest", "0" * 32)):
+        assert manifest_digest([msgspec.structs.replace(MANIFEST[0], **{field: value}), *MANIFEST[1:]]) != digest
+    assert manifest_digest(MANIFEST[1:]) != digest
+
+
+# ── inline ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_inline_round_trip_without_a_copy() -> None:
+    payload = InlinePayload(len(WHOLE))
+    memory, got = np.empty(300_000, np.uint8), b""
+    for offset, views in chunks(ARRAYS, Limits()):
+        assert sum(map(len, views)) <= CHUNK_BYTES and len(views) <= CHUNK_VIEWS
+        assert all(any(np.shares_memory(view, array) for array in ARRAYS) for view in views)
+        end = payload.put(offset, views)
+        assert payload.put(offset, views) == end, "a repeated chunk changes nothing"
+        while count := payload.read(memory):
+            got += memory[:count].tobytes()
+        assert payload.read_bytes == end
+    assert got == WHOLE
+
+
+def test_many_small_tensors_share_a_chunk() -> None:
+    small = [np.full(10, i, np.uint8) for i in range(100)]
+    sizes = [len(views) for _, views in chunks(small, Limits())]
+    assert sizes == [CHUNK_VIEWS] * 3 + [4]
+    tight = list(chunks(small, Limits(max_frames=3, max_frame_bytes=7)))
+    assert all(len(views) <= 2 and sum(map(len, views)) <= 7 for _, views in tight)
+    assert [offset for offset, _ in tight] == list(range(0, 1000, 7))
+
+
+def test_chunks_out_of_order_are_refused() -> None:
+    payload = InlinePayload(100)
+    payload.put(0, [np.zeros(10, np.uint8)])
+    for offset, size in ((11, 5), (5, 10), (10, 91), (-1, 1), (-5, 3)):
+        with pytest.raises(InvalidRequest, match="chunk of bytes"):
+            payload.put(offset, [np.zeros(size, np.uint8)])
+    for wrong in (np.zeros(3, np.int32), np.zeros((2, 2), np.uint8)):
+        with pytest.raises(InvalidRequest, match="must be uint8"):
+            payload.put(10, [wrong])
+    payload.put(10, [np.zeros(90, np.uint8)])
+
+
+def test_the_window_bounds_what_is_held() -> None:
+    payload = InlinePayload(4 * WINDOW_BYTES)
+    big = np.zeros(WINDOW_BYTES, np.uint8)
+    payload.put(0, [big])
+    with pytest.raises(InvalidRequest, match="in flight"):
+        payload.put(WINDOW_BYTES, [big[:1]])
+    assert payload.read(np.empty(1, np.uint8)) == 1
+    payload.put(WINDOW_BYTES, [big[:1]])
+
+
+# ── shared memory ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+needs_shm = pytest.mark.skipif(host_key() is None, reason="no memfd on this system")
+
+
+@needs_shm
+def test_shm_round_trip_reuses_its_memory() -> None:
+    segment, view = Segment(), SegmentView()
+    offers = []
+    for order in (ARRAYS, ARRAYS[::-1], ARRAYS[:2]):
+        offer, digests = segment.write(order)
+        offers.append(offer)
+        assert digests == [xxhash.xxh3_128_hexdigest(array) for array in order]
+        payload = open_payload(offer, MANIFEST, offer.total, view)
+        assert read_all(payload) == b"".join(array.tobytes() for array in order)
+    assert len({offer.inode for offer in offers}) == 1 and len({offer.nonce for offer in offers}) == 3
+    with pytest.raises(SourceUnreachable, match="not what was offered"):
+        view.open(offers[0])  # it holds another payload now
+    bigger, _ = segment.write([*ARRAYS, np.ones(1 << 20, np.uint8)])
+    assert bigger.inode != offers[0].inode and len(view.open(bigger)) == bigger.total
+    view.close()
+    segment.close()
+    with pytest.raises(SourceUnreachable):
+        view.open(bigger)
+
+
+@needs_shm
+def test_shm_has_no_name_and_dies_with_its_ends() -> None:
+    before = set(os.listdir("/dev/shm"))
+    program = (
+        "import msgspec, numpy as np, sys; from transport.weights.shm import Segment\n"
+        "segment = Segment()\n"
+        "offer, _ = segment.write([np.full(1000, 7, np.uint8)])\n"
+        "print(msgspec.json.encode(offer).decode(), flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None and child.stdout is not None
+    offer = msgspec.json.decode(child.stdout.readline(), type=ShmOffer)
+    view = SegmentView()
+    payload = ShmPayload(view.open(offer))
+    assert set(os.listdir("/dev/shm")) == before
+    child.kill()
+    child.wait(10)
+    assert read_all(payload) == bytes([7]) * 1000, "what was opened stays readable after the trainer's death"
+    child.stdin.close()
+    child.stdout.close()
+    view.close()
+    with pytest.raises(SourceUnreachable):
+        view.open(offer)
+
+
+@needs_shm
+def test_shm_that_is_not_what_it_says(tmp_path: Path) -> None:
+    segment, view = Segment(), SegmentView()
+    offer, _ = segment.write(ARRAYS)
+    with pytest.raises(InvalidRequest, match="the manifest's tensors have"):
+        open_payload(offer, MANIFEST, offer.total + 1, view)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    keep = os.open(fifo, os.O_RDWR)
+    plain = os.open(tmp_path / "plain", os.O_RDWR | os.O_CREAT)
+    unsealed = os.memfd_create("rollout-weights")
+    for change in (
+        {"fd": 10_000},
+        {"fd": keep},
+        {"fd": plain},
+        {"fd": unsealed, "inode": os.fstat(unsealed).st_ino},
+        {"pid": 2**22 + 1},
+        {"pid": 1},
+        {"inode": 1},
+        {"nonce": "00" * NONCE_BYTES},
+        {"nonce": ""},
+        {"total": offer.total + 10_000_000},
+    ):
+        with pytest.raises(SourceUnreachable):
+            view.open(msgspec.structs.replace(offer, **change))
+    assert len(view.open(offer)) == offer.total
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(offer.fd, NONCE_BYTES + 10)  # sealed: what is mapped elsewhere stays there
+    for fd in (keep, plain, unsealed):
+        os.close(fd)
+
+
+@needs_shm
+def test_no_descriptor_and_no_map_is_left(tmp_path: Path) -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("rollout-weights")
+
+    save_file(TENSORS, tmp_path / "a.safetensors")
+    before = held()
+    for _ in range(5):
+        segment, view = Segment(), SegmentView()
+        offer, _ = segment.write(ARRAYS)
+        read_all(ShmPayload(view.open(offer)))
+        assert held() > before
+        with pytest.raises(SourceUnreachable):
+            view.open(msgspec.structs.replace(offer, inode=1))
+        segment.close()
+        view.close()
+        describe_folder(tmp_path)
+    assert held() == before
+
+
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_files_round_trip(tmp_path: Path) -> None:
+    names = list(TENSORS)
+    save_file({name: TENSORS[name] for name in names[:2]}, tmp_path / "model-1.safetensors", metadata={"format": "pt"})
+    save_file({name: TENSORS[name] for name in names[2:]}, tmp_path / "model-2.safetensors")
+    described = describe_folder(tmp_path)
+    assert sorted(described, key=lambda info: info.name) == sorted(MANIFEST, key=lambda info: info.name)
+    assert read_all(open_payload(FilesOffer(str(tmp_path)), MANIFEST, len(WHOLE), SegmentView())) == WHOLE
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="absolute"):
+        open_payload(FilesOffer("checkpoints/7"), MANIFEST, 0, SegmentView())
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(SourceUnreachable, match=r"no \*.safetensors"):
+            open_payload(FilesOffer(str(folder)), MANIFEST, 0, SegmentView())
+    save_file({"norm": TENSORS["norm"].double()}, tmp_path / "a.safetensors")
+    for name in ("norm", "embed"):
+        info = next(info for info in MANIFEST if info.name == name)
+        with pytest.raises(InvalidRequest, match=name):
+            open_payload(FilesOffer(str(tmp_path)), [info], 0, SegmentView())
+    save_file({"norm": TENSORS["norm"]}, tmp_path / "b.safetensors")
+    with pytest.raises(InvalidRequest, match="a.safetensors and in b.safetensors"):
+        describe_folder(tmp_path)
+
+
+def header(entries: object) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(16)
+
+
+BROKEN = {
+    "empty": b"",
+    "cut in its header": header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}})[:20],
+    "no JSON": (5).to_bytes(8, "little") + b"hello" + bytes(16),
+    "not an object": header([1]),
+    "a list nested without end": (100_000).to_bytes(8, "little") + b"[" * 100_000,
+    "header longer than the file": (2**62).to_bytes(8, "little") + bytes(100),
+    "past the end": header({"a": {"dtype": "F32", "shape": [5], "data_offsets": [0, 20]}}),
+    "before the start": header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]}}),
+    "of another size than its shape": header({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 16]}}),
+    "negative lengths": header({"a": {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}),
+    "an unknown dtype": header({"a": {"dtype": "Q4", "shape": [4], "data_offsets": [0, 16]}}),
+    "without offsets": header({"a": {"dtype": "F32", "shape": [4]}}),
+}
+
+
+@pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
+def test_broken_files_are_refused(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(data)
+    with pytest.raises(InvalidRequest, match="a.safetensors"):
+        describe_folder(tmp_path)
+
+
+def test_a_good_file_by_the_same_hand_is_read(tmp_path: Path) -> None:
+    """Negative control of the broken ones."""
+    (tmp_path / "a.safetensors").write_bytes(header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}))
+    assert describe_folder(tmp_path)[0].shape == (4,)
+
+
+def test_a_fifo_does_not_hang_the_service(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.safetensors")
+    with pytest.raises(InvalidRequest, match="no regular file"):
+        open_payload(FilesOffer(str(tmp_path)), MANIFEST, 0, SegmentView())
+
+
+def test_inline_needs_no_offer() -> None:
+    assert isinstance(open_payload(InlineOffer(), MANIFEST, 10, SegmentView()), InlinePayload)

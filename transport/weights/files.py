@@ -1,0 +1,169 @@
+"""Tensors in a folder of safetensors: a checkpoint, or a file system that both ends see.
+
+    file.safetensors   ┌ length of the header, 8 bytes ┬ JSON header: name → dtype, shape, [start, end) ┬ tensors … ┐
+
+Both ends read the headers themselves; the trainer's end takes the digests, so a file that the service sees differently (a stale
+cache, a save that is still under way) is refused. Format: https://github.com/huggingface/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from engine.request import TensorInfo
+from transport.errors import InvalidRequest, SourceUnreachable
+
+DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+MAX_HEADER_BYTES = 100_000_000
+"""the format's own limit"""
+READ_BYTES = 4 << 20
+
+
+class FilesOffer(msgspec.Struct, frozen=True, tag="files", forbid_unknown_fields=True):
+    """A folder as the service sees it."""
+
+    folder: str
+    """absolute"""
+
+
+class Span(NamedTuple):
+    """Where a tensor lies."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+def read_folder(folder: Path) -> dict[str, Span]:
+    """Every tensor of the *.safetensors files in a folder. Raises SourceUnreachable, InvalidRequest naming file and tensor."""
+    if not folder.is_absolute():
+        raise InvalidRequest(f"folder {str(folder)!r}: give an absolute path")
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise SourceUnreachable(f"{folder} has no *.safetensors file that can be seen from here")
+    spans: dict[str, Span] = {}
+    for path in paths:
+        for name, span in _read_header(path):
+            if name in spans:
+                raise InvalidRequest(f"tensor {name!r} is in {spans[name].path.name} and in {path.name}")
+            spans[name] = span
+    return spans
+
+
+def _read_header(path: Path) -> list[tuple[str, Span]]:
+    fd = _open(path)
+    try:
+        size = os.fstat(fd).st_size
+        length = int.from_bytes(os.pread(fd, 8, 0), "little")
+        if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
+            raise InvalidRequest(f"{path} is not a safetensors file, or not a whole one")
+        try:
+            header = json.loads(os.pread(fd, length, 8))
+            return [(name, _span(path, entry, 8 + length, size)) for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise InvalidRequest(f"{path} is not a safetensors file: {type(error).__name__}: {str(error)[:200]}") from None
+    finally:
+        os.close(fd)
+
+
+def _span(path: Path, entry: Any, base: int, size: int) -> Span:
+    start, end = map(int, entry["data_offsets"])
+    shape = tuple(map(int, entry["shape"]))
+    dtype, width = DTYPES[entry["dtype"]]
+    if not 0 <= start <= end <= size - base or end - start != math.prod(shape) * width or min(shape, default=0) < 0:
+        raise ValueError(f"a tensor at bytes {start} to {end} of {size - base}")
+    return Span(path, dtype, shape, base + start, end - start)
+
+
+def _open(path: Path) -> int:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise SourceUnreachable(f"{path}: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise InvalidRequest(f"{path} is no regular file")
+    return fd
+
+
+def describe_folder(folder: Path) -> list[TensorInfo]:
+    """The manifest of a folder: reads all of it for the digests. Raises as `read_folder`."""
+    manifest = []
+    memory = np.empty(READ_BYTES, np.uint8)
+    for name, span in read_folder(folder).items():
+        payload, digest = FilesPayload([span]), xxhash.xxh3_128()
+        while count := payload.read(memory):
+            digest.update(memory[:count].data)
+        payload.close()
+        manifest.append(TensorInfo(name, span.dtype, span.shape, digest.hexdigest()))
+    return manifest
+
+
+def matching(offer: FilesOffer, manifest: Sequence[TensorInfo]) -> list[Span]:
+    """Where the manifest's tensors lie. Raises SourceUnreachable, InvalidRequest where the folder is not what it says."""
+    spans = read_folder(Path(offer.folder))
+    for info in manifest:
+        span = spans.get(info.name)
+        if span is None or (span.dtype, span.shape) != (info.dtype, info.shape):
+            raise InvalidRequest(f"tensor {info.name!r:.200} is not in {offer.folder} as the manifest says")
+    return [spans[info.name] for info in manifest]
+
+
+class FilesPayload:
+    """The service's end."""
+
+    via = "files"
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans = list(reversed(spans))
+        self._done = 0
+        """of the last one of them"""
+        self._fd: int | None = None
+        self._path: Path | None = None
+
+    def read(self, memory: np.ndarray) -> int:
+        while self._spans and self._done == self._spans[-1].size:
+            self._spans.pop()
+            self._done = 0
+        if not self._spans or not len(memory):
+            return 0
+        span = self._spans[-1]
+        if span.path != self._path:
+            self.close()
+            self._fd, self._path = _open(span.path), span.path
+        assert self._fd is not None
+        count = os.preadv(self._fd, [memory[: span.size - self._done].data], span.start + self._done)
+        if not count:
+            raise SourceUnreachable(f"{span.path} has become shorter while it was read")
+        self._done += count
+        return count
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd = self._path = None

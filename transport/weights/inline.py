@@ -1,0 +1,96 @@
+"""Tensors in messages. Zero-copy at both ends: chunks are views of the tensors' memory, and are read where libzmq put them.
+
+    payload  ┌ embed ────────────────┬ norm ┬ q ──────┬ … ┐
+    chunks   │ 0       │ 1       │ 2             │ 3          each a list of views, CHUNK_BYTES in all
+             └ staged ─┴─ in flight, at most WINDOW_BYTES ─┘
+
+A chunk is answered when it has been staged, and the trainer sends no more than WINDOW_BYTES ahead of the answers: that bounds
+what the service holds for a trainer that is faster than staging.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from engine.request import Limits
+from transport.errors import InvalidRequest
+
+CHUNK_BYTES = 4 << 20
+CHUNK_VIEWS = 32
+"""most views of one chunk: each is a frame, and the frames of a message are limited"""
+WINDOW_BYTES = 128 << 20
+
+
+class InlineOffer(msgspec.Struct, frozen=True, tag="inline", forbid_unknown_fields=True):
+    """Chunk messages will follow."""
+
+
+class InlinePayload:
+    via = "inline"
+
+    def __init__(self, total: int) -> None:
+        self.read_bytes = 0
+        """of the payload"""
+        self.came = 0
+        self._total = total
+        self._views: deque[np.ndarray] = deque()
+
+    @property
+    def waiting(self) -> bool:
+        """Something has come that was not read yet."""
+        return bool(self._views)
+
+    def put(self, offset: int, data: Sequence[np.ndarray]) -> int:
+        """Take a chunk; one that came before changes nothing. Returns where it ends. Raises InvalidRequest."""
+        for view in data:
+            if view.dtype != np.uint8 or view.ndim != 1:
+                raise InvalidRequest(f"chunk at {offset}: {view.dtype} of shape {view.shape}, must be uint8 [bytes]")
+        end = offset + sum(map(len, data))
+        if end <= self.came and 0 <= offset:
+            return end
+        if offset != self.came or end > self._total:
+            raise InvalidRequest(f"chunk of bytes {offset} to {end} after {self.came} of {self._total} bytes")
+        if end - self.read_bytes > WINDOW_BYTES:
+            raise InvalidRequest(f"more than {WINDOW_BYTES} bytes are in flight; wait for the answers to chunks")
+        self._views.extend(view for view in data if len(view))
+        self.came = end
+        return end
+
+    def read(self, memory: np.ndarray) -> int:
+        if not self._views:
+            return 0
+        view = self._views[0]
+        count = min(len(view), len(memory))
+        memory[:count] = view[:count]
+        self.read_bytes += count
+        if count < len(view):
+            self._views[0] = view[count:]
+        else:
+            self._views.popleft()
+        return count
+
+    def close(self) -> None:
+        self._views.clear()
+
+
+def chunks(arrays: Sequence[np.ndarray], limits: Limits) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """(offset, views) of the payload that [bytes] uint8 `arrays` make one after the other, each within `limits`."""
+    most_bytes, most_views = min(CHUNK_BYTES, limits.max_frame_bytes), min(CHUNK_VIEWS, limits.max_frames - 1)
+    offset = size = 0
+    views: list[np.ndarray] = []
+    for array in arrays:
+        start = 0
+        while start < len(array):
+            view = array[start : start + most_bytes - size]
+            views.append(view)
+            start += len(view)
+            size += len(view)
+            if size == most_bytes or len(views) == most_views:
+                yield offset, views
+                offset, size, views = offset + size, 0, []
+    if views:
+        yield offset, views

@@ -1,0 +1,151 @@
+"""Tensors in shared memory: written once by the trainer, read there by the service. Linux, one host, one user.
+
+    segment (memfd)   ┌ nonce 64 ┬ tensor ─────┬ tensor ──┬ … ┐
+    trainer           maps and writes it, and keeps it for the next refresh: pages that exist are written much faster
+    service           maps /proc/PID/fd/FD read-only, and keeps the map as long as the same segment is offered
+
+A memfd has no name. It cannot be guessed, nothing must be unlinked, and when both ends have closed it, or died, it is gone.
+It is sealed against shrinking, so reading it cannot fault whatever the trainer does. Whether both ends see the same memory is
+tried, not configured: the nonce that the trainer writes in front of each payload must be there. `host_key` tells beforehand
+whether trying makes sense.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import xxhash
+
+from transport.errors import SourceUnreachable
+
+NONCE_BYTES = 64
+NAME = "rollout-weights"
+SLICE_BYTES = 1 << 20
+SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
+
+
+class ShmOffer(msgspec.Struct, frozen=True, tag="shm", forbid_unknown_fields=True):
+    """A segment of the trainer's."""
+
+    pid: int
+    fd: int
+    inode: int
+    total: int
+    """bytes of the payload"""
+    nonce: str
+    """hex"""
+
+
+def host_key() -> str | None:
+    """Equal at two ends that can share memory: kernel, PID namespace, user. None where there is no memfd."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return None
+    return f"shm:{boot}:{namespace}:{os.getuid()}" if hasattr(os, "memfd_create") else None
+
+
+class Segment:
+    """The trainer's end. Grows to the largest payload written; `close` gives the memory back, as does the process's end."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self._memory = np.zeros(0, np.uint8)
+
+    def write(self, arrays: Sequence[np.ndarray]) -> tuple[ShmOffer, list[str]]:
+        """Write the payload that [bytes] uint8 `arrays` make. Returns the xxh3-128 of each as well, taken on the way. Raises
+        OSError where there is no memory for it."""
+        total = sum(map(len, arrays))
+        self._reserve(NONCE_BYTES + total)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._memory[:NONCE_BYTES] = np.frombuffer(nonce, np.uint8)
+        at, digests = NONCE_BYTES, []
+        for array in arrays:
+            digest = xxhash.xxh3_128()
+            for start in range(0, len(array), SLICE_BYTES):
+                piece = array[start : start + SLICE_BYTES]
+                digest.update(piece.data)
+                self._memory[at : at + len(piece)] = piece  # while it is in the cache
+                at += len(piece)
+            digests.append(digest.hexdigest())
+        return ShmOffer(os.getpid(), self._fd, os.fstat(self._fd).st_ino, total, nonce.hex()), digests
+
+    def _reserve(self, size: int) -> None:
+        if len(self._memory) >= size:
+            return
+        self.close()
+        self._fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.posix_fallocate(self._fd, 0, size)  # an error here, where memory is short, instead of SIGBUS when it is written
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
+        self._memory = np.frombuffer(mmap.mmap(self._fd, size), np.uint8)
+
+    def close(self) -> None:
+        self._memory = np.zeros(0, np.uint8)  # the map goes with the last view of it
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class SegmentView:
+    """The service's map of the segment that was offered last."""
+
+    def __init__(self) -> None:
+        self._inode = -1
+        self._memory = np.zeros(0, np.uint8)
+
+    def open(self, offer: ShmOffer) -> np.ndarray:
+        """[bytes] uint8: the payload. Raises SourceUnreachable if what is offered is not to be seen from here."""
+        if offer.inode != self._inode:
+            self.close()
+            self._memory, self._inode = _map(offer), offer.inode
+        payload = self._memory[NONCE_BYTES : NONCE_BYTES + offer.total]
+        if self._memory[:NONCE_BYTES].tobytes().hex() != offer.nonce or len(payload) != offer.total:
+            self.close()
+            raise SourceUnreachable("the shared memory is not what was offered: another host or container?")
+        return payload
+
+    def close(self) -> None:
+        self._memory, self._inode = np.zeros(0, np.uint8), -1
+
+
+def _map(offer: ShmOffer) -> np.ndarray:
+    path = f"/proc/{offer.pid}/fd/{offer.fd}"
+    try:
+        if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+            raise SourceUnreachable(f"{path} is not shared memory of a rollout client: another host or container?")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            if status.st_ino != offer.inode or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise SourceUnreachable(f"{path} is not the memory that was offered")
+            return np.frombuffer(mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ), np.uint8)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError) as error:
+        raise SourceUnreachable(f"shared memory cannot be reached at {path}: {error}") from None
+
+
+class ShmPayload:
+    """The service's end of one payload."""
+
+    via = "shm"
+
+    def __init__(self, payload: np.ndarray) -> None:
+        self._left = payload
+
+    def read(self, memory: np.ndarray) -> int:
+        piece = self._left[: len(memory)]
+        memory[: len(piece)] = piece
+        self._left = self._left[len(piece) :]
+        return len(piece)
+
+    def close(self) -> None:
+        self._left = np.zeros(0, np.uint8)  # no view keeps the map alive
