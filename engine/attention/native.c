@@ -56,6 +56,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * VL)));
 typedef vf vf_mem __attribute__((aligned(4), may_alias));
 typedef vu vu_mem __attribute__((aligned(4), may_alias));
 #define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8") /* early, or accumulators go to the stack and back */
 
 /* ---- vectors: lanes never meet, except in lane_max ---- */
 
@@ -162,35 +163,35 @@ typedef struct {
     const uint32_t *a; /* [queries][steps] words */
     const uint32_t *b; /* words; rows are `row` apart, vectors `vec` */
     int64_t acc_row, a_row, row, vec, ahead; /* `ahead`: bytes from B to what is read next, to be prefetched */
-    int steps;
+    int steps, fresh; /* fresh: acc starts at zero, whatever lies there */
 } Product;
 
-INLINE void product(const Product *p, int nq, int nv, int bf16) {
+INLINE void product(const Product *p, int nq, int nv, int bf16, int fetch) {
     vf acc[6][4];
     float *to = p->acc;
     const int64_t acc_row = p->acc_row, row = p->row, vec = p->vec, a_row = p->a_row, ahead = p->ahead;
-    for (int q = 0; q < nq; q++)
-        for (int v = 0; v < nv; v++) acc[q][v] = load(to + q * acc_row + v * VL);
+    UNROLL for (int q = 0; q < nq; q++)
+        UNROLL for (int v = 0; v < nv; v++) acc[q][v] = p->fresh ? all(0) : load(to + q * acc_row + v * VL);
     const uint32_t *a = p->a, *b = p->b, *end = a + p->steps;
     for (; a < end; a++, b += row) {
         Words m[4];
-        for (int v = 0; v < nv; v++) {
+        UNROLL for (int v = 0; v < nv; v++) {
             m[v] = widen(load_words(b + v * vec), bf16);
-            __builtin_prefetch((const char *)(b + v * vec) + ahead, 0, 2); /* to L2: L1 has too few misses in flight */
+            if (fetch) __builtin_prefetch((const char *)(b + v * vec) + ahead, 0, 2); /* to L2: L1 has too few misses in flight */
         }
-        for (int q = 0; q < nq; q++) {
+        UNROLL for (int q = 0; q < nq; q++) {
             Words x = widen(all_words(a[q * a_row]), bf16);
-            for (int v = 0; v < nv; v++) acc[q][v] = dot(acc[q][v], x, m[v], bf16);
+            UNROLL for (int v = 0; v < nv; v++) acc[q][v] = dot(acc[q][v], x, m[v], bf16);
         }
     }
-    for (int q = 0; q < nq; q++)
-        for (int v = 0; v < nv; v++) store(to + q * acc_row + v * VL, acc[q][v]);
+    UNROLL for (int q = 0; q < nq; q++)
+        UNROLL for (int v = 0; v < nv; v++) store(to + q * acc_row + v * VL, acc[q][v]);
 }
 
 typedef void (*ProductFn)(const Product *);
-#define KERNEL(nq, nv) \
-    static void f32_##nq##_##nv(const Product *p) { product(p, nq, nv, 0); } \
-    static void b16_##nq##_##nv(const Product *p) { product(p, nq, nv, 1); }
+#define KERNEL(nq, nv)                                                                                           \
+    static void f32_##nq##_##nv(const Product *p) { p->ahead ? product(p, nq, nv, 0, 1) : product(p, nq, nv, 0, 0); } \
+    static void b16_##nq##_##nv(const Product *p) { p->ahead ? product(p, nq, nv, 1, 1) : product(p, nq, nv, 1, 0); }
 #define KERNELS(nq) KERNEL(nq, 1) KERNEL(nq, 2) KERNEL(nq, 4)
 #define NAMES(t, nq) {t##_##nq##_1, t##_##nq##_2, t##_##nq##_4}
 KERNELS(1) KERNELS(2) KERNELS(3)
@@ -323,10 +324,8 @@ static void meet(Item *w, int q0, int nq, const int32_t *positions, int64_t star
                  int64_t ahead) {
     const Call *c = w->call;
     const int bf16 = (int)c->step->bf16, vectors = (n + VL - 1) / VL, size = w->size, dim = w->dim;
-    for (int i = 0; i < nq; i++)
-        for (int x = 0; x < vectors; x++) store(w->scores + i * size + x * VL, all(0));
     multiply((Product){.acc = w->scores, .acc_row = size, .a = w->q + q0 * w->steps, .a_row = w->steps, .b = k, .row = VL,
-                       .vec = (int64_t)w->steps * VL, .ahead = ahead, .steps = w->steps},
+                       .vec = (int64_t)w->steps * VL, .ahead = ahead, .steps = w->steps, .fresh = 1},
              nq, vectors, bf16);
 
     vu lane;

@@ -27,6 +27,7 @@
 #include <unistd.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8") /* early, or accumulators go to the stack and back */
 typedef uint16_t bf16;
 
 enum { VL = 16, VECTORS = 3, PANEL = VECTORS * VL, PIECE = 512, TILE = 8, ROWS = 256, NORM_ROWS = 8, MAX_PHASES = 8, SPINS = 1000 };
@@ -285,18 +286,18 @@ INLINE void transpose(const uint32_t *from, int64_t row, uint32_t *to) {
 
 INLINE void tile(const uint32_t *x, int64_t x_row, const uint32_t *packed, int words, float *acc, int fresh, int rows, int nv) {
     __m512 sum[TILE][VECTORS];
-    _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++)
-        _Pragma("GCC unroll 8") for (int v = 0; v < nv; v++) sum[r][v] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(acc + r * PANEL + v * VL);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < nv; v++) sum[r][v] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(acc + r * PANEL + v * VL);
     for (int i = 0; i < words; i++, packed += PANEL) {
         __m512bh b[VECTORS];
-        _Pragma("GCC unroll 8") for (int v = 0; v < nv; v++) b[v] = (__m512bh)_mm512_loadu_si512(packed + v * VL);
-        _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
+        UNROLL for (int v = 0; v < nv; v++) b[v] = (__m512bh)_mm512_loadu_si512(packed + v * VL);
+        UNROLL for (int r = 0; r < rows; r++) {
             const __m512bh a = (__m512bh)_mm512_set1_epi32((int)x[r * x_row + i]);
-            _Pragma("GCC unroll 8") for (int v = 0; v < nv; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], a, b[v]);
+            UNROLL for (int v = 0; v < nv; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], a, b[v]);
         }
     }
-    _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++)
-        _Pragma("GCC unroll 8") for (int v = 0; v < nv; v++) _mm512_storeu_ps(acc + r * PANEL + v * VL, sum[r][v]);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < nv; v++) _mm512_storeu_ps(acc + r * PANEL + v * VL, sum[r][v]);
 }
 
 typedef void (*TileFn)(const uint32_t *, int64_t, const uint32_t *, int, float *, int);
