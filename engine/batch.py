@@ -55,7 +55,11 @@ class Batch:
         num_tokens = int(query_starts[-1])
         ids = np.empty(num_tokens, np.int64)
         for row, at in zip(rows, query_starts.tolist(), strict=False):
-            ids[at : at + row.count] = row.sequence.tokens(row.start, row.count)
+            drawn = row.start - row.sequence.num_prompt
+            if row.count == 1 and drawn >= 0:  # decode, without an array for each sequence
+                ids[at] = row.sequence.output[drawn]
+            else:
+                ids[at : at + row.count] = row.sequence.tokens(row.start, row.count)
         row_of = np.repeat(np.arange(len(rows)), counts)
         positions = np.arange(num_tokens) - query_starts[row_of] + starts[row_of]
         table = np.zeros((len(rows), max(len(row.sequence.blocks) for row in rows)), np.int32)
@@ -82,4 +86,4 @@ class Batch:
 
 def _pad(values: np.ndarray, least: int) -> np.ndarray:
     """Repeat the last value until there are `least`."""
-    return np.pad(values, (0, max(0, least - len(values))), mode="edge")
+    return values if len(values) >= least else np.pad(values, (0, least - len(values)), mode="edge")

@@ -1,11 +1,12 @@
 /* Attention over paged KV on CPUs, in one file without headers of torch.
 
-   The promise: what a query gets depends on its own numbers alone. A query meets its blocks one after the other with online
-   softmax in fp32 (Milakov & Gimelshein 2018; Dao et al. 2022), and every number of it lives in lanes of its own: tiles of
-   1 … 6 queries, a shared or a private block, one thread or many run the same operations on the same lanes in the same
-   order. A masked position adds exactly nothing. No query's blocks are ever split over threads.
+   The promise: what a query gets depends on its own numbers alone. A query meets its context unit by unit, a unit being the
+   blocks of UNIT tokens from a multiple of UNIT on, with online softmax in fp32 (Milakov & Gimelshein 2018; Dao et al. 2022),
+   and every number of it lives in lanes of its own: tiles of 1 … 6 queries, a shared or a private unit, one thread or many run
+   the same operations on the same lanes in the same order. A masked position adds exactly nothing. No query's units are ever
+   split over threads.
 
-   Sharing: rows that stand beside each other and have the same next block in their tables meet it together, so that it is
+   Sharing: rows that stand beside each other and have the blocks of the next unit in common meet it together, so that it is
    read once for all of them; they part where their tables differ (a walk over the trie of their tables, so prefixes nest).
 
    Memory. The pool is [blocks, layers, 2, kv_heads, block_size, head_dim]. Inside one head's K or V of one block the elements
@@ -46,8 +47,11 @@ enum {
     CHUNK_QUERIES = 48,                   /* wanted of one chunk and one kv head: their state stays in the L1/L2 cache */
     MAX_DIM = 256,
     MAX_BLOCK = 512,
+    UNIT = 128,          /* tokens of small blocks that are met as one: they share a maximum, and loads and stores of acc */
+    MAX_UNIT = UNIT / VL,
     MAX_PLAIN = 64 * 256, /* largest padded block_size · head_dim that is packed on the fly */
     WRITE_TOKENS = 32,
+    WORTH_A_THREAD = 384, /* (query, position) pairs: fewer take less time than it takes to wake a second thread */
 };
 #define MASKED -1e30f
 
@@ -159,29 +163,41 @@ INLINE vf dot(vf acc, Words a, Words b, int bf16) {
 #endif
 
 typedef struct {
-    float *acc;        /* [queries][lanes] */
-    const uint32_t *a; /* [queries][steps] words */
-    const uint32_t *b; /* words; rows are `row` apart, vectors `vec` */
-    int64_t acc_row, a_row, row, vec, ahead; /* `ahead`: bytes from B to what is read next, to be prefetched */
-    int steps, fresh; /* fresh: acc starts at zero, whatever lies there */
+    float *acc;                /* [queries][lanes] */
+    const uint32_t *a;         /* [queries][steps] words */
+    const uint32_t *const *b;  /* words of pieces, whose rows are `row` apart */
+    const int64_t *ahead;      /* for each piece, bytes from it to what is read later, to be fetched now if `fetch` */
+    int64_t acc_row, a_row, row, lane;
+    int steps, per; /* `per` steps of each piece, side by side from `lane` on; 0: all steps of each, a piece is one vector */
+    int fresh, fetch; /* fresh: acc starts at zero, whatever lies there */
 } Product;
 
 INLINE void product(const Product *p, int nq, int nv, int bf16, int fetch) {
     vf acc[6][4];
     float *to = p->acc;
-    const int64_t acc_row = p->acc_row, row = p->row, vec = p->vec, a_row = p->a_row, ahead = p->ahead;
+    const int64_t acc_row = p->acc_row, row = p->row, a_row = p->a_row;
+    const int per = p->per ? p->per : p->steps;
     UNROLL for (int q = 0; q < nq; q++)
         UNROLL for (int v = 0; v < nv; v++) acc[q][v] = p->fresh ? all(0) : load(to + q * acc_row + v * VL);
-    const uint32_t *a = p->a, *b = p->b, *end = a + p->steps;
-    for (; a < end; a++, b += row) {
-        Words m[4];
+    const uint32_t *a = p->a;
+    for (int left = p->steps, piece = 0; left > 0; left -= per, piece++) {
+        const uint32_t *b[4], *end = a + (left < per ? left : per);
+        int64_t ahead[4];
         UNROLL for (int v = 0; v < nv; v++) {
-            m[v] = widen(load_words(b + v * vec), bf16);
-            if (fetch) __builtin_prefetch((const char *)(b + v * vec) + ahead, 0, 2); /* to L2: L1 has too few misses in flight */
+            b[v] = p->per ? p->b[piece] + p->lane + v * VL : p->b[p->lane / VL + v];
+            ahead[v] = p->per ? p->ahead[piece] : p->ahead[p->lane / VL + v];
         }
-        UNROLL for (int q = 0; q < nq; q++) {
-            Words x = widen(all_words(a[q * a_row]), bf16);
-            UNROLL for (int v = 0; v < nv; v++) acc[q][v] = dot(acc[q][v], x, m[v], bf16);
+        for (int64_t at = 0; a < end; a++, at += row) {
+            Words m[4];
+            UNROLL for (int v = 0; v < nv; v++) {
+                m[v] = widen(load_words(b[v] + at), bf16);
+                /* to L2: L1 has too few misses in flight */
+                if (fetch) __builtin_prefetch((const char *)(b[v] + at) + ahead[v], 0, 2);
+            }
+            UNROLL for (int q = 0; q < nq; q++) {
+                Words x = widen(all_words(a[q * a_row]), bf16);
+                UNROLL for (int v = 0; v < nv; v++) acc[q][v] = dot(acc[q][v], x, m[v], bf16);
+            }
         }
     }
     UNROLL for (int q = 0; q < nq; q++)
@@ -190,8 +206,8 @@ INLINE void product(const Product *p, int nq, int nv, int bf16, int fetch) {
 
 typedef void (*ProductFn)(const Product *);
 #define KERNEL(nq, nv)                                                                                           \
-    static void f32_##nq##_##nv(const Product *p) { p->ahead ? product(p, nq, nv, 0, 1) : product(p, nq, nv, 0, 0); } \
-    static void b16_##nq##_##nv(const Product *p) { p->ahead ? product(p, nq, nv, 1, 1) : product(p, nq, nv, 1, 0); }
+    static void f32_##nq##_##nv(const Product *p) { p->fetch ? product(p, nq, nv, 0, 1) : product(p, nq, nv, 0, 0); } \
+    static void b16_##nq##_##nv(const Product *p) { p->fetch ? product(p, nq, nv, 1, 1) : product(p, nq, nv, 1, 0); }
 #define KERNELS(nq) KERNEL(nq, 1) KERNEL(nq, 2) KERNEL(nq, 4)
 #define NAMES(t, nq) {t##_##nq##_1, t##_##nq##_2, t##_##nq##_4}
 KERNELS(1) KERNELS(2) KERNELS(3)
@@ -211,7 +227,7 @@ static void multiply(Product p, int nq, int vectors, int bf16) {
         int nv = vectors >= 4 && VL == 16 ? 4 : vectors >= 2 ? 2 : 1;
         kernels[bf16][nq - 1][nv == 4 ? 2 : nv - 1](&p);
         p.acc += nv * VL;
-        p.b += nv * p.vec;
+        p.lane += nv * VL;
         vectors -= nv;
     }
 }
@@ -290,13 +306,14 @@ static void write_token(const Call *c, int64_t token) {
 typedef struct {
     const Call *call;
     int h0, h1, group, dim, size, steps; /* dim and size (of a block) padded to VL */
+    int unit;                            /* blocks */
     int t0, t1;
     int32_t position[MAX_QUERIES];
     float m[MAX_QUERIES + VL]; /* running maximum of the scaled scores */
     float l[MAX_QUERIES * VL]; /* running sum of weights, lane = token % VL */
     float acc[MAX_QUERIES * MAX_DIM];
     uint32_t q[MAX_QUERIES * MAX_DIM];
-    float scores[6 * MAX_BLOCK];
+    float scores[6 * MAX_BLOCK]; /* [query of a tile][token of a unit] */
     uint32_t weights[6 * MAX_BLOCK];
     uint32_t k_packed[MAX_PLAIN], v_packed[MAX_PLAIN], last[MAX_DIM];
 } Item;
@@ -319,14 +336,26 @@ static void pack(Item *w, const char *k, const char *v, int n) {
         }
 }
 
-/* Queries q0 … q0 + nq - 1, at `positions`, meet tokens 0 … n - 1 of the block that starts at position `start`. */
-static void meet(Item *w, int q0, int nq, const int32_t *positions, int64_t start, int n, const uint32_t *k, const uint32_t *v,
-                 int64_t ahead) {
+typedef struct {
+    const int32_t *id;
+    int count;
+} Unit; /* of blocks, those that a row sees */
+
+typedef struct {
+    const uint32_t *k[MAX_BLOCK / VL], *v[MAX_UNIT]; /* K by tiles of VL tokens, V by blocks */
+    int64_t k_ahead[MAX_BLOCK / VL], v_ahead[MAX_UNIT];
+} Blocks; /* a unit of one kv head; ahead: bytes to the same place of what is read after it */
+
+/* Queries q0 … q0 + nq - 1, at `positions`, meet tokens 0 … n - 1 of the unit that starts at position `start`; those of the
+   blocks before `first` have left every window. */
+static void meet(Item *w, int q0, int nq, const int32_t *positions, int64_t start, int first, int n, const Blocks *b, int fetch) {
     const Call *c = w->call;
-    const int bf16 = (int)c->step->bf16, vectors = (n + VL - 1) / VL, size = w->size, dim = w->dim;
-    multiply((Product){.acc = w->scores, .acc_row = size, .a = w->q + q0 * w->steps, .a_row = w->steps, .b = k, .row = VL,
-                       .vec = (int64_t)w->steps * VL, .ahead = ahead, .steps = w->steps, .fresh = 1},
-             nq, vectors, bf16);
+    const int bf16 = (int)c->step->bf16, vectors = (n + VL - 1) / VL, size = w->size, width = w->unit * size, dim = w->dim;
+    const int hidden = first * size; /* tokens */
+    multiply((Product){.acc = w->scores + hidden, .acc_row = width, .a = w->q + q0 * w->steps, .a_row = w->steps,
+                       .b = b->k + hidden / VL, .ahead = b->k_ahead + hidden / VL, .row = VL, .steps = w->steps, .fresh = 1,
+                       .fetch = fetch},
+             nq, vectors - hidden / VL, bf16);
 
     vu lane;
     for (int i = 0; i < VL; i++) lane[i] = (uint32_t)i;
@@ -335,7 +364,7 @@ static void meet(Item *w, int q0, int nq, const int32_t *positions, int64_t star
     for (int i = 0; i < nq; i++) {
         const int64_t end = positions[i] + 1 - start < n ? positions[i] + 1 - start : n;
         const int64_t from = c->window > 0 && positions[i] - c->window >= start ? positions[i] - c->window + 1 - start : 0;
-        float *scores = w->scores + i * size;
+        float *scores = w->scores + i * width;
         vf best = all(-INFINITY);
         for (int x = 0; x < vectors; x++) {
             vf t = load(scores + x * VL) * all(c->scale);
@@ -357,8 +386,8 @@ static void meet(Item *w, int q0, int nq, const int32_t *positions, int64_t star
 
     float *acc = w->acc + q0 * dim;
     for (int i = 0; i < nq; i++) {
-        const float *scores = w->scores + i * size;
-        uint32_t *weights = w->weights + i * size;
+        const float *scores = w->scores + i * width;
+        uint32_t *weights = w->weights + i * width;
         vf sum = load(w->l + (q0 + i) * VL) * all(shrink[i]);
         for (int x = 0; x < vectors; x++) {
             vf p = exp2_(load(scores + x * VL) - all(top[i]), bf16);
@@ -374,44 +403,53 @@ static void meet(Item *w, int q0, int nq, const int32_t *positions, int64_t star
             for (int d = 0; d < dim; d += VL) store(acc + i * dim + d, load(acc + i * dim + d) * all(shrink[i]));
     }
 
-    const int pairs = bf16 ? n / 2 : n;
-    Product out = {.acc = acc, .acc_row = dim, .a = w->weights, .a_row = size, .b = v, .row = dim, .vec = VL, .ahead = ahead,
-                   .steps = pairs};
+    const int words = bf16 ? 2 : 1, skip = hidden / words, steps = n / words, per = size / words;
+    Product out = {.acc = acc, .acc_row = dim, .a = w->weights + skip, .a_row = width, .b = b->v + first,
+                   .ahead = b->v_ahead + first, .row = dim, .steps = steps - skip, .per = per, .fetch = fetch};
     multiply(out, nq, dim / VL, bf16);
-    if (bf16 && n % 2) { /* the last pair's second token is not written yet: whatever lies there must not be read */
-        for (int d = 0; d < dim; d++) w->last[d] = v[pairs * dim + d] & 0xffffu;
-        out.a += pairs, out.b = w->last, out.steps = 1, out.ahead = 0;
+    if (n % words) { /* the last pair's second token is not written yet: whatever lies there must not be read */
+        const uint32_t *pair = b->v[steps / per] + (int64_t)(steps % per) * dim, *last = w->last;
+        for (int d = 0; d < dim; d++) w->last[d] = pair[d] & 0xffffu;
+        out.a = w->weights + steps, out.b = &last, out.steps = 1, out.fetch = 0;
         multiply(out, nq, dim / VL, bf16);
     }
 }
 
-/* Tokens t0 … t1 - 1 of the item meet block number `number` of their rows; `next` is the block that will be read next. */
-static void meet_block(Item *w, int t0, int t1, int64_t number, int64_t block, int64_t next) {
+/* Tokens t0 … t1 - 1 of the item meet unit number `number` of their rows; `next` is the one that will be read next. */
+static void meet_unit(Item *w, int t0, int t1, int64_t number, Unit here, Unit next) {
     const Call *c = w->call;
     const Step *s = c->step;
-    const int64_t start = number * s->block_size;
-    const int tokens = w->t1 - w->t0, end = (t1 - w->t0) * w->group;
+    const int64_t tokens = w->unit * s->block_size, start = number * tokens;
+    int32_t highest = -1, lowest = INT32_MAX;
+    for (int t = t0 - w->t0; t < t1 - w->t0; t++) {
+        highest = w->position[t] > highest ? w->position[t] : highest;
+        lowest = w->position[t] < lowest ? w->position[t] : lowest;
+    }
+    const int64_t from = c->window > 0 && lowest - c->window + 1 > start ? lowest - c->window + 1 - start : 0;
+    if (highest < start || from >= tokens) return;
+    const int first = (int)(from / s->block_size), n = (int)(highest + 1 - start < tokens ? highest + 1 - start : tokens);
+    const int end = (t1 - w->t0) * w->group, tiles = w->size / VL;
     for (int h = w->h0; h < w->h1; h++) {
-        const char *k = half(s, block, c->layer, 0, h), *v = half(s, block, c->layer, 1, h);
-        int64_t ahead = (h + 1 < w->h1 ? half(s, block, c->layer, 0, h + 1) : half(s, next, c->layer, 0, w->h0)) - k;
-        for (int q0 = (t0 - w->t0) * w->group, nq; q0 < end; q0 += nq) {
-            nq = end - q0 < TILE ? end - q0 : TILE;
-            int32_t positions[6], highest = -1, lowest = INT32_MAX;
-            for (int i = 0; i < nq; i++) {
-                positions[i] = w->position[(q0 + i) / w->group];
-                highest = positions[i] > highest ? positions[i] : highest;
-                lowest = positions[i] < lowest ? positions[i] : lowest;
-            }
-            if (highest < start || (c->window > 0 && lowest - c->window + 1 >= start + s->block_size)) continue;
-            const int n = (int)(highest + 1 - start < s->block_size ? highest + 1 - start : s->block_size);
-            const int at = (h - w->h0) * tokens * w->group + q0;
-            if (packed(s)) {
-                meet(w, at, nq, positions, start, n, (const uint32_t *)k, (const uint32_t *)v, ahead);
-                ahead = 0;
-            } else {
+        Blocks b;
+        for (int j = first; j < here.count; j++) {
+            const char *k = half(s, here.id[j], c->layer, 0, h), *v = half(s, here.id[j], c->layer, 1, h), *then = k;
+            if (h + 1 < w->h1)
+                then = half(s, here.id[j], c->layer, 0, h + 1);
+            else if (j < next.count)
+                then = half(s, next.id[j], c->layer, 0, w->h0);
+            if (!packed(s)) {
                 pack(w, k, v, n);
-                meet(w, at, nq, positions, start, n, w->k_packed, w->v_packed, 0);
+                k = then = (const char *)w->k_packed, v = (const char *)w->v_packed;
             }
+            b.v[j] = (const uint32_t *)v, b.v_ahead[j] = then - k;
+            for (int i = 0, at = j * tiles; i < tiles; i++, at++)
+                b.k[at] = (const uint32_t *)k + (int64_t)i * w->steps * VL, b.k_ahead[at] = then - k;
+        }
+        for (int q0 = (t0 - w->t0) * w->group, nq, fetch = 1; q0 < end; q0 += nq, fetch = 0) {
+            nq = end - q0 < TILE ? end - q0 : TILE;
+            int32_t positions[6];
+            for (int i = 0; i < nq; i++) positions[i] = w->position[(q0 + i) / w->group];
+            meet(w, (h - w->h0) * (w->t1 - w->t0) * w->group + q0, nq, positions, start, first, n, &b, fetch);
         }
     }
 }
@@ -424,37 +462,44 @@ INLINE int end_token(const Item *w, int row) {
     int t = w->call->step->query_starts[row + 1];
     return t < w->t1 ? t : w->t1;
 }
-/* Blocks that the row's tokens in this chunk see. */
-INLINE int64_t num_blocks(const Item *w, int row) {
-    return w->position[end_token(w, row) - 1 - w->t0] / w->call->step->block_size + 1;
-}
-
-/* Rows r0 … r1 - 1 from block number `number` on; `after` is the block that will be read when they are done. */
-static void walk(Item *w, int r0, int r1, int64_t number, int64_t after) {
+/* The unit as the row's tokens in this chunk see it: no blocks behind the last of them. */
+INLINE Unit unit_of(const Item *w, int row, int64_t number) {
     const Step *s = w->call->step;
-    int64_t end = num_blocks(w, r0);
-    const int32_t *table = s->table + r0 * s->table_row;
-    for (int r = r0 + 1; r < r1; r++) {
-        const int32_t *other = s->table + r * s->table_row;
-        int64_t blocks = num_blocks(w, r), same = number;
-        end = blocks < end ? blocks : end;
-        while (same < end && other[same] == table[same]) same++;
-        end = same;
-    }
-    if (w->call->window > 0 && r1 == r0 + 1) { /* blocks that left the window may be anybody's */
-        int64_t from = (w->position[first_token(w, r0) - w->t0] - w->call->window + 1) / s->block_size;
+    const int64_t first = number * w->unit, last = w->position[end_token(w, row) - 1 - w->t0] / s->block_size;
+    const int64_t count = last + 1 - first;
+    return (Unit){s->table + row * s->table_row + first, (int)(count < 0 ? 0 : count < w->unit ? count : w->unit)};
+}
+INLINE int same(Unit a, Unit b) { return a.count == b.count && !memcmp(a.id, b.id, a.count * sizeof *a.id); }
+
+/* Rows r0 … r1 - 1, which have unit `number` in common, from there on; `after` is what will be read when they are done. */
+static void walk(Item *w, int r0, int r1, int64_t number, Unit after) {
+    const Call *c = w->call;
+    if (c->window > 0 && r1 == r0 + 1) { /* blocks that left the window may be anybody's */
+        int64_t from = (w->position[first_token(w, r0) - w->t0] - c->window + 1) / (w->unit * c->step->block_size);
         number = from > number ? from : number;
     }
-    for (; number < end; number++) {
-        int64_t next = number + 1 < num_blocks(w, r0) ? table[number + 1] : after >= 0 ? after : table[number];
-        meet_block(w, first_token(w, r0), end_token(w, r1 - 1), number, table[number], next);
+    for (int common = 1; common; number++) {
+        const Unit here = unit_of(w, r0, number), next = unit_of(w, r0, number + 1);
+        if (here.count) meet_unit(w, first_token(w, r0), end_token(w, r1 - 1), number, here, next.count ? next : after);
+        for (int r = r0; r < r1 && common; r++) common = next.count && same(unit_of(w, r, number + 1), next);
     }
-    for (int a = r0, b; a < r1; a = b) {
+    for (int a = r0, b; a < r1 && r1 > r0 + 1; a = b) {
+        const Unit own = unit_of(w, a, number);
         b = a + 1;
-        if (num_blocks(w, a) <= end) continue;
-        const int32_t *own = s->table + a * s->table_row;
-        while (s->share && b < r1 && num_blocks(w, b) > end && s->table[b * s->table_row + end] == own[end]) b++;
-        walk(w, a, b, end, b < r1 && num_blocks(w, b) > end ? s->table[b * s->table_row + end] : after);
+        if (!own.count) continue;
+        while (b < r1 && same(unit_of(w, b, number), own)) b++;
+        walk(w, a, b, number, b < r1 && unit_of(w, b, number).count ? unit_of(w, b, number) : after);
+    }
+}
+
+/* All rows of a chunk. */
+static void walk_rows(Item *w, int r0, int r1) {
+    const Unit none = {NULL, 0};
+    for (int a = r0, b; a < r1; a = b) {
+        const Unit own = unit_of(w, a, 0);
+        b = a + 1;
+        while (w->call->step->share && b < r1 && same(unit_of(w, b, 0), own)) b++;
+        walk(w, a, b, 0, b < r1 ? unit_of(w, b, 0) : none);
     }
 }
 
@@ -503,15 +548,13 @@ static void run_item(const Call *c, const int32_t *chunk, int64_t head) {
     w->call = c, w->h0 = (int)head, w->h1 = (int)(head + s->heads < s->kv_heads ? head + s->heads : s->kv_heads);
     w->group = (int)(s->q_heads / s->kv_heads);
     w->dim = padded(s->dim), w->size = padded(s->block_size), w->steps = s->bf16 ? w->dim / 2 : w->dim;
+    w->unit = packed(s) && s->block_size < UNIT ? UNIT / (int)s->block_size : 1;
     w->t0 = chunk[0], w->t1 = chunk[1];
     for (int r = r0; r < r1; r++)
         for (int t = first_token(w, r); t < end_token(w, r); t++)
             w->position[t - w->t0] = s->context_lens[r] - s->query_starts[r + 1] + t;
     load_queries(w);
-    if (s->share || r1 == r0 + 1)
-        walk(w, r0, r1, 0, -1);
-    else
-        for (int r = r0; r < r1; r++) walk(w, r, r + 1, 0, r + 1 < r1 ? s->table[(r + 1) * s->table_row] : -1);
+    walk_rows(w, r0, r1);
     store_outputs(w);
 }
 
@@ -603,8 +646,11 @@ void rollout_attend(const Step *s, int64_t layer, int64_t window, float scaling,
     Call c = {.step = s, .layer = layer, .window = window, .scale = scaling * 1.4426950408889634f, .q = q, .q_token = q_token,
               .q_head = q_head, .k = k, .k_token = k_token, .k_head = k_head, .v = v, .v_token = v_token, .v_head = v_head,
               .out = out, .lse = lse, .next_write = k ? 0 : s->tokens};
-    int64_t threads = s->num_chunks * s->kv_heads / s->heads;
+    int64_t threads = s->num_chunks * s->kv_heads / s->heads, pairs = 0;
     threads = threads < s->threads ? threads : s->threads;
+    for (int64_t r = 0; r < s->rows && pairs < WORTH_A_THREAD; r++)
+        pairs += (s->query_starts[r + 1] - s->query_starts[r]) * (int64_t)s->context_lens[r];
+    if (pairs < WORTH_A_THREAD) threads = 1;
     if (threads > 1 && s->parallel) {
         s->parallel(write_and_attend, &c, (unsigned)threads, 0);
     } else {

@@ -1,9 +1,6 @@
-"""The CPU kernel of `native.c`: built with the system's C compiler on first use, called through ctypes.
+"""The CPU kernel of `native.c`: built with the system's C compiler on first use (`engine.native.build`), called through ctypes.
 
-The file is compiled for the best instruction set that this CPU has (avx512_bf16, avx512, avx2, or plain C for anything else)
-and kept in `$ROLLOUT_CACHE/native` (default `~/.cache/rollout/native`) under a name that hashes source, flags, compiler and
-CPU. It takes about a second. Threads are those of the OpenMP that torch itself runs on: a second one beside it would fight
-for the same cores.
+The file is compiled for the best instruction set that this CPU has: avx512_bf16, avx512, avx2, or plain C for anything else.
 
 What lies inside K and V of a block is packed for the instruction set (drawn in `native.c`), so only this process can read it.
 """
@@ -224,24 +221,6 @@ class NativeAttention:
             step = self.step(kv.data, batch.query_starts, batch.context_lens, batch.block_table, batch.slots, q_heads, shared)
             batch.attention[q_heads] = step
         return self.run(step, layer, query, key, value, scaling, window)
-
-    def attend_full(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int = 0, block_size: int = 32
-    ) -> torch.Tensor:
-        """Plain causal attention over whole sequences, bitwise what the paged path gives with the same block size.
-
-        query [B, q_heads, T, D], key and value [B, kv_heads, T, D] → [B, q_heads, T, D] (a transposed view). For a trainer's
-        forward; no gradient flows through it."""
-        (b, q_heads, t, d), kv_heads = query.shape, key.shape[1]
-        m = -(-t // block_size)
-        data = torch.empty((b * m, 1, 2, kv_heads, block_size, d), dtype=query.dtype)
-        table = np.arange(b * m, dtype=np.int32).reshape(b, m)
-        positions = np.arange(t)
-        slots = table[:, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        starts, lens = np.arange(b + 1, dtype=np.int32) * t, np.full(b, t, np.int32)
-        step = self.step(data, starts, lens, table, slots.ravel(), q_heads)
-        q, k, v = (x.transpose(1, 2).reshape(b * t, x.shape[1], d) for x in (query, key, value))
-        return self.run(step, 0, q, k, v, scaling, window).view(b, t, q_heads, d).transpose(1, 2)
 
 
 def _load(path: Path) -> ctypes.CDLL:

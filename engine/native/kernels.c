@@ -30,7 +30,8 @@
 #define UNROLL _Pragma("GCC unroll 8") /* early, or accumulators go to the stack and back */
 typedef uint16_t bf16;
 
-enum { VL = 16, VECTORS = 3, PANEL = VECTORS * VL, PIECE = 512, TILE = 8, ROWS = 256, NORM_ROWS = 8, MAX_PHASES = 8, SPINS = 1000 };
+enum { VL = 16, VECTORS = 3, PANEL = VECTORS * VL, PIECE = 512, TILE = 8, ROWS = 256, NORM_ROWS = 8 };
+enum { MAX_PHASES = 8, SPINS = 400 };
 
 INLINE __m512 widen(__m256i h) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)); }
 INLINE __m512 load16(const bf16 *p) { return widen(_mm256_loadu_si256((const __m256i *)p)); }
@@ -80,14 +81,15 @@ INLINE int64_t take(Worker *w, int64_t items) {
     return i < items ? i : -1;
 }
 
-/* Wait for all threads: awake for some 20 µs, then asleep, as the one that is missing may need this very core. */
+/* Wait for all threads: awake for some 10 µs, then asleep, as the one that is missing may need this very core. */
 static void barrier(Worker *w) {
     Region *r = w->region;
     const int32_t phase = w->phase++;
     if (__atomic_add_fetch(&r->arrived, 1, __ATOMIC_SEQ_CST) == w->threads) {
         __atomic_store_n(&r->arrived, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&r->phase, phase + 1, __ATOMIC_SEQ_CST);
-        if (__atomic_load_n(&r->asleep, __ATOMIC_SEQ_CST)) syscall(SYS_futex, &r->phase, FUTEX_WAKE_PRIVATE, INT32_MAX, 0, 0, 0);
+        if (__atomic_load_n(&r->asleep, __ATOMIC_SEQ_CST))
+            syscall(SYS_futex, &r->phase, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
         return;
     }
     for (int i = 0; i < SPINS; i++) {
@@ -96,7 +98,7 @@ static void barrier(Worker *w) {
     }
     __atomic_add_fetch(&r->asleep, 1, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(&r->phase, __ATOMIC_SEQ_CST) == phase)
-        syscall(SYS_futex, &r->phase, FUTEX_WAIT_PRIVATE, phase, 0, 0, 0);
+        syscall(SYS_futex, &r->phase, FUTEX_WAIT_PRIVATE, phase, NULL, NULL, 0);
     __atomic_sub_fetch(&r->asleep, 1, __ATOMIC_SEQ_CST);
 }
 

@@ -325,6 +325,26 @@ def test_the_same_bits_from_any_number_of_threads(best: NativeAttention) -> None
             assert same_bits(want[0], got[0]) and same_bits(want[1], got[1])
 
 
+@pytest.mark.parametrize(
+    "shape", [Shape(), Shape(dtype=FP32), Shape(block_size=48, dim=96), Shape(block_size=8, window=200)], ids=text
+)
+def test_prefixes_that_end_inside_a_unit(shape: Shape, backend: NativeAttention) -> None:
+    """Small blocks are met in units of 128 tokens. Here prefixes in common are 1.5, 2.5 and 1 of them, one inside the other."""
+    unit = max(1, 128 // shape.block_size)
+    prefixes = [(None, 0), (0, unit * 3 // 2), (0, unit * 3 // 2), (1, unit * 5 // 2), (1, unit * 5 // 2), (3, unit), (4, unit)]
+    lengths = [extra + blocks * shape.block_size for blocks, extra in zip([3 * unit] * 7, [5, 9, 1, 40, 7, 2, 3], strict=True)]
+    made = tokens(shape, prefixes, lengths)
+    want = attend(backend, shape, made, whole(made))
+    prefill, begin = [], [shared * shape.block_size for _, shared in prefixes]
+    for i in range(7):
+        prefill.append([(i, begin[i], lengths[i] - 2 - begin[i])])
+    for order in ([0, 1, 3, 4, 2, 5, 6], [6, 4, 3, 1, 2, 0, 5], [5, 0, 2, 4, 6, 3, 1]):
+        decode = [[(i, lengths[i] - back, 1) for i in order] for back in (2, 1)]
+        for share in (True, False):
+            got = attend(backend, shape, made, [*prefill, *decode], share)
+            assert same_bits(want[0], got[0]) and same_bits(want[1], got[1]), f"{order}, shared: {share}"
+
+
 def test_many_children_of_one_prompt(best: NativeAttention) -> None:
     """More queries than one tile, one chunk or one item holds."""
     shape = Shape(q_heads=9, kv_heads=3, block_size=32)
@@ -342,6 +362,21 @@ def test_where_blocks_lie_makes_no_difference(best: NativeAttention) -> None:
     made = family(shape)
     moved = made._replace(tables=[made.blocks - 1 - table for table in made.tables])
     assert same_bits(attend(best, shape, made, whole(made))[0], attend(best, shape, moved, whole(moved))[0])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_blocks_that_left_the_window_are_not_read(dtype: torch.dtype, backend: NativeAttention) -> None:
+    shape = Shape(window=40, dtype=dtype)
+    made = tokens(shape, [(None, 0)], [300])
+    want = attend(backend, shape, made, whole(made))[0][0]
+    for length in (300, 290, 260, 170):
+        data = pool(shape, made.blocks)
+        for first, count in ((0, length - 1), (length - 1, 1)):
+            data[torch.from_numpy(made.tables[0][: max(0, first - 39) // 16])] = torch.nan
+            step = backend.step(data, q_heads=shape.q_heads, **step_arrays(shape, made, [(0, first, count)]))
+            q, k, v = (x[0][first : first + count] for x in (made.q, made.k, made.v))
+            out = backend.run(step, 1, q, k, v, shape.dim**-0.5, shape.window)
+        assert torch.equal(out[0], want[length - 1])
 
 
 def test_a_wrong_block_is_seen(best: NativeAttention) -> None:
@@ -369,16 +404,6 @@ def test_a_wrong_block_is_seen(best: NativeAttention) -> None:
     assert not torch.equal(last(made.tables, made.v[0][63:], lens=63), want)
     assert not torch.equal(last(made.tables, -made.v[0][63:]), want)
     assert torch.equal(last(made.tables, made.v[0][63:]), want)
-
-
-# ── whole sequences ───────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize("shape", [Shape(), Shape(dtype=FP32, window=9), Shape(dim=80, block_size=32)], ids=text)
-def test_whole_sequences_give_the_bits_of_the_paged_path(shape: Shape, best: NativeAttention) -> None:
-    made = tokens(shape, [(None, 0)] * 3, [90] * 3)
-    want, _ = attend(best, shape, made, chunked(made, 13))
-    q, k, v = (torch.stack(x).transpose(1, 2) for x in (made.q, made.k, made.v))
-    out = best.attend_full(q, k, v, shape.dim**-0.5, shape.window, shape.block_size)
-    assert same_bits(want, list(out.transpose(1, 2)))
 
 
 # ── errors ────────────────────────────────────────────────────────────────────────────────────────────────────────────
