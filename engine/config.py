@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -45,8 +46,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """under pressure, room is made for this many more blocks of each sequence that stays"""
     min_run_tokens: int = 64
     """a restored sequence makes this many tokens before it may be parked again, unless nothing else can make room"""
-    mirror_ahead: bool = True
-    """copy full blocks to host memory before the pool runs out, so that parking copies only partial blocks"""
+    mirror_ahead: bool = False
+    """copy full blocks to host memory before the pool runs out, so that parking copies only partial blocks; for devices that
+    copy beside the compute: on the CPU it takes more from the steps than it saves (docs/decisions/pressure.md)"""
     mirror_blocks_per_step: int = 16
     """most blocks that mirror_ahead copies in one step"""
 
@@ -57,9 +59,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if not ok:
                 raise ValueError(message)
 
+        need(
+            self.device == "cpu" or self.device.split(":")[0] == "cuda", f"device={self.device!r}: must be cpu, cuda or cuda:N"
+        )
+        need(0 <= self.seed < 2**63, f"seed={self.seed}: must be 0 to 2**63 - 1")
         need(self.block_size >= 1, f"block_size={self.block_size}: must be at least 1")
         need(self.kv_gib is None or self.kv_tokens is None, "give kv_gib or kv_tokens, not both")
-        need(self.kv_gib is None or self.kv_gib > 0, f"kv_gib={self.kv_gib}: must be positive")
+        need(self.kv_gib is None or 0 < self.kv_gib < math.inf, f"kv_gib={self.kv_gib}: must be positive and finite")
         need(self.kv_tokens is None or self.kv_tokens > 0, f"kv_tokens={self.kv_tokens}: must be positive")
         need(self.max_num_seqs >= 1, f"max_num_seqs={self.max_num_seqs}: must be at least 1")
         need(

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import msgspec
 import numpy as np
@@ -69,7 +69,8 @@ class Engine:
         self.counters = Counters()
         bytes_per_block = model.geometry.bytes_per_token * config.block_size
         device_blocks = _device_blocks(config, bytes_per_block, model)
-        host_blocks = _host_blocks(config, bytes_per_block)
+        taken = device_blocks * bytes_per_block if model.device.type == "cpu" else 0
+        host_blocks = _host_blocks(config, bytes_per_block, taken)
         asked = config.kv_tokens is not None or config.kv_gib is not None, config.cpu_offload_gib is not None
         self.kv = PagedKV(model.geometry, config.block_size, device_blocks, host_blocks, model.device, take_now=asked)
         self.scheduler = Scheduler(
@@ -160,9 +161,12 @@ class Engine:
     def commit(self, staging: Staging, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed:
         """End a refresh: the staged weights are live from the next step on, in place. `kv`: as in `refresh`. The
         next `step` returns the samples that this ends. Raises what went wrong, after everything is as it was."""
+        if kv not in get_args(KVPolicy):
+            raise ValueError(f"kv={kv!r}: must be one of {', '.join(get_args(KVPolicy))}")
         started = time.perf_counter()
         self.weights.commit(staging)
         self._ended += self.scheduler.refresh(self.version, kv)
+        digest = self.weights.digest
         paused = time.perf_counter() - started
         self._refreshes += 1
         self._refreshed = Refreshed(
@@ -172,7 +176,7 @@ class Engine:
             seconds=staging.seconds + paused,
             staged_seconds=staging.seconds,
             paused_seconds=paused,
-            digest=self.weights.digest,
+            digest=digest,
         )
         return self._refreshed
 
@@ -324,10 +328,11 @@ def _device_blocks(config: EngineConfig, bytes_per_block: int, model: ModelLike)
     return blocks
 
 
-def _host_blocks(config: EngineConfig, bytes_per_block: int) -> int:
+def _host_blocks(config: EngineConfig, bytes_per_block: int, taken: int) -> int:
+    """`taken`: bytes of this memory that the device pool will have."""
     if config.cpu_offload_gib == 0:
         return 0
-    most = psutil.virtual_memory().available * config.cpu_offload_safety_threshold
+    most = max(0, psutil.virtual_memory().available - taken) * config.cpu_offload_safety_threshold
     size = most if config.cpu_offload_gib is None else config.cpu_offload_gib * 2**30
     if size > most:
         log.warning(

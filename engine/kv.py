@@ -100,7 +100,12 @@ def _allocate(
         return torch.zeros(shape, dtype=dtype)
     # An anonymous map costs no memory until it is written, is zero, page-aligned, and can ask for huge pages: blocks are
     # scattered, and with 4 KiB pages their reads miss the TLB.
-    memory = mmap.mmap(-1, size)
+    try:
+        memory = mmap.mmap(-1, size)
+    except OSError as error:
+        raise ValueError(
+            f"a KV pool of {size / 2**30:.1f} GiB cannot be had here: {error}; lower kv_gib or kv_tokens"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     if take_now:

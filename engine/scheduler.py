@@ -169,6 +169,8 @@ class Scheduler:
     def refresh(self, version: int, kv: str) -> list[Sample]:
         """The weights are another version now. `kv`: "keep" the KV of live sequences, "recompute" it, or "abort" them. Returns
         the samples that end: aborted ones, and those that `max_version_lag` makes stale."""
+        if kv not in ("keep", "recompute", "abort"):
+            raise ValueError(f"kv={kv!r}: must be keep, recompute or abort")
         self.version = version
         samples: list[Sample] = []
         for state in list(self.groups.values()):
@@ -308,14 +310,13 @@ class Scheduler:
         return None
 
     def _end(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> Sample:
-        if seq.running:
+        seq_ran = seq.running
+        if seq_ran:
             self._leave_running(seq)
-            for block in seq.blocks:
-                self.store.disown(block, used=True)
         else:
             self.waiting.remove(seq)
-            for block in seq.blocks:
-                self.store.disown(block, used=False)
+        for block in reversed(seq.blocks):  # so that the least recently used end of a chain is its tail, not its root
+            self.store.disown(block, used=seq_ran)
         seq.blocks.clear()
         state = seq.state
         del state.sequences[seq.index]
@@ -329,6 +330,7 @@ class Scheduler:
         if not state.forked:
             only = self._end(state.sequences[0], reason, error)
             n = state.group.sampling.n
+            self.counters.ended[reason] += n - 1
             return [only, *(Sequence(state, i, 0).sample(reason, only.seconds, error) for i in range(1, n))]
         return [self._end(seq, reason, error) for seq in list(state.sequences.values())]
 

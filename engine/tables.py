@@ -60,7 +60,7 @@ class BlockTables:
             self.store.index.add(block)
 
     def truncate(self, seq: Sequence, blocks: int) -> None:
-        for block in seq.blocks[blocks:]:
+        for block in reversed(seq.blocks[blocks:]):
             self.store.disown(block, used=seq.running)
         del seq.blocks[blocks:]
         seq.cached = min(seq.cached, blocks * self.block_size)

@@ -11,7 +11,7 @@ The groups of a step are sampled while the trainer works on those before it, so 
 off-policy"); the importance ratio against the service's own log-probs corrects for that, and for rounding.
 
 GRPO: Shao et al., "DeepSeekMath" (2024); token-level loss: Yu et al., "DAPO" (2025); one step off-policy: Noukhovitch et al.,
-"Asynchronous RLHF" (ICLR 2025). Needs `pip install 'rollout[grpo]'`; wandb stays offline without WANDB_API_KEY.
+"Asynchronous RLHF" (ICLR 2025). Needs `pip install -e '.[grpo]'`; wandb stays offline without WANDB_API_KEY.
 """
 
 from __future__ import annotations

@@ -230,6 +230,8 @@ class RolloutClient:
     def weights_status(self, verify: bool = False, timeout: float = 60.0) -> dict[str, Any]:
         """The live version and digest, and what is being staged by whom. `verify`: also `live_digest`, of the bytes as they lie
         there, which costs the service a pass over its weights."""
+        if not isinstance(verify, bool):
+            raise InvalidRequest(f"verify={verify!r}: must be True or False")
         request = self._link.request(lambda id: WeightsRequest(id, verify))
         status: dict[str, Any] = answer(request, timeout, "status of the weights")
         return status

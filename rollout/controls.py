@@ -24,6 +24,8 @@ class Controls:
     def take(self, session: Session, control: m.Control) -> None:
         if control.action == "resume":
             self._resume()
+        elif control.action == "drain" and self._engine.paused:
+            raise Busy("the service is paused, so nothing runs to its end: resume first")
         elif control.action != "abort_all":
             self._holders.append(session)
             if control.action == "drain":

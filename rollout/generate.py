@@ -71,7 +71,9 @@ def read_lines(path: Path) -> list[Line]:
         raise InputError(f"{path}: {error}") from error
     decoder = msgspec.json.Decoder(Line)
     lines = []
-    for number, raw in enumerate(text.splitlines(), 1):
+    for number, raw in enumerate(text.split("\n"), 1):
+        if not raw.strip():
+            continue
         try:
             line = decoder.decode(raw)
         except msgspec.DecodeError as error:

@@ -21,7 +21,7 @@ def check(path: str | Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise InputError("--plot needs matplotlib: pip install 'rollout[plot]'") from error
+        raise InputError("--plot needs matplotlib: pip install -e '.[plot]'") from error
     if not Path(path).absolute().parent.is_dir():
         raise InputError(f"--plot {path}: its folder does not exist")
 

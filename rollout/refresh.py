@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -78,6 +78,13 @@ class Pusher:
         self, named_tensors: NamedTensors, version: int | None, kv: KVPolicy, via: Via, partial: bool, timeout: float
     ) -> RefreshHandle:
         """Reads the tensors, then goes on in a thread of its own. What is wrong with them is raised here already."""
+        for name, value, choices in (("kv", kv, get_args(KVPolicy)), ("via", via, get_args(Via))):
+            if value not in choices:
+                raise InvalidRequest(f"{name}={value!r}: must be one of {', '.join(choices)}")
+        if version is not None and (type(version) is not int or not 0 <= version < 2**63):
+            raise InvalidRequest(f"version={version!r}: must be an integer from 0 to 2**63 - 1, or None for the next")
+        if not isinstance(partial, bool):
+            raise InvalidRequest(f"partial={partial!r}: must be True or False")
         started = time.monotonic()
         if not self._turn.acquire(timeout=timeout):
             raise RequestTimeout(f"another refresh of this client takes longer than {timeout} s")

@@ -6,8 +6,9 @@
                + the products of all queries with their group's prefix
                + reading the logits once
 
-measured here and now: each product of the model with weights out of DRAM, and the rate at which memory is read. Attention among
-the prompt's own tokens, norms, rotary embeddings and all host work count as nothing, so the floor is a bound, not a goal.
+measured here and now: each product of the model with weights out of DRAM (for so many rows, or at the rate for 512 rows where
+that is better), and the rate at which memory is read. Attention among the prompt's own tokens, norms, rotary embeddings and all
+host work count as nothing, so the floor is a bound, not a goal.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Machine:
         prefix_bytes = workload.prompts * workload.prompt_tokens * kv_token
         prefix = max(prefix_flops / rate, prefix_bytes / self.bytes_per_second)
         logits = rows * self.vocab * self.dtype.itemsize / self.bytes_per_second
-        products = self.products(rows) if rows >= FEW_ROWS else 0.0
+        products = min(self.products(rows), self.flops(rows) / rate) if rows >= FEW_ROWS else 0.0
         step = max(products, weights / self.bytes_per_second) + suffix + prefix + logits
         seconds = prefill + workload.new_tokens * step
         return {

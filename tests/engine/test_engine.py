@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.config import EngineConfig
 from engine.request import Group, Limits, Sampling
 from tests.engine.tiny import tiny_engine
 from tests.engine.toy import VOCAB, ToyModel, engine, expected, group, run
@@ -264,3 +265,26 @@ def test_unknown_configuration_is_an_error() -> None:
 
     with pytest.raises(msgspec.ValidationError, match="block_sise"):
         msgspec.convert({"block_sise": 16}, EngineConfig)
+
+
+def test_the_tail_of_a_cached_prompt_goes_first() -> None:
+    """The root of a chain is what finds the rest: while some of it is cached, some of it is reused."""
+    e = engine(kv_tokens=64, max_batch_tokens=64)
+    prompt = [i % 22 + 1 for i in range(29)]
+    run(e, [group("first", prompt, n=1, max_tokens=1, ignore_eos=True)])
+    run(e, [group("other", [7] * 33, n=1, max_tokens=1, ignore_eos=True)])
+    before = e.counters.prefix_hit_tokens
+    run(e, [group("again", prompt, n=1, max_tokens=1, ignore_eos=True)])
+    assert e.counters.prefix_hit_tokens - before >= 16
+
+
+def test_all_children_are_counted_where_a_group_ends_before_its_fork() -> None:
+    e = engine()
+    e.submit(group("g", range(1, 20), n=8))
+    assert len(e.abort("g")) == 8 and e.counters.ended["aborted"] == 8
+
+
+@pytest.mark.parametrize(("field", "value"), [("device", "cpux"), ("seed", -1), ("kv_gib", float("inf"))])
+def test_what_cannot_be_had_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        EngineConfig(**{field: value})  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ CLASSES: dict[str, dict[str, Any]] = {
     "soft resets": {"kv_tokens": 320, "prefix_cache": False},
     "soft resets and prefix cache": {"kv_tokens": 320},
     "offload": {"kv_tokens": 320, "cpu_offload_gib": 0.01, "mirror_ahead": False},
-    "offload, mirrored ahead": {"kv_tokens": 320, "cpu_offload_gib": 0.01},
+    "offload, mirrored ahead": {"kv_tokens": 320, "cpu_offload_gib": 0.01, "mirror_ahead": True},
     "offload, host memory for little": {"kv_tokens": 320, "cpu_offload_gib": 0.0002},
     "no prefix cache": {**ROOMY, "prefix_cache": False},
     "prefix not shared": {**ROOMY, "share_prefix": False},
