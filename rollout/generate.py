@@ -71,9 +71,7 @@ def read_lines(path: Path) -> list[Line]:
         raise InputError(f"{path}: {error}") from error
     decoder = msgspec.json.Decoder(Line)
     lines = []
-    for number, raw in enumerate(text.split("\n"), 1):
-        if not raw.strip():
-            continue
+    for number, raw in enumerate(text.removesuffix("\n").split("\n") if text else [], 1):
         try:
             line = decoder.decode(raw)
         except msgspec.DecodeError as error:

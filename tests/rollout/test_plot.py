@@ -116,7 +116,7 @@ def test_what_cannot_be_drawn_is_said_before_the_run(tmp_path: Path, monkeypatch
     with pytest.raises(InputError, match="its folder does not exist"):
         check(tmp_path / "nowhere" / "run.png")
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(InputError, match=r"pip install 'rollout\[plot\]'"):
+    with pytest.raises(InputError, match=r"pip install -e '.\[plot\]'"):
         check(tmp_path / "run.png")
 
 
