@@ -260,52 +260,77 @@ typedef struct {
 typedef struct {
     uint32_t packed[PIECE / 2 * PANEL];
     float sum[2][ROWS * PANEL], part[ROWS * PANEL];
-} Scratch;
+} __attribute__((aligned(64))) Scratch;
+
+/* What is read next, fetched a few lines at a time between the work on what is read now: a core drops prefetches when too many
+   are under way. */
+typedef struct {
+    const char *at, *end;
+} Ahead;
+INLINE void fetch(Ahead *ahead, int lines) {
+    const char *stop = ahead->at + 64 * lines < ahead->end ? ahead->at + 64 * lines : ahead->end;
+    if (lines <= 8) /* measured: to L1, unless they come in crowds */
+        for (; ahead->at < stop; ahead->at += 64) __builtin_prefetch(ahead->at, 0, 3);
+    else
+        for (; ahead->at < stop; ahead->at += 64) __builtin_prefetch(ahead->at, 0, 2);
+}
+
+/* Words of rows i and i + 8 beside each other. */
+INLINE __m512i pair(const uint32_t *p, int64_t row) {
+    const __m256i low = _mm256_loadu_si256((const __m256i *)p), high = _mm256_loadu_si256((const __m256i *)(p + 8 * row));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
 
 /* 16 outputs × 16 words, transposed. Rows of `from` are `row` words apart, of `to` PANEL. */
 INLINE void transpose(const uint32_t *from, int64_t row, uint32_t *to) {
-    __m512i a[16], b[16];
-    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * row);
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
-            a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+    for (int half = 0; half < 2; half++, from += 8, to += 8 * PANEL) {
+        __m512i a[8], b[8];
+        for (int i = 0; i < 8; i++) a[i] = pair(from + i * row, row);
+        for (int i = 0; i < 8; i += 2) {
+            b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+            b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
         }
-    for (int i = 0; i < 16; i += 8) /* a[4i + j] holds word j of each 128-bit lane, rows 4i … 4i + 3 */
+        for (int i = 0; i < 8; i += 4) /* a[i + j] holds words j and j + 4 of rows i … i + 3 and i + 8 … i + 11 */
+            for (int j = 0; j < 2; j++) {
+                a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+                a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+            }
         for (int j = 0; j < 4; j++) {
-            b[i + j] = _mm512_shuffle_i32x4(a[i + j], a[i + 4 + j], 0x88);
-            b[i + 4 + j] = _mm512_shuffle_i32x4(a[i + j], a[i + 4 + j], 0xdd);
+            _mm512_storeu_si512(to + j * PANEL, _mm512_permutex2var_epi64(a[j], low, a[4 + j]));
+            _mm512_storeu_si512(to + (j + 4) * PANEL, _mm512_permutex2var_epi64(a[j], high, a[4 + j]));
         }
-    for (int j = 0; j < 8; j++) {
-        _mm512_storeu_si512(to + j * PANEL, _mm512_shuffle_i32x4(b[j], b[j + 8], 0x88));
-        _mm512_storeu_si512(to + (j + 8) * PANEL, _mm512_shuffle_i32x4(b[j], b[j + 8], 0xdd));
     }
 }
 
-INLINE void tile(const uint32_t *x, int64_t x_row, const uint32_t *packed, int words, float *acc, int fresh, int rows, int nv) {
+/* FEW: rows that leave nothing to do but to read weights, line by line. STRIDE: words of a tile between two fetches. */
+enum { FEW = 8, STRIDE = 8 };
+
+INLINE void tile(const uint32_t *x, int64_t x_row, const uint32_t *packed, int words, float *acc, int fresh, Ahead *ahead,
+                 int lines, int rows, int nv) {
     __m512 sum[TILE][VECTORS];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < nv; v++) sum[r][v] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(acc + r * PANEL + v * VL);
-    for (int i = 0; i < words; i++, packed += PANEL) {
-        __m512bh b[VECTORS];
-        UNROLL for (int v = 0; v < nv; v++) b[v] = (__m512bh)_mm512_loadu_si512(packed + v * VL);
-        UNROLL for (int r = 0; r < rows; r++) {
-            const __m512bh a = (__m512bh)_mm512_set1_epi32((int)x[r * x_row + i]);
-            UNROLL for (int v = 0; v < nv; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], a, b[v]);
+    for (const uint32_t *end = x + words; x < end;) {
+        fetch(ahead, lines);
+        for (const uint32_t *stop = x + STRIDE; x < stop; x++, packed += PANEL) {
+            __m512bh b[VECTORS];
+            UNROLL for (int v = 0; v < nv; v++) b[v] = (__m512bh)_mm512_loadu_si512(packed + v * VL);
+            UNROLL for (int r = 0; r < rows; r++) {
+                const __m512bh a = (__m512bh)_mm512_set1_epi32((int)x[r * x_row]);
+                UNROLL for (int v = 0; v < nv; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], a, b[v]);
+            }
         }
     }
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < nv; v++) _mm512_storeu_ps(acc + r * PANEL + v * VL, sum[r][v]);
 }
 
-typedef void (*TileFn)(const uint32_t *, int64_t, const uint32_t *, int, float *, int);
+typedef void (*TileFn)(const uint32_t *, int64_t, const uint32_t *, int, float *, int, Ahead *, int);
 #define TILE_FN(rows, nv)                                                                                                   \
-    static void tile_##rows##_##nv(const uint32_t *x, int64_t x_row, const uint32_t *p, int words, float *acc, int fresh) { \
-        tile(x, x_row, p, words, acc, fresh, rows, nv);                                                                     \
+    static void tile_##rows##_##nv(const uint32_t *x, int64_t x_row, const uint32_t *p, int words, float *acc, int fresh,   \
+                                   Ahead *ahead, int lines) {                                                               \
+        tile(x, x_row, p, words, acc, fresh, ahead, lines, rows, nv);                                                       \
     }
 #define TILE_FNS(rows) TILE_FN(rows, 1) TILE_FN(rows, 2) TILE_FN(rows, 3)
 #define TILE_NAMES(rows) {tile_##rows##_1, tile_##rows##_2, tile_##rows##_3}
@@ -315,31 +340,46 @@ static const TileFn tiles[TILE][VECTORS] = {TILE_NAMES(1), TILE_NAMES(2), TILE_N
 
 INLINE int64_t panels(const Linear *l) { return (l->outputs + PANEL - 1) / PANEL; }
 
+/* The weights of a panel, which lie together. Behind the last one: the panels of the product that follows, if any. */
+INLINE Ahead panel_of(const Linear *l, int64_t panel, const Linear *then) {
+    if (panel >= panels(l)) {
+        if (!then || panel - panels(l) >= panels(then)) return (Ahead){NULL, NULL};
+        panel -= panels(l), l = then;
+    }
+    const int64_t left = l->outputs - panel * PANEL, outputs = left < PANEL ? left : PANEL;
+    const bf16 *w = l->w + panel * PANEL * l->inputs;
+    return (Ahead){(const char *)w, (const char *)(w + outputs * l->inputs)};
+}
+
 /* sum[row][output] = x[row] · w[output] for `rows` ≤ ROWS rows and the outputs of panel number `panel`; how many outputs there
-   are comes back. `ahead`: panels from this one to the one that this thread is likely to take next. */
-static int product(const Linear *l, int64_t panel, int ahead, const bf16 *x, int64_t rows, Scratch *s, float *sum) {
-    const int64_t first = panel * PANEL, words = l->inputs / 2, next = ahead * PANEL * words;
+   are comes back. `ahead`: what this thread is likely to read next. */
+static int product(const Linear *l, int64_t panel, Ahead ahead, const bf16 *x, int64_t rows, Scratch *s, float *sum) {
+    const int64_t first = panel * PANEL, words = l->inputs / 2, tiled = (rows + TILE - 1) / TILE;
     const int width = (int)(l->outputs - first < PANEL ? l->outputs - first : PANEL), nv = width / VL;
-    const uint32_t *w = (const uint32_t *)l->w + first * words, *last = (const uint32_t *)l->w + l->outputs * words;
-    const int64_t most = rows < 64 ? 128 : PIECE; /* measured: few rows leave little time to fetch the next piece */
+    const uint32_t *w = (const uint32_t *)l->w + first * words;
+    /* a line is a vector of weights, and there is one to fetch for each that is worked on: STRIDE words of a tile take
+       STRIDE · VECTORS of TILE additions, a transposition VL of about four */
+    const int per_tile = (int)((STRIDE * VECTORS + tiled - 1) / tiled), per_transposition = (int)(4 * VL / (4 + TILE * tiled));
+    const int64_t most = rows <= FEW ? 2 * VL : PIECE;
     for (int64_t begin = 0; begin < l->inputs; begin += l->chunk) {
         const int64_t end = begin + l->chunk < l->inputs ? begin + l->chunk : l->inputs;
         float *acc = begin ? s->part : sum;
         for (int64_t at = begin, piece; at < end; at += piece) {
             piece = end - at < most ? end - at : most;
-            int64_t then = piece; /* words to the piece after the next one, perhaps in the next panel */
-            if (at + 2 * piece >= l->inputs) then = next - at / 2 + (at + piece < l->inputs ? 0 : piece / 2);
+            const int64_t on = at + 4 * piece; /* for few rows: four lines of each output further, perhaps in the panel ahead */
+            const uint32_t *soon = on < l->inputs ? w + on / 2 : ahead.at ? (const uint32_t *)ahead.at + (on - l->inputs) / 2 : w;
             for (int v = 0; v < nv; v++)
                 for (int64_t i = 0; i < piece / 2; i += 16) {
-                    const uint32_t *from = w + v * VL * words + at / 2 + i;
-                    if (from + then + 15 * words < last)
-                        for (int r = 0; r < VL; r++) __builtin_prefetch(from + then + r * words, 0, 2);
-                    transpose(from, words, s->packed + i * PANEL + v * VL);
+                    if (rows > FEW)
+                        fetch(&ahead, per_transposition);
+                    else
+                        for (int r = 0; r < VL; r++) __builtin_prefetch(soon + (v * VL + r) * words + i, 0, 2);
+                    transpose(w + v * VL * words + at / 2 + i, words, s->packed + i * PANEL + v * VL);
                 }
             for (int64_t r = 0; r < rows; r += TILE) {
                 const int n = (int)(rows - r < TILE ? rows - r : TILE);
                 tiles[n - 1][nv - 1]((const uint32_t *)x + r * words + at / 2, words, s->packed, (int)piece / 2,
-                                     acc + r * PANEL, at == begin);
+                                     acc + r * PANEL, at == begin, &ahead, rows <= FEW ? 0 : per_tile);
             }
         }
         if (begin)
@@ -356,11 +396,13 @@ static int product(const Linear *l, int64_t panel, int ahead, const bf16 *x, int
 }
 
 /* out[rows][outputs] = x · wᵀ + bias (+ residual, after rounding). Work: (panel, block of ROWS rows). */
-static void linear(Worker *w, const Linear *l, const bf16 *x, int64_t rows, const bf16 *residual, bf16 *out, Scratch *s) {
+static void linear(Worker *w, const Linear *l, const Linear *then, const bf16 *x, int64_t rows, const bf16 *residual, bf16 *out,
+                   Scratch *s) {
     const int64_t blocks = (rows + ROWS - 1) / ROWS;
     for (int64_t i; (i = take(w, panels(l) * blocks)) >= 0;) {
         const int64_t panel = i / blocks, r0 = i % blocks * ROWS, n = rows - r0 < ROWS ? rows - r0 : ROWS;
-        const int width = product(l, panel, w->threads, x + r0 * l->inputs, n, s, s->sum[0]);
+        const Ahead ahead = panel_of(l, panel + w->threads, then);
+        const int width = product(l, panel, ahead, x + r0 * l->inputs, n, s, s->sum[0]);
         for (int64_t r = 0; r < n; r++)
             for (int v = 0; v < width; v += VL) {
                 const int64_t at = (r0 + r) * l->outputs + panel * PANEL + v;
@@ -372,12 +414,13 @@ static void linear(Worker *w, const Linear *l, const bf16 *x, int64_t rows, cons
 }
 
 /* out[rows][inner] = silu(x · gateᵀ) · (x · upᵀ) */
-static void gated(Worker *w, const Linear *gate, const Linear *up, const bf16 *x, int64_t rows, bf16 *out, Scratch *s) {
+static void gated(Worker *w, const Linear *gate, const Linear *up, const Linear *then, const bf16 *x, int64_t rows, bf16 *out,
+                  Scratch *s) {
     const int64_t blocks = (rows + ROWS - 1) / ROWS;
     for (int64_t i; (i = take(w, panels(gate) * blocks)) >= 0;) {
         const int64_t panel = i / blocks, r0 = i % blocks * ROWS, n = rows - r0 < ROWS ? rows - r0 : ROWS;
-        const int width = product(gate, panel, w->threads, x + r0 * gate->inputs, n, s, s->sum[0]);
-        product(up, panel, w->threads, x + r0 * up->inputs, n, s, s->sum[1]);
+        const int width = product(gate, panel, panel_of(gate, panel + w->threads, then), x + r0 * gate->inputs, n, s, s->sum[0]);
+        product(up, panel, panel_of(up, panel + w->threads, NULL), x + r0 * up->inputs, n, s, s->sum[1]);
         for (int64_t r = 0; r < n; r++)
             for (int v = 0; v < width; v += VL) {
                 const __m512 g = rounded(_mm512_loadu_ps(s->sum[0] + r * PANEL + v)), one = _mm512_set1_ps(1);
@@ -477,13 +520,13 @@ static void between(void *worker, void *work) {
     const int64_t n = b->tokens, hidden = b->hidden, dim = b->head_dim;
     if (b->done) {
         const Layer *l = b->done;
-        linear(w, &l->o, b->attended, n, b->x, b->x, s);
+        linear(w, &l->o, &l->gate, b->attended, n, b->x, b->x, s);
         barrier(w);
         norm_rows(w, b->x, l->norm_post, l->eps_post, n, hidden, b->normed);
         barrier(w);
-        gated(w, &l->gate, &l->up, b->normed, n, b->inner, s);
+        gated(w, &l->gate, &l->up, &l->down, b->normed, n, b->inner, s);
         barrier(w);
-        linear(w, &l->down, b->inner, n, b->x, b->x, s);
+        linear(w, &l->down, b->next ? &b->next->q : NULL, b->inner, n, b->x, b->x, s);
         barrier(w);
     }
     if (b->next) {
@@ -497,7 +540,8 @@ static void between(void *worker, void *work) {
             int64_t panel = i / blocks, r0 = i % blocks * ROWS, rows = n - r0 < ROWS ? n - r0 : ROWS;
             int m = 0;
             while (panel >= parts[m]) panel -= parts[m++];
-            const int width = product(each[m], panel, w->threads, b->normed + r0 * hidden, rows, s, s->sum[0]);
+            const Ahead ahead = panel_of(each[m], panel + w->threads, m < 2 ? each[m + 1] : &l->o);
+            const int width = product(each[m], panel, ahead, b->normed + r0 * hidden, rows, s, s->sum[0]);
             for (int64_t r = 0; r < rows; r++)
                 for (int v = 0; v < width; v += VL)
                     store16(to[m] + (r0 + r) * each[m]->outputs + panel * PANEL + v,
@@ -521,7 +565,7 @@ static void head(void *worker, void *work) {
     Scratch scratch;
     norm_rows(w, b->x, b->head_norm, b->head_eps, b->tokens, b->hidden, b->normed);
     barrier(w);
-    linear(w, b->head, b->normed, b->tokens, NULL, b->logits, &scratch);
+    linear(w, b->head, NULL, b->normed, b->tokens, NULL, b->logits, &scratch);
 }
 
 typedef struct {
@@ -533,7 +577,7 @@ typedef struct {
 static void alone(void *worker, void *work) {
     const Alone *a = work;
     Scratch scratch;
-    linear(worker, a->l, a->x, a->rows, NULL, a->out, &scratch);
+    linear(worker, a->l, NULL, a->x, a->rows, NULL, a->out, &scratch);
 }
 
 void rollout_between(const Team *team, const Between *b) { run(team, between, (void *)b); }
