@@ -578,12 +578,14 @@ static void attend_all(Call *c) {
     }
 }
 
-static void write_and_attend(void *call) {
-    Call *c = call;
-    write_all(c);
-    c->step->barrier();
-    attend_all(c);
+/* A layer's attention by a thread of a team, all of which call this; `wait(worker)` is their barrier. */
+void rollout_attend_within(void *call, void (*wait)(void *), void *worker) {
+    write_all(call);
+    wait(worker);
+    attend_all(call);
 }
+static void wait_for_openmp(void *call) { ((Call *)call)->step->barrier(); }
+static void write_and_attend(void *call) { rollout_attend_within(call, wait_for_openmp, call); }
 
 /* Cut the step's tokens into chunks. 0, or what is wrong: 1 a row without tokens or of more tokens than context, 2 a block id,
    3 a slot, 4 the table is too narrow, 5 shared rows, 6 shared blocks that are not the same. */
@@ -659,4 +661,13 @@ void rollout_attend(const Step *s, int64_t layer, int64_t window, float scaling,
     }
 }
 
+/* The calls of layers 0 … n - 1 for `rollout_attend_within`. q, k, v and out [tokens][heads][dim] serve each layer in turn. */
+void rollout_calls(Call *to, const Step *s, int64_t n, const float *scaling, const int64_t *window, const void *q, const void *k,
+                   const void *v, void *out) {
+    for (int64_t i = 0; i < n; i++)
+        to[i] = (Call){.step = s, .layer = i, .window = window[i], .scale = scaling[i] * 1.4426950408889634f, .q = q, .k = k,
+                       .v = v, .q_token = s->q_heads * s->dim, .k_token = s->kv_heads * s->dim,
+                       .v_token = s->kv_heads * s->dim, .q_head = s->dim, .k_head = s->dim, .v_head = s->dim, .out = out};
+}
+int64_t rollout_call_bytes(void) { return sizeof(Call); }
 int rollout_lanes(void) { return VL; }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -60,6 +60,16 @@ class NativeStep:
         self._keep = keep
 
 
+class LayerCalls(NamedTuple):
+    """Attention of every layer of a step, for a team of threads that runs already (`rollout_attend_within` of native.c)."""
+
+    function: int
+    """address"""
+    calls: ctypes.Array[ctypes.c_char]
+    size: int
+    """bytes of one call"""
+
+
 class NativeAttention:
     """A CPU attention backend (`engine.attention.seam.Backend`).
 
@@ -79,7 +89,9 @@ class NativeAttention:
         self.isa = isa or best_isa()
         self.library = build(SOURCE, self.isa)
         lib = _load(self.library)
-        self._plan, self._attend = lib.rollout_plan, lib.rollout_attend
+        self._plan, self._attend, self._calls = lib.rollout_plan, lib.rollout_attend, lib.rollout_calls
+        self._within: int = ctypes.cast(lib.rollout_attend_within, ctypes.c_void_p).value or 0
+        self._call_bytes: int = lib.rollout_call_bytes()
         self.lanes: int = lib.rollout_lanes()
         self._parallel, self._barrier = symbols("GOMP_parallel", "GOMP_barrier")
 
@@ -214,13 +226,39 @@ class NativeAttention:
         window: int,
     ) -> torch.Tensor:
         """The seam's contract. Sharing is off where the batch says nothing of it (`batch.shared` is empty)."""
-        q_heads = query.shape[1]
+        return self.run(self._step_of(batch, kv, query.shape[1]), layer, query, key, value, scaling, window)
+
+    def layer_calls(
+        self,
+        asked: list[tuple[float, int]],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        batch: Batch,
+        kv: PagedKV,
+    ) -> LayerCalls:
+        """What `attend` does, for all layers, whose (scaling, window) are `asked`. query and out [T, q_heads, D], key and value
+        [T, kv_heads, D], of the pool's dtype and contiguous, are filled and read anew by each layer; they, the batch and the
+        pool must outlive the calls, which serve once."""
+        step = self._step_of(batch, kv, query.shape[1])
+        assert len(asked) == step.layers and query.shape == out.shape == (step.tokens, step.q_heads, step.shape[1])
+        assert key.shape == value.shape == (step.tokens, *step.shape)
+        assert all(x.dtype == step.dtype and x.is_contiguous() for x in (query, key, value, out))
+        calls = ctypes.create_string_buffer(self._call_bytes * len(asked))
+        scaling = (ctypes.c_float * len(asked))(*(each[0] for each in asked))
+        window = (ctypes.c_int64 * len(asked))(*(each[1] for each in asked))
+        tensors = [x.data_ptr() for x in (query, key, value, out)]
+        self._calls(calls, step.pointer, len(asked), scaling, window, *tensors)
+        return LayerCalls(self._within, calls, self._call_bytes)
+
+    def _step_of(self, batch: Batch, kv: PagedKV, q_heads: int) -> NativeStep:
         step = batch.attention.get(q_heads)
         if step is None:
             shared = batch.shared if len(batch.shared) else None
             step = self.step(kv.data, batch.query_starts, batch.context_lens, batch.block_table, batch.slots, q_heads, shared)
             batch.attention[q_heads] = step
-        return self.run(step, layer, query, key, value, scaling, window)
+        return step
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -231,5 +269,8 @@ def _load(path: Path) -> ctypes.CDLL:
     tensor = [pointer, i64, i64]
     lib.rollout_attend.argtypes = [pointer, i64, i64, ctypes.c_float, *tensor, *tensor, *tensor, pointer, pointer]
     lib.rollout_attend.restype = None
+    lib.rollout_calls.argtypes = [pointer, pointer, i64, pointer, pointer, *[pointer] * 4]
+    lib.rollout_calls.restype = None
+    lib.rollout_call_bytes.restype = i64
     lib.rollout_lanes.restype = ctypes.c_int
     return lib

@@ -1,4 +1,4 @@
-"""A decoder of Llama's kind (Qwen 2 and 3, Mistral, …) in one parallel region between two attentions, in place of the fifty
+"""A decoder of Llama's kind (Qwen 2 and 3, Mistral, …) in one parallel region, native attention included, in place of the fifty
 small kernels and as many barriers that eager torch makes of a layer. bf16 on CPUs with avx512_bf16.
 
 The transformers model stays as it is and stays the judge. `NativeDecoder` reads its parameters where they lie, so a refresh in
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.attention.native import NativeAttention
 from engine.attention.seam import Backend
 from engine.batch import Batch
 from engine.kv import PagedKV
@@ -51,6 +52,13 @@ class _Between(ctypes.Structure):
         *((name, c_int64) for name in ("tokens", "hidden", "head_dim")),
         *((name, c_void_p) for name in ("x", "normed", "inner", "attended", "q", "k", "v", "cos", "sin", "head_norm", "head")),
         ("head_eps", c_float), ("logits", c_void_p),
+    ]  # fmt: skip
+
+
+class _Forward(ctypes.Structure):
+    _fields_ = [
+        ("step", _Between), ("layers", c_void_p), ("count", c_int64),
+        ("attend", c_void_p), ("calls", c_void_p), ("call_bytes", c_int64),
     ]  # fmt: skip
 
 
@@ -113,16 +121,29 @@ class NativeDecoder:
             tokens=n, hidden=self.hidden, head_dim=dim, x=x.data_ptr(), normed=normed.data_ptr(), inner=inner.data_ptr(),
             q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(),
         )  # fmt: skip
-        attended = None
-        size = ctypes.sizeof(_Layer)
-        for i, (scaling, window) in enumerate(self.attention):
+        if isinstance(backend, NativeAttention):
+            attended = torch.empty_like(q)
+            between.attended = attended.data_ptr()
+            calls = backend.layer_calls(self.attention, q, k, v, attended, batch, kv)
+            forward = _Forward(
+                step=between, layers=ctypes.addressof(layers), count=len(layers), attend=calls.function,
+                calls=ctypes.addressof(calls.calls), call_bytes=calls.size,
+            )  # fmt: skip
+            library.rollout_forward(team, ctypes.byref(forward))
+        else:
+            self._layer_by_layer(between, layers, team, lambda i: backend.attend(i, q, k, v, batch, kv, *self.attention[i]))
+        return self._logits(x[batch.logits_at[: batch.num_logits]], team)
+
+    def _layer_by_layer(self, between: _Between, layers: Any, team: Any, attend: Callable[[int], torch.Tensor]) -> None:
+        """With an attention that is called from Python."""
+        run, size = self.kernels.library.rollout_between, ctypes.sizeof(_Layer)
+        for i in range(len(layers)):
             between.next = ctypes.addressof(layers) + i * size
-            library.rollout_between(team, ctypes.byref(between))
-            attended = backend.attend(i, q, k, v, batch, kv, scaling, window).contiguous()
+            run(team, ctypes.byref(between))
+            attended = attend(i).contiguous()
             between.done, between.attended = between.next, attended.data_ptr()
         between.next = None
-        library.rollout_between(team, ctypes.byref(between))
-        return self._logits(x[batch.logits_at[: batch.num_logits]], team)
+        run(team, ctypes.byref(between))
 
     def _logits(self, x: torch.Tensor, team: Any) -> torch.Tensor:
         normed, logits = torch.empty_like(x), x.new_empty(len(x), self.lm_head.out_features)

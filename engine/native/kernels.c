@@ -1,6 +1,7 @@
 /* What a Llama-like decoder does beside attention, and the sampler, for CPUs with AVX-512, in the numbers of torch itself.
 
-   Eager torch makes some fifty small kernels of a layer, each with a barrier of all threads. Here a layer is one parallel region:
+   Eager torch makes some fifty small kernels of a layer, each with a barrier of all threads. Here all layers are one parallel
+   region, or one from attention to attention where that is called from Python:
 
        x ─ o_proj(attention) + residual ─ norm ─ silu(gate) · up ─ down + residual ─► x ─ norm ─ q, k, v ─ rope ─► attention
            └──────────────────────── layer i ───────────────────────────────────┘         └──── layer i + 1 ────┘
@@ -31,7 +32,7 @@
 typedef uint16_t bf16;
 
 enum { VL = 16, VECTORS = 3, PANEL = VECTORS * VL, PIECE = 512, TILE = 8, ROWS = 256, NORM_ROWS = 8 };
-enum { MAX_PHASES = 8, SPINS = 400 };
+enum { SPINS = 400 };
 
 INLINE __m512 widen(__m256i h) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)); }
 INLINE __m512 load16(const bf16 *p) { return widen(_mm256_loadu_si256((const __m256i *)p)); }
@@ -67,7 +68,7 @@ typedef struct {
     const Team *team;
     void (*body)(void *, void *);
     void *work;
-    int64_t next[MAX_PHASES];
+    int64_t next[2];                 /* of this phase and of the one after it */
     int32_t arrived, phase, asleep; /* of the barrier; `phase` is a futex */
 } Region;
 typedef struct {
@@ -77,7 +78,7 @@ typedef struct {
 
 /* The next piece of work of this phase, or -1. */
 INLINE int64_t take(Worker *w, int64_t items) {
-    const int64_t i = __atomic_fetch_add(&w->region->next[w->phase], 1, __ATOMIC_RELAXED);
+    const int64_t i = __atomic_fetch_add(&w->region->next[w->phase % 2], 1, __ATOMIC_RELAXED);
     return i < items ? i : -1;
 }
 
@@ -87,6 +88,7 @@ static void barrier(Worker *w) {
     const int32_t phase = w->phase++;
     if (__atomic_add_fetch(&r->arrived, 1, __ATOMIC_SEQ_CST) == w->threads) {
         __atomic_store_n(&r->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&r->next[phase % 2], 0, __ATOMIC_RELAXED); /* for the phase after the next one */
         __atomic_store_n(&r->phase, phase + 1, __ATOMIC_SEQ_CST);
         if (__atomic_load_n(&r->asleep, __ATOMIC_SEQ_CST))
             syscall(SYS_futex, &r->phase, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
@@ -559,6 +561,31 @@ static void between(void *worker, void *work) {
     }
 }
 
+/* All layers in one region, attention included: waking a thread takes as long as a small product. */
+typedef struct {
+    Between step; /* but for `done` and `next` */
+    const Layer *layers;
+    int64_t count;
+    void (*attend)(void *call, void (*wait)(void *), void *worker); /* rollout_attend_within of native.c */
+    char *calls;                                                    /* [count], of call_bytes each */
+    int64_t call_bytes;
+} Forward;
+
+static void wait_for_team(void *worker) { barrier(worker); }
+
+static void forward(void *worker, void *work) {
+    const Forward *f = work;
+    Between b = f->step;
+    for (int64_t i = 0; i <= f->count; i++) {
+        b.done = i ? &f->layers[i - 1] : NULL, b.next = i < f->count ? &f->layers[i] : NULL;
+        between(worker, &b);
+        if (!b.next) return;
+        barrier(worker);
+        f->attend(f->calls + i * f->call_bytes, wait_for_team, worker);
+        barrier(worker);
+    }
+}
+
 static void head(void *worker, void *work) {
     Worker *w = worker;
     const Between *b = work;
@@ -581,6 +608,7 @@ static void alone(void *worker, void *work) {
 }
 
 void rollout_between(const Team *team, const Between *b) { run(team, between, (void *)b); }
+void rollout_forward(const Team *team, const Forward *f) { run(team, forward, (void *)f); }
 void rollout_head(const Team *team, const Between *b) { run(team, head, (void *)b); }
 void rollout_linear(const Team *team, const Linear *l, const bf16 *x, int64_t rows, bf16 *out) {
     Alone work = {l, x, out, rows};

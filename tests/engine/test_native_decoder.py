@@ -90,16 +90,31 @@ def test_any_number_of_threads(threads: int) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("attention", ["native", "reference"])
-def test_samples_through_the_engine(attention: str) -> None:
-    """Tokens and log-probs of an engine are the same to the bit with and without the native decoder."""
-    module = model("llama")
+@pytest.mark.parametrize(
+    ("name", "attention", "threads"),
+    [
+        ("llama", "native", 1),
+        ("qwen2", "native", 2),
+        ("qwen3", "native", 3),
+        ("mistral", "native", 2),
+        ("llama", "reference", 2),
+    ],
+)
+def test_samples_through_the_engine(name: str, attention: str, threads: int) -> None:
+    """Tokens and log-probs of an engine are the same to the bit with and without the native decoder, which runs all layers and
+    native attention in one go."""
+    module, before = model(name), torch.get_num_threads()
     one, other = (tiny_engine(dtype="bfloat16", model=copy.deepcopy(module), attention=attention) for _ in range(2))
     assert one.model.native is not None
     other.model.native = None
     r = np.random.default_rng(0)
     groups = [group(f"g{i}", r.integers(3, 199, 10 + 17 * i), n=3, max_tokens=20, seed=i, ignore_eos=True) for i in range(5)]
-    mine, theirs = run(one, groups), run(other, groups)
+    try:
+        torch.set_num_threads(threads)
+        mine = run(one, groups)
+    finally:
+        torch.set_num_threads(before)
+    theirs = run(other, groups)
     for key, sample in mine.items():
         assert sample.logprobs.tobytes() == theirs[key].logprobs.tobytes()
         np.testing.assert_array_equal(sample.token_ids, theirs[key].token_ids)
