@@ -101,7 +101,7 @@ def _allocate(
     # An anonymous map costs no memory until it is written, is zero, page-aligned, and can ask for huge pages: blocks are
     # scattered, and with 4 KiB pages their reads miss the TLB.
     try:
-        memory = mmap.mmap(-1, size)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise ValueError(
             f"a KV pool of {size / 2**30:.1f} GiB cannot be had here: {error}; lower kv_gib or kv_tokens"
