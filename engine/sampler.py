@@ -18,6 +18,10 @@ from engine.native.kernels import MAX_VOCABULARY, Kernels, kernels
 from engine.plan import Drawn, Row
 
 NATIVE_DTYPES = (torch.bfloat16, torch.float32)
+DISTRIBUTIONS = 64
+"""that torch works on at once: a vocabulary takes half a megabyte and more of each"""
+NUCLEUS = 512
+"""most likely tokens that nearly always hold top_p of the mass; the others are sorted only where they do not"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,36 +124,67 @@ def _sample_native(native: Kernels, logits: torch.Tensor, batch: SamplingBatch, 
 
 
 def _sample_torch(logits: torch.Tensor, batch: SamplingBatch, draws: np.ndarray) -> Drawn:
-    """The draws numbered `draws`. Softmax and cumulative sum run along the vocabulary, row by row."""
+    """The draws numbered `draws`. Those that draw from the same distribution (a fork) share the work on it."""
+    forbidden = dict(batch.forbidden)
+    kind = [[draw in forbidden for draw in draws.tolist()]]
+    kind += [each[draws] for each in (batch.logits_row, batch.temperature, batch.top_k, batch.top_p, batch.min_p)]
+    _, first, which = np.unique(np.array(kind, np.float64), axis=1, return_index=True, return_inverse=True)
+    parts, order = [], []
+    for begin in range(0, len(first), DISTRIBUTIONS):
+        mine = np.flatnonzero((which >= begin) & (which < begin + DISTRIBUTIONS))
+        like = draws[first[begin : begin + DISTRIBUTIONS]]
+        parts.append(_draw(logits, batch, like, forbidden, which[mine] - begin, batch.uniform[draws[mine]]))
+        order.append(mine)
+    back = np.argsort(np.concatenate(order))
+    return Drawn(*(None if part[0] is None else np.concatenate(part)[back] for part in zip(*parts, strict=True)))
+
+
+def _draw(
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    like: np.ndarray,
+    forbidden: dict[int, list[int]],
+    which: np.ndarray,
+    uniform: np.ndarray,
+) -> Drawn:
+    """[D] draws, each from the distribution that draw number `like[which]` has. Softmax and cumulative sum run along the
+    vocabulary, row by row."""
     device = logits.device
-    logits = logits[torch.from_numpy(batch.logits_row[draws]).to(device)].float()
+    logits = logits[torch.from_numpy(batch.logits_row[like]).to(device)].float()
     finite = torch.isfinite(logits).all(-1)
-    greedy = batch.temperature[draws] == 0
-    scale = np.where(greedy, np.float32(1), batch.temperature[draws])
+    greedy = batch.temperature[like] == 0
+    scale = np.where(greedy, np.float32(1), batch.temperature[like])
     drawn_from = logits / torch.from_numpy(scale).to(device)[:, None] if (scale != 1).any() else logits.clone()
-    place = {draw: i for i, draw in enumerate(draws.tolist())}
-    for draw, tokens in batch.forbidden:
-        drawn_from[place[draw], tokens] = -torch.inf
+    for i, draw in enumerate(like.tolist()):
+        if draw in forbidden:
+            drawn_from[i, forbidden[draw]] = -torch.inf
+    finite &= drawn_from.amax(-1) > -torch.inf
     logprobs = drawn_from.log_softmax(-1)
-    cut = np.flatnonzero(~greedy & ((batch.top_k[draws] > 0) | (batch.top_p[draws] < 1) | (batch.min_p[draws] > 0)))
+    cut = np.flatnonzero(~greedy & ((batch.top_k[like] > 0) | (batch.top_p[like] < 1) | (batch.min_p[like] > 0)))
     if len(cut):
         at = torch.from_numpy(cut).to(device)
-        logprobs[at] = _truncate(logprobs[at], batch, draws[cut])
-    tokens = _inverse_cdf(logprobs, torch.from_numpy(batch.uniform[draws]).to(device))
+        logprobs[at] = _truncate(logprobs[at], batch, like[cut])
+    row = torch.from_numpy(which).to(device)
+    tokens = _inverse_cdf(logprobs, row, torch.from_numpy(uniform).to(device))
     if greedy.any():
-        tokens = torch.where(torch.from_numpy(greedy).to(device), logprobs.argmax(-1), tokens)
-    chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
-    raw = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].cpu().numpy() if batch.raw else None
-    return Drawn(tokens.int().cpu().numpy(), chosen.cpu().numpy(), raw, finite.cpu().numpy())
+        tokens = torch.where(torch.from_numpy(greedy).to(device)[row], logprobs.argmax(-1)[row], tokens)
+    raw = logits.log_softmax(-1)[row, tokens].cpu().numpy() if batch.raw else None
+    return Drawn(tokens.int().cpu().numpy(), logprobs[row, tokens].cpu().numpy(), raw, finite[row].cpu().numpy())
 
 
-def _inverse_cdf(logprobs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """[D] tokens: the first whose cumulative probability exceeds u times the total. Double precision, as the sum runs over a
-    whole vocabulary."""
+def _inverse_cdf(logprobs: torch.Tensor, row: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """[D] tokens of the distributions `logprobs[row]`: the first whose cumulative probability exceeds u times the total. Double
+    precision, as the sum runs over a whole vocabulary."""
     total = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    token = torch.searchsorted(total, (u * total[:, -1])[:, None], right=True)[:, 0]
+    order = row.argsort(stable=True)
+    counts = row.bincount(minlength=len(total))
+    column = torch.empty_like(row)  # of a draw among those of its distribution
+    column[order] = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row[order]]
+    targets = total.new_zeros(len(total), int(counts.max()))
+    targets[row, column] = u * total[row, -1]
+    token = torch.searchsorted(total, targets, right=True)[row, column]
     last = total.shape[-1] - 1 - (logprobs.flip(-1) > -torch.inf).int().argmax(-1)
-    return torch.minimum(token, last)
+    return torch.minimum(token, last[row])
 
 
 def _truncate(logprobs: torch.Tensor, batch: SamplingBatch, rows: np.ndarray) -> torch.Tensor:
@@ -177,7 +212,16 @@ def _kth_best(logprobs: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 def _nucleus_edge(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """The log-prob of the least likely token of the smallest set that holds at least top_p of the mass."""
-    ordered = logprobs.sort(-1, descending=True).values
-    before = ordered.exp().cumsum(-1, dtype=torch.float64) - ordered.exp()
-    kept = (before < top_p).sum(-1, keepdim=True).clamp(min=1)
-    return ordered.gather(-1, kept - 1)
+    vocabulary = logprobs.shape[-1]
+    edge, held = _edge_among(logprobs.topk(min(NUCLEUS, vocabulary), -1).values, top_p)
+    wide = torch.nonzero(held < top_p[:, 0])[:, 0]
+    if len(wide) and vocabulary > NUCLEUS:
+        edge[wide], _ = _edge_among(logprobs[wide].sort(-1, descending=True).values, top_p[wide])
+    return edge
+
+
+def _edge_among(ordered: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The edge if it is among these, the most likely ones in order; and the mass that they hold."""
+    mass = ordered.exp().cumsum(-1, dtype=torch.float64)
+    kept = (mass - ordered.exp() < top_p).sum(-1, keepdim=True).clamp(min=1)
+    return ordered.gather(-1, kept - 1), mass[:, -1]

@@ -122,6 +122,38 @@ def test_a_row_does_not_see_its_neighbours() -> None:
         assert alone.logprobs.tobytes() == together.logprobs[i : i + 1].tobytes()
 
 
+@pytest.mark.parametrize("sampling", [Sampling(top_p=0.9), Sampling(top_k=40), Sampling(min_p=0.01, raw_logprobs=True)])
+def test_a_fork_draws_what_each_child_would_draw_alone(sampling: Sampling) -> None:
+    """Children that share a distribution share the work on it; every bit is as if each had done it for itself."""
+    torch.manual_seed(0)
+    logits = torch.randn(3, 3000)
+    many = batch([sampling] * 200)
+    forked = replace(many, logits_row=np.arange(200) % 3)
+    together, apart = sample(logits, forked), sample(logits[np.arange(200) % 3], many)
+    for one, other in zip(together, apart, strict=True):
+        assert (one is None) == (other is None) and (one is None or one.tobytes() == other.tobytes())
+    assert len(set(together.tokens.tolist())) > 20
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 6.0])
+def test_a_nucleus_wider_than_the_first_look(spread: float) -> None:
+    """The same tokens are kept as by sorting all of them, whether or not the most likely ones hold the mass."""
+    torch.manual_seed(1)
+    logprobs = (torch.randn(9, 3000) * spread).log_softmax(-1)
+    top_p = torch.linspace(0.05, 0.999, 9)[:, None]
+    edge = sampler._nucleus_edge(logprobs, top_p)
+    kept = (logprobs >= edge).sum(-1)
+    assert kept.max() > sampler.NUCLEUS or spread > 1
+    for row, p, count in zip(logprobs, top_p[:, 0], kept.tolist(), strict=True):
+        mass = row.sort(descending=True).values.exp().cumsum(-1, dtype=torch.float64)
+        assert mass[count - 1] >= p and (count == 1 or mass[count - 2] < p)
+
+
+def test_where_every_token_is_forbidden_nothing_is_drawn() -> None:
+    drawn = sample(torch.randn(2, 4), replace(batch([Sampling()] * 2), forbidden=[(1, [0, 1, 2, 3])]))
+    assert drawn.finite.tolist() == [True, False]
+
+
 def test_greedy_takes_the_best_and_never_draws() -> None:
     drawn = sample(LOGITS.expand(100, -1), batch([Sampling(temperature=0.0)] * 100))
     assert (drawn.tokens == 0).all()
