@@ -138,6 +138,7 @@ def serve(argv: list[str]) -> int:
             limits=config.limits,
             client_grace_s=config.service.client_grace_s,
             max_outbox_bytes=config.service.max_outbox_bytes,
+            lease_s=config.service.lease_s,
             tracker=make_tracker(config.tracking, sinks, engine),
         )
     except ValueError as error:  # a configuration that this model or machine cannot serve

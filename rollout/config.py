@@ -21,6 +21,8 @@ from engine.config import EngineConfig
 from engine.request import Limits
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5655"
+MIN_GRACE_S = 2.0
+"""clients send a heartbeat every second"""
 
 
 class InputError(ValueError):
@@ -36,13 +38,19 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """a client not heard from for this many seconds has its groups aborted"""
     max_outbox_bytes: int = 268_435_456
     """bytes of finished samples kept for one client that does not take them; past it only that client suffers"""
+    lease_s: float = 30.0
+    """a refresh that brings nothing for this many seconds is given up, so that another client may refresh"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""
-        if not self.client_grace_s > 0:
-            raise ValueError(f"client_grace_s={self.client_grace_s}: must be positive")
+        if not self.client_grace_s >= MIN_GRACE_S:
+            raise ValueError(
+                f"client_grace_s={self.client_grace_s}: at least {MIN_GRACE_S}, clients send a heartbeat every second"
+            )
         if self.max_outbox_bytes < 1:
             raise ValueError(f"max_outbox_bytes={self.max_outbox_bytes}: must be at least 1")
+        if not self.lease_s > 0:
+            raise ValueError(f"lease_s={self.lease_s}: must be positive")
 
 
 class TrackingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

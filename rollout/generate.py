@@ -45,13 +45,13 @@ def run(prompts: str, out: str, sampling: Sampling, address: str | None, config:
     lines = read_lines(Path(prompts))
     ids = group_ids(lines)
     with ExitStack() as stack:
+        sink = stack.enter_context(open_out(out))
         if address is None:
             models.resolve(config.engine.model)  # a download or conversion belongs to this terminal
             address = stack.enter_context(service_process(config)).endpoint
         client = stack.enter_context(RolloutClient(address, name="rollout generate"))
         coder = models.load_tokenizer(models.resolve(tokenizer or client.info.model))
         tokens = [encode(coder, line, number) for number, line in enumerate(lines, 1)]
-        sink = stack.enter_context(open_out(out))
         bar = stack.enter_context(tqdm(total=len(tokens) * sampling.n, unit="sample", disable=None))
         failed = 0
         for sample in client.generate(tokens, sampling, group_ids=ids):
@@ -125,8 +125,13 @@ def record(sample: Sample, tokenizer: Any) -> dict[str, Any]:
 
 @contextmanager
 def open_out(out: str) -> Iterator[TextIO]:
+    """Raises InputError if the file cannot be written."""
     if out == "-":
         yield sys.stdout
         return
-    with Path(out).open("w", encoding="utf-8", buffering=1) as file:
+    try:
+        file = Path(out).open("w", encoding="utf-8", buffering=1)
+    except OSError as error:
+        raise InputError(f"--out {out}: {error.strerror}") from error
+    with file:
         yield file

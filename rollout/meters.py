@@ -65,6 +65,8 @@ GAUGES: dict[str, Callable[[Counts], float]] = {
     "engine/groups": lambda s: s["groups"],
     "kv/device_blocks": lambda s: s["kv"]["device_blocks"],
     "kv/host_blocks": lambda s: s["kv"]["host_blocks"],
+    "kv/device_free": lambda s: s["kv"]["device_free"],
+    "kv/host_free": lambda s: s["kv"]["host_free"],
     "kv/device_used": lambda s: s["kv"]["device_used"] / s["kv"]["device_blocks"],
     "kv/device_cached": lambda s: s["kv"]["device_cached"] / s["kv"]["device_blocks"],
     "kv/host_used": lambda s: s["kv"]["host_used"] / s["kv"]["host_blocks"],

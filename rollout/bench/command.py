@@ -56,7 +56,7 @@ def run(
     with ExitStack() as stack:
         sink = None
         if json_file is not None:
-            sink = sys.stdout if json_file == "-" else stack.enter_context(open(json_file, "w", encoding="utf-8"))
+            sink = sys.stdout if json_file == "-" else stack.enter_context(_open(json_file))
         console = Console(stderr=json_file == "-", highlight=False)
         if not console.is_terminal:
             console = Console(stderr=json_file == "-", highlight=False, width=120)
@@ -104,7 +104,16 @@ def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, p
     for name in set(names) - set(SPECIAL):
         find(name)
     if plot is not None:
+        if not set(names) - set(SPECIAL):
+            raise InputError(f"--plot draws workloads; {' and '.join(SPECIAL)} have no picture")
         rollout.plot.check(plot)
+
+
+def _open(path: str) -> TextIO:
+    try:
+        return open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--json {path}: {error.strerror}") from error
 
 
 def keep(rows: Iterator[dict[str, Any]], sink: TextIO | None) -> Iterator[dict[str, Any]]:

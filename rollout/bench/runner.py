@@ -21,7 +21,10 @@ from rollout.bench.text import PromptText
 from rollout.bench.workloads import Workload
 from rollout.config import Config
 
-COUNTERS = ("prefill_tokens", "recomputed_tokens", "offloaded_blocks", "restored_blocks", "soft_resets")
+COUNTERS = (
+    "prefill_tokens", "recomputed_tokens", "prefix_hit_tokens", "fork_saved_tokens", "offloads", "offloaded_blocks",
+    "restored_blocks", "bytes_to_host", "bytes_to_device", "move_seconds", "soft_resets", "steps",
+)  # fmt: skip
 
 
 class BenchFailed(RuntimeError):
@@ -185,10 +188,7 @@ def one_run(
         **{name: after[name] - before[name] for name in COUNTERS},
         "peak_rss_bytes": target.peak_rss_bytes(),
         "first_sample_seconds": round(first, 4),
-        "steps": after["steps"] - before["steps"],
         "decode_tokens_per_second": decode_speed(before, after),
-        "fork_saved_tokens": after["fork_saved_tokens"] - before["fork_saved_tokens"],
-        "prefix_hit_tokens": after["prefix_hit_tokens"] - before["prefix_hit_tokens"],
     }
 
 

@@ -85,7 +85,7 @@ class FakeTarget:
     name = "fake"
 
     def __init__(self, spoil: Any = None) -> None:
-        others = ("steps", "fork_saved_tokens", "prefix_hit_tokens", "decode_seconds", "decode_tokens")
+        others = ("decode_seconds", "decode_tokens")
         self.counters = dict.fromkeys((*COUNTERS, *others), 0)
         self.spoil = spoil
         self.calls: list[tuple[list[np.ndarray], Sampling]] = []

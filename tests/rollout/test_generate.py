@@ -93,6 +93,12 @@ def test_through_a_running_service(tmp_path: Path, tiny_service: str) -> None:
         assert row["weight_versions"] == [[0, 0]]
 
 
+def test_a_file_that_cannot_be_written_is_told_before_anything_starts(tmp_path: Path) -> None:
+    prompts = write(tmp_path, {"token_ids": [1]})
+    with pytest.raises(InputError, match=r"--out /nowhere/x: No such file"):
+        run(str(prompts), "/nowhere/x", Sampling(), None, Config())
+
+
 def test_a_refused_group_is_an_error_with_its_reason(tmp_path: Path, tiny_service: str) -> None:
     from transport.errors import RolloutError
 
