@@ -190,8 +190,17 @@ class BlockStore:
         assert block.device is not None and block.host is None
         if not self.host.free:
             return False
-        self._copy_to_host(block)
+        self.moves.mirrors.append(self._into_host(block))
         return True
+
+    def vacate(self) -> None:
+        """No block stays on the device, where none is in use: they go to host memory, those with owners first, or are lost."""
+        for block in list(self.idle):
+            if not self.offload(block):
+                self.lose(block)
+        while self.cached:
+            self._evict_cached()
+        assert not self.device.used, "a block is in use"
 
     def forget_cached(self) -> None:
         """Empty the prefix index of every block without owners."""
@@ -264,11 +273,15 @@ class BlockStore:
         return self.host.free > 0
 
     def _copy_to_host(self, block: Block) -> None:
+        self.moves.offloads.append(self._into_host(block))
+
+    def _into_host(self, block: Block) -> tuple[int, int]:
+        """Give the block a slot in host memory; the copy that it needs comes back."""
         assert block.device is not None and block.host is None
         block.host = self.host.take()
         self.host.holder[block.host] = block
-        self.moves.offloads.append((block.device, block.host))
         self._to_host.append(block)
+        return block.device, block.host
 
     def _leave_device(self, block: Block) -> None:
         assert block.device is not None and block.users == 0

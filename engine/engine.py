@@ -10,15 +10,17 @@ from typing import Any, Protocol, get_args
 
 import msgspec
 import numpy as np
-import psutil
 import torch
 
 from engine.attention import Backend, choose_backend
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.kv import KVGeometry, PagedKV
+from engine.lanes import Copied
+from engine.memory import free_memory, taken_memory
 from engine.model import Model, load_model
 from engine.plan import Drawn, Plan
+from engine.pool import Moves
 from engine.request import Group, KVPolicy, Limits, Refreshed, Sample, TensorInfo
 from engine.sampler import sample, uniform
 from engine.scheduler import Scheduler
@@ -59,6 +61,8 @@ class Engine:
             torch.set_num_threads(config.threads)
         self.config = config
         self.limits = limits or Limits()
+        if config.device != "cpu" and not torch.cuda.is_available():
+            raise ValueError(f"device={config.device}: torch {torch.__version__} finds no CUDA device here; device=cpu works")
         if model is None:
             module = load_model(config.model, getattr(torch, config.dtype), torch.device(config.device))
             model = Model(module, config.model)
@@ -82,6 +86,8 @@ class Engine:
         )
         self.paused = False
         """True: no step computes anything; what was submitted waits"""
+        self.asleep = False
+        """True: the same, and memory was given back; see `sleep`"""
         self._seeded = 0
         self._ended: list[Sample] = []
         """samples that a refresh ended, for the next step to return"""
@@ -104,7 +110,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """`step` would do something."""
-        return bool(self._ended or (self.scheduler.has_work and not self.paused))
+        return bool(self._ended or (self.scheduler.has_work and self._computes))
+
+    @property
+    def _computes(self) -> bool:
+        return not (self.paused or self.asleep or self.weights.dropped)
 
     def submit(self, group: Group, client: str = "") -> None:
         """Take a group on. `client` shares the engine fairly with other clients. Raises ValueError with the reason if the group
@@ -129,7 +139,7 @@ class Engine:
         of that step with finish_reason "error", never the engine."""
         if self.weights.torn:
             raise WeightsTorn("the weights are torn: nothing may be sampled from them")
-        if self._ended or self.paused:
+        if self._ended or not self._computes:
             ended, self._ended = self._ended, []
             return ended
         started = time.perf_counter()
@@ -156,6 +166,8 @@ class Engine:
 
     def stage(self, manifest: Sequence[TensorInfo], *, version: int | None = None, partial: bool = False) -> Staging:
         """Begin a refresh: see `Weights.begin`. Steps may go on while the staging takes its bytes in."""
+        if self.asleep:
+            raise ValueError("the engine is asleep: wake it, then refresh")
         return self.weights.begin(manifest, version=version, partial=partial)
 
     def commit(self, staging: Staging, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed:
@@ -219,6 +231,37 @@ class Engine:
         self.scheduler.admitting = True
         self.paused = False
 
+    def sleep(self, level: int = 1) -> int:
+        """Give memory to others, between two steps. Returns how many bytes went back to the device or the machine.
+
+        The KV pool goes. What runs is parked in host memory as far as that has room, else it is prefilled again; either way it
+        goes on after `wake`, and so does whatever is submitted meanwhile. Level 1 moves the weights to host memory, where a
+        CPU's are already; level 2 drops them, so that after `wake` a whole refresh must come before the next token.
+
+        Raises ValueError while asleep, while a refresh is staged, and for another level. Levels: vLLM's sleep mode."""
+        if level not in (1, 2):
+            raise ValueError(f"level={level!r}: must be 1 (weights to host memory) or 2 (weights dropped)")
+        if self.asleep:
+            raise ValueError("the engine is asleep already; wake it first")
+        if self.weights.staging:
+            raise ValueError("a refresh is being staged; finish or abandon it first")
+        before = taken_memory(self.model.device)
+        self._move(self.scheduler.vacate())
+        self.kv.release()
+        self.weights.leave(keep=level == 1)
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.asleep = True
+        return max(0, before - taken_memory(self.model.device))
+
+    def wake(self) -> None:
+        """Undo `sleep`. Raises ValueError if the engine is not asleep."""
+        if not self.asleep:
+            raise ValueError("the engine is not asleep")
+        self.weights.come_back()
+        self.kv.take_back()
+        self.asleep = False
+
     def status(self) -> dict[str, Any]:
         """Everything there is to know, JSON-able. Names: docs/metrics.md."""
         scheduler, store, counters = self.scheduler, self.scheduler.store, self.counters
@@ -227,7 +270,7 @@ class Engine:
             "version": self.version,
             "attention": self.backend.name,
             "dtype": str(self.model.geometry.dtype).removeprefix("torch."),
-            "state": "paused" if self.paused else "running" if scheduler.admitting else "draining",
+            "state": self._state(),
             "groups": len(scheduler.groups),
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
@@ -247,6 +290,13 @@ class Engine:
             **msgspec.to_builtins(counters),
         }
 
+    def _state(self) -> str:
+        if self.asleep:
+            return "asleep"
+        if self.weights.dropped:
+            return "without weights"
+        return "paused" if self.paused else "running" if self.scheduler.admitting else "draining"
+
     def _weights_status(self) -> dict[str, Any]:
         last = self._refreshed
         return {
@@ -263,28 +313,26 @@ class Engine:
 
     def _move(self, plan: Plan) -> bool:
         """The plan's copies. A failed one voids the plan: what cannot be trusted is prefilled again."""
-        moves = plan.moves
-        started = time.perf_counter()
         try:
-            self.kv.move(moves)
+            copied = self.kv.move(plan.moves)
         except Exception:
             log.exception("copying KV failed; the sequences concerned are prefilled again")
             self.scheduler.move_failed(plan)
             return False
         self.scheduler.moved()
-        if moves:
-            self._count_moves(plan, time.perf_counter() - started)
+        self._count_moves(plan.moves, copied)
         return True
 
-    def _count_moves(self, plan: Plan, seconds: float) -> None:
-        counters, moves, size = self.counters, plan.moves, self.kv.block_bytes
-        counters.offloaded_blocks += len(moves.offloads)
+    def _count_moves(self, moves: Moves, copied: Copied) -> None:
+        counters, size = self.counters, self.kv.block_bytes
+        to_host = len(moves.offloads) + len(moves.mirrors)
+        counters.offloaded_blocks += to_host
         counters.restored_blocks += len(moves.restores)
-        counters.bytes_to_host += len(moves.offloads) * size
+        counters.bytes_to_host += to_host * size
         counters.bytes_to_device += len(moves.restores) * size
-        counters.move_seconds += seconds
-        blocks = len(moves.offloads) + len(moves.copies) + len(moves.restores)
-        counters.copy_blocks_per_second = _smooth(counters.copy_blocks_per_second, blocks / seconds)
+        counters.move_seconds += copied.seconds
+        if copied.blocks:
+            counters.copy_blocks_per_second = _smooth(counters.copy_blocks_per_second, copied.blocks / copied.seconds)
 
     def _run(self, plan: Plan) -> Drawn:
         with torch.inference_mode():
@@ -312,14 +360,22 @@ def _smooth(old: float, new: float) -> float:
 
 
 def _device_blocks(config: EngineConfig, bytes_per_block: int, model: ModelLike) -> int:
+    asked: float | None = None
     if config.kv_tokens is not None:
-        return -(-config.kv_tokens // config.block_size)
-    if config.kv_gib is not None:
-        size = config.kv_gib * 2**30
+        asked = -(-config.kv_tokens // config.block_size) * bytes_per_block
+    elif config.kv_gib is not None:
+        asked = config.kv_gib * 2**30
+    if asked is not None and model.device.type == "cpu" and asked > (free := free_memory()):
+        raise ValueError(
+            f"a KV pool of {asked / 2**30:.1f} GiB is more than the {free / 2**30:.1f} GiB that are free; lower kv_gib or "
+            "kv_tokens"
+        )
+    if asked is not None:
+        size = asked
     elif model.device.type == "cuda":
         size = torch.cuda.mem_get_info(model.device)[0] * 0.8
     else:
-        size = psutil.virtual_memory().available / 4
+        size = free_memory() / 4
     blocks = int(size // bytes_per_block)
     if blocks < 1:
         raise ValueError(
@@ -332,7 +388,7 @@ def _host_blocks(config: EngineConfig, bytes_per_block: int, taken: int) -> int:
     """`taken`: bytes of this memory that the device pool will have."""
     if config.cpu_offload_gib == 0:
         return 0
-    most = max(0, psutil.virtual_memory().available - taken) * config.cpu_offload_safety_threshold
+    most = max(0, free_memory() - taken) * config.cpu_offload_safety_threshold
     size = most if config.cpu_offload_gib is None else config.cpu_offload_gib * 2**30
     if size > most:
         log.warning(

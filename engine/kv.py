@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from engine.lanes import Beside, Copied, InLine, Lane
+from engine.memory import anonymous
 from engine.pool import Moves
 
 MADV_POPULATE_WRITE = 23
@@ -56,61 +58,83 @@ class PagedKV:
         self.block_size = block_size
         self.block_bytes = geometry.bytes_per_token * block_size
         shape = (geometry.layers, 2, geometry.kv_heads, block_size, geometry.head_dim)
-        self.data = _allocate((device_blocks, *shape), geometry.dtype, device, take_now=take_now[0])
+        self.data, self._map = _allocate((device_blocks, *shape), geometry.dtype, device)
         """[blocks, layers, 2, kv_heads, block_size, head_dim] on the device; zero at first, so that no NaN lies in it"""
         host = torch.device("cpu")
         pinned = device.type == "cuda"
-        self.host = _allocate((host_blocks, *shape), geometry.dtype, host, pinned=pinned, take_now=take_now[1])
+        self.host, host_map = _allocate((host_blocks, *shape), geometry.dtype, host, pinned=pinned)
         """the same shape in host memory, pinned on CUDA"""
+        self._take_now = take_now[0]
+        for memory, now in ((self._map, take_now[0]), (host_map, take_now[1])):
+            if now:
+                _populate(memory)
+        self.lane: Lane = Beside(device) if device.type == "cuda" else InLine()
         self._rows = self.data.flatten(1)
         self._host_rows = self.host.flatten(1)
 
-    def move(self, moves: Moves) -> None:
-        """All copies of a step, in the order that `Moves` promises."""
-        for source, target, pairs in (
-            (self._rows, self._host_rows, moves.offloads),
-            (self._host_rows, self._rows, moves.restores),
-            (self._rows, self._rows, moves.copies),
-        ):
-            if pairs:
-                copy_rows(source, target, pairs)
+    def release(self) -> None:
+        """Give the memory of the device pool back; its shape and address stay on the CPU. What lies in it is gone."""
+        self.lane.finish()
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED)
+        else:
+            self.data.untyped_storage().resize_(0)
+
+    def take_back(self) -> None:
+        """Undo `release`: the pool is there again, and zero."""
+        if self._map is not None:
+            if self._take_now:
+                _populate(self._map)
+        else:
+            self.data.untyped_storage().resize_(self.data.nbytes)
+            self.data.zero_()
+
+    def move(self, moves: Moves) -> Copied:
+        """All copies of a step, in the order that `Moves` promises; called at every step, copies or none. Returns those that
+        have ended since the last call: on the CPU these ones."""
+
+        def first() -> None:
+            copy_rows(self._rows, self._host_rows, moves.offloads)
+            copy_rows(self._host_rows, self._rows, moves.restores)
+            copy_rows(self._rows, self._rows, moves.copies)
+
+        return self.lane.run(first, lambda: copy_rows(self._rows, self._host_rows, moves.mirrors), moves.blocks)
 
 
 def copy_rows(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
     """Row pairs (from, to) of two [rows, width] tensors; every row is read before any is written."""
     sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    chained = source is target and not set(sources).isdisjoint(targets)
-    if source.is_cpu and target.is_cpu and not chained:
-        for row, place in pairs:  # one memcpy each, and no memory in between
-            target[place].copy_(source[row])
+    if source is target and not set(sources).isdisjoint(targets):
+        gathered = source.index_select(0, torch.tensor(sources, device=source.device))
+        target.index_copy_(0, torch.tensor(targets, device=target.device), gathered)
         return
-    gathered = source.index_select(0, torch.tensor(sources, device=source.device))
-    target.index_copy_(0, torch.tensor(targets, device=target.device), gathered.to(target.device))
+    for row, place in pairs:  # a row is long: one copy each, and no memory in between
+        target[place].copy_(source[row], non_blocking=True)
 
 
 def _allocate(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pinned: bool = False, take_now: bool = False
-) -> torch.Tensor:
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pinned: bool = False
+) -> tuple[torch.Tensor, mmap.mmap | None]:
+    """A tensor of zeros, and the map that it lies in, if it does."""
     if device.type != "cpu" or pinned:
-        return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
+        return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned), None
     size = dtype.itemsize
     for length in shape:
         size *= length
     if size == 0:
-        return torch.zeros(shape, dtype=dtype)
-    # An anonymous map costs no memory until it is written, is zero, page-aligned, and can ask for huge pages: blocks are
-    # scattered, and with 4 KiB pages their reads miss the TLB.
+        return torch.zeros(shape, dtype=dtype), None
     try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = anonymous(size)
     except OSError as error:
         raise ValueError(
             f"a KV pool of {size / 2**30:.1f} GiB cannot be had here: {error}; lower kv_gib or kv_tokens"
         ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    if take_now:
+    return torch.frombuffer(memory, dtype=dtype).view(shape), memory
+
+
+def _populate(memory: mmap.mmap | None) -> None:
+    if memory is not None:
         try:
             memory.madvise(MADV_POPULATE_WRITE)
         except OSError:  # a kernel before 5.14, or no Linux: the first touch does it
             pass
-    return torch.frombuffer(memory, dtype=dtype).view(shape)

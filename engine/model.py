@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.attention.seam import ATTENTION_NAME, Backend, Call, Probe
 from engine.batch import Batch
 from engine.kv import KVGeometry, PagedKV
+from engine.memory import own_parameters
 from engine.native.decoder import NativeDecoder, NotNative
 from engine.native.kernels import kernels
 
@@ -30,6 +31,8 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrai
     if not (Path(folder) / "config.json").is_file():
         raise ValueError(f"model folder {folder!r} has no config.json; give a folder that save_pretrained wrote")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    if device.type == "cpu":
+        own_parameters(model)
     return model.to(device)
 
 

@@ -61,12 +61,19 @@ class BlockPool:
 @dataclass(slots=True)
 class Moves:
     """Every copy of one step, as (source slot, destination slot). They run in this order, all sources of a list before its
-    destinations: offloads device → host, restores host → device, copies device → device. So a slot that an offload gives
-    up may be the destination of a restore or copy of the same step, and a block may be restored and then copied."""
+    destinations: offloads device → host, restores host → device, copies device → device, mirrors device → host. So a slot that
+    an offload gives up may be the destination of a restore or copy of the same step, and a block may be restored and then
+    copied. The step's compute needs all but the mirrors, whose blocks stay on the device."""
 
     offloads: list[tuple[int, int]] = field(default_factory=list)
     restores: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    mirrors: list[tuple[int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.offloads or self.copies or self.restores)
+        return self.blocks > 0
+
+    @property
+    def blocks(self) -> int:
+        """copied in all"""
+        return len(self.offloads) + len(self.restores) + len(self.copies) + len(self.mirrors)

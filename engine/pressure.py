@@ -9,8 +9,11 @@ Batched offload and soft reset are ideas of transformers' continuous batching (c
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from engine.blocks import BlockStore
 from engine.config import EngineConfig
+from engine.pool import Block
 from engine.sequence import Sequence
 from engine.stats import Counters
 
@@ -61,27 +64,26 @@ class Pressure:
         first = min(seq.uncached, budget)
         growth = -(-(seq.cached + first) // size) - len(seq.blocks)
         growth += bool(seq.cached % size and seq.blocks[-1].owners > 1)
-        if self.store.available >= absent + growth + min(len(running), 1 + self.store.device.size // 32):
+        wanted = absent + growth + min(len(running), 1 + self.store.device.size // 32)
+        if self.store.available >= wanted:
             return True
-        if running:
-            return False
-        # nothing runs, so nothing will be freed: blocks of others that wait must leave, and one block at a time will do
         mine = set(seq.blocks)
-        while self.store.available < absent + max(growth, 1):
-            other = next((block for block in reversed(self.store.idle) if block not in mine), None)
-            if other is None:
-                break
-            if not self.store.offload(other):
-                self.store.lose(other)
+        if running:
+            spare = sum(block not in mine for block in self.store.idle)
+            return self.store.available + spare >= wanted and self.reclaim_idle(wanted, mine)
+        # nothing runs, so nothing will be freed: one block at a time will do
+        self.reclaim_idle(absent + max(growth, 1), mine)
         return self.store.available >= absent + (1 if growth and not (seq.cached % size) else 0)
 
-    def reclaim_idle(self, need: int) -> bool:
+    def reclaim_idle(self, need: int, keep: Collection[Block] = ()) -> bool:
         """Blocks whose owners all wait leave the device, newest first, until `need` are available."""
-        while self.store.available < need and self.store.idle:
-            block = next(reversed(self.store.idle))
+        while self.store.available < need:
+            block = next((block for block in reversed(self.store.idle) if block not in keep), None)
+            if block is None:
+                return False
             if not self.store.offload(block):
                 self.store.lose(block)
-        return self.store.available >= need
+        return True
 
     def offload(self, seq: Sequence) -> bool:
         """Move the idle blocks of a stopped sequence to host memory. False if they do not fit there, or if prefilling them

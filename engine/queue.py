@@ -31,6 +31,10 @@ class WaitingQueue:
         for sequences in self._clients.values():
             yield from sequences
 
+    def counts(self) -> dict[str, int]:
+        """How many wait, by client."""
+        return {client: len(sequences) for client, sequences in self._clients.items()}
+
     def put(self, sequence: Sequence) -> None:
         self._places[sequence] = (not sequence.begun, *sequence.rank)
         insort(self._clients.setdefault(sequence.state.client, []), sequence, key=self._places.__getitem__)

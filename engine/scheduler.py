@@ -2,7 +2,8 @@
 
 `plan()` decides, the engine executes, `commit()` takes note of what was drawn. One call of `plan()`:
 
-    1. make room     the running sequences need blocks to grow; if there are too few, the newest are parked (engine.pressure)
+    1. make room     the running sequences need blocks to grow; if there are too few, the newest are parked (engine.pressure);
+                     all slots are taken and a client with less than its share waits: others give some up
     2. decode        one row for each sequence that has one token to compute
     3. prefill       chunks for the running sequences that have more, while the token budget lasts
     4. start         waiting sequences: forked, parked or reset ones, then fresh prompts
@@ -95,6 +96,7 @@ class Scheduler:
         """Decide the next step. No rows: nothing can be done now."""
         self.store.begin()
         self._park(self.pressure.victims(self.running))
+        self._give_way()
         planned: set[bytes] = set()
         rows = [row for seq in self.running if seq.uncached == 1 and (row := self._row(seq, 1, planned))]
         budget = self.config.max_batch_tokens - len(rows)
@@ -113,6 +115,15 @@ class Scheduler:
         rows.sort(key=lambda row: row.sequence.age)
         shared = tuple(shared_prefixes(rows, self.block_size)) if self.config.share_prefix else ()
         return Plan(tuple(rows), shared, self.store.moves)
+
+    def vacate(self) -> Plan:
+        """Everything stops and leaves the device, the first in rank first, as far as host memory has room. A plan of copies."""
+        self.store.begin()
+        for seq in sorted(self.running, key=lambda seq: seq.rank):
+            self._stop(seq)
+            self.waiting.put(seq)
+        self.store.vacate()
+        return Plan((), (), self.store.moves)
 
     def moved(self) -> None:
         """The plan's copies are done."""
@@ -268,6 +279,24 @@ class Scheduler:
             self.waiting.put(seq)
         if victims:
             self.pressure.reclaim_idle(sum(self.pressure.need(seq) for seq in self.running))
+
+    def _give_way(self) -> None:
+        """Every slot is taken and the client whose turn it is has less than its share of them: the last in rank of the client
+        that has most stop. Their KV stays where it is until its room is needed."""
+        seq = self.waiting.next(self.running_of, begun=not self.admitting)
+        if seq is None or len(self.running) < self.config.max_num_seqs:
+            return
+        waiting = self.waiting.counts()
+        share = max(1, self.config.max_num_seqs // len(waiting.keys() | (+self.running_of).keys()))
+        short = min(share - self.running_of[seq.state.client], waiting[seq.state.client])
+        for _ in range(short):
+            client, most = max(self.running_of.items(), key=lambda item: item[1])
+            rested = [s for s in self.running if s.state.client == client and s.ran >= self.config.min_run_tokens]
+            if most <= share or not rested:
+                return
+            last = max(rested, key=lambda s: s.rank)
+            self._stop(last)
+            self.waiting.put(last)
 
     def _soft_reset(self, seq: Sequence) -> None:
         """Give the KV up; it is prefilled again from whatever the prefix index still has."""

@@ -41,7 +41,7 @@ class Counters:
     """of steps in which every row drew from one token"""
     decode_tokens: int = 0
     move_seconds: float = 0.0
-    """copies between the pools and copies of a fork"""
+    """copies between the pools and copies of a fork; on CUDA by its own clock, mirrors that nothing waits for included"""
     model_seconds: float = 0.0
     sample_seconds: float = 0.0
     copy_blocks_per_second: float = 0.0

@@ -4,7 +4,7 @@
     staging.take(source) …               see `engine.staging`; generation goes on
     weights.commit(staging)              between two steps: live ⇄ staged, then the version; or nothing at all
 
-    live       [parameters of the module]   same storage for ever, whatever is refreshed
+    live       [parameters of the module]   same storage, whatever is refreshed; another one after `leave`
     staged     ┌ embed ──────┬ q ──┬ k ─┬ … ┐   one buffer in the model's dtypes, each tensor at a multiple of 64 bytes;
                the first refresh allocates it, all others use it again
     scratch    one slice
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import xxhash
 
+from engine.memory import anonymous
 from engine.request import TensorInfo, manifest_digest
 from engine.staging import DTYPES, SLICE_BYTES, InvalidWeights, Part, Staging, dtype_name, tensor_bytes
 
@@ -40,12 +41,45 @@ class Weights:
         self.torn = False
         self._tensors, self._first_name = _tensors_of(module)
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+        self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self._digests: dict[str, str] = {}
         """of the live tensors, as they were committed; of version 0 those that somebody asked for"""
         self._places, self._size = _layout(self._tensors)
         self._buffer: torch.Tensor | None = None
         self._scratch = torch.empty(SLICE_BYTES, dtype=torch.uint8)
         self._staging: Staging | None = None
+        self.dropped = False
+        """they were given away and hold nothing until a whole refresh has come"""
+        self._away: dict[str, torch.Tensor] = {}
+
+    @property
+    def staging(self) -> bool:
+        """A refresh is being staged."""
+        return self._staging is not None
+
+    def leave(self, keep: bool) -> None:
+        """Give the memory of the tensors back, and that for staging; `come_back` takes it again. `keep`: what they hold moves
+        to host memory, where tensors of the CPU are already; otherwise it is gone."""
+        assert self._staging is None and not self._away
+        self._buffer = None
+        if not keep:
+            _ = self.digest  # while it can be read
+        for name, tensor in self._tensors.items():
+            if not keep:
+                self._away[name] = tensor.data.new_empty(0)
+            elif tensor.is_cuda:
+                self._away[name] = tensor.data.to("cpu").pin_memory()
+        self.dropped |= not keep
+        for name in self._away:
+            self._tensors[name].data = self._tensors[name].data.new_empty(0)
+
+    def come_back(self) -> None:
+        """Undo `leave`. The tensors lie elsewhere than before."""
+        for name, kept in self._away.items():
+            tensor = self._tensors[name]
+            tensor.data = kept.to(tensor.device) if kept.numel() else tensor.data.new_zeros(self._shapes[name])
+            self._addresses[name] = tensor.data_ptr()
+        self._away.clear()
 
     def begin(self, manifest: Sequence[TensorInfo], *, version: int | None = None, partial: bool = False) -> Staging:
         """Check a manifest and open the staging for it. `version` must be above the live one; None = the next. `partial`:
@@ -59,16 +93,23 @@ class Weights:
         version = self.version + 1 if version is None else version
         if not self.version < version < VERSION_LIMIT:
             raise InvalidWeights(f"version {version} is not above the live one, {self.version}: versions only grow")
+        if self.dropped and partial:
+            raise InvalidWeights("the weights were dropped by sleep(level=2): a refresh of all tensors must come first")
         targets = self._check(manifest, partial)
         if self._buffer is None:
-            pinned = any(tensor.is_cuda for tensor in self._tensors.values())
-            self._buffer = torch.empty(self._size, dtype=torch.uint8, pin_memory=pinned)
+            self._buffer = self._allocate()
         parts = [
             Part(info, getattr(torch, info.dtype), target, None if target is None else self._place(target).view(-1))
             for info, target in zip(manifest, targets, strict=True)
         ]
         self._staging = Staging(version, manifest, parts, self._scratch.numpy(), self._close_staging)
         return self._staging
+
+    def _allocate(self) -> torch.Tensor:
+        """[bytes] uint8 to stage in, pinned if the model is on CUDA."""
+        if not self._size or any(tensor.is_cuda for tensor in self._tensors.values()):
+            return torch.empty(self._size, dtype=torch.uint8, pin_memory=self._size > 0)
+        return torch.frombuffer(anonymous(self._size), dtype=torch.uint8)
 
     def _check(self, manifest: Sequence[TensorInfo], partial: bool) -> list[str | None]:
         """For each entry the tensor that it writes; None: it repeats one under its other name."""
@@ -121,6 +162,7 @@ class Weights:
             self._undo([*done, saved] if saved else done, error)
             raise
         self._digests.update(staging.digests)
+        self.dropped = False
         self.version = staging.version
         staging.close()
 
@@ -166,7 +208,7 @@ class Weights:
 
     def _manifest_digest(self, digests: Mapping[str, str]) -> str:
         tensors = self._tensors.items()
-        return manifest_digest(TensorInfo(name, dtype_name(t), tuple(t.shape), digests[name]) for name, t in tensors)
+        return manifest_digest(TensorInfo(name, dtype_name(t), tuple(self._shapes[name]), digests[name]) for name, t in tensors)
 
     def _check_addresses(self) -> None:
         for name, tensor in self._tensors.items():

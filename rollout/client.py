@@ -12,7 +12,7 @@ import queue
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from rollout.link import Link
 from rollout.refresh import NamedTensors, Pusher, RefreshHandle, Via, answer
 from transport.errors import InvalidRequest, LimitExceeded, ProtocolError, RequestTimeout, ServiceLost
 from transport.frames import Decoder, pack
-from transport.messages import Control, StatusRequest, Submit, WeightsRequest, Welcome, digest
+from transport.messages import Asleep, Control, Sleep, StatusRequest, Submit, Wake, WeightsRequest, Welcome, digest
 from transport.sockets import ClientEnd, ClientTransport
 
 __all__ = ["Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
@@ -246,12 +246,30 @@ class RolloutClient:
         answer(self._link.request(lambda id: Control(id, "resume")), timeout, "resumption")
 
     def drain(self, timeout: float = 3600.0) -> None:
-        """Finish every group that has begun, of all clients, and start no other until `resume`. Returns when nothing runs."""
+        """Finish every group that has begun, of all clients, and start no other until `resume`. Returns when nothing runs.
+        After a RequestTimeout the service goes on draining: wait again, or `resume`."""
         answer(self._link.request(lambda id: Control(id, "drain")), timeout, "end of what runs")
 
     def abort_all(self, timeout: float = 60.0) -> None:
         """End every group of every client as "aborted", with the tokens it has."""
         answer(self._link.request(lambda id: Control(id, "abort_all")), timeout, "end of all groups")
+
+    def sleep(self, level: int = 1, timeout: float = 300.0) -> int:
+        """Let the service give its memory back, for a trainer on the same device; between two steps, for all clients. Returns
+        the bytes that went back. What runs goes on after `wake`, from its KV in host memory as far as that has room.
+
+        Level 1 moves the weights to host memory; level 2 drops them, so that after `wake` a refresh of all tensors must come
+        before the next token. A refresh while asleep is refused. A client that goes away wakes what it sent to sleep.
+
+        Raises InvalidRequest while asleep, Busy while a refresh is staged, RequestTimeout, ServiceLost."""
+        if type(level) is not int or level not in (1, 2):
+            raise InvalidRequest(f"level={level!r}: must be 1 (weights to host memory) or 2 (weights dropped)")
+        slept: Asleep = answer(self._link.request(lambda id: Sleep(id, cast(Literal[1, 2], level))), timeout, "sleep")
+        return slept.freed_bytes
+
+    def wake(self, timeout: float = 300.0) -> None:
+        """Undo `sleep`. Raises InvalidRequest if the service is not asleep."""
+        answer(self._link.request(Wake), timeout, "waking")
 
     def close(self) -> None:
         """Ends the session: the service aborts what is still open, waiting callers get ClientClosed. May be repeated."""

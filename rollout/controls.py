@@ -1,15 +1,19 @@
-"""Pause, resume and drain, asked by clients for the service as a whole.
+"""Pause, resume, drain, sleep and wake, asked by clients for the service as a whole.
 
-A client that holds the service and goes away lets go: nobody is left waiting for a resume that cannot come.
+A client that holds the service and goes away lets go: nobody is left waiting for a resume or a wake that cannot come.
 """
 
 from __future__ import annotations
 
+import logging
+
 from rollout.protocols import EngineLike
 from rollout.session import Session
 from transport import messages as m
-from transport.errors import Busy
+from transport.errors import Busy, InvalidRequest
 from transport.frames import pack
+
+log = logging.getLogger("rollout.service")
 
 
 class Controls:
@@ -20,12 +24,19 @@ class Controls:
         self._holders: list[Session] = []
         self._drains: list[tuple[Session, int]] = []
         """(who waits, request)"""
+        self._sleeper: Session | None = None
+        """who sent the service to sleep"""
+        self._asleep = m.Asleep(0, 0)
+        self._woken: tuple[Session, int] | None = None
+        """answers to the last sleep and wake, which are asked for again after a reconnect"""
 
     def take(self, session: Session, control: m.Control) -> None:
         if control.action == "resume":
             self._resume()
         elif control.action == "drain" and self._engine.paused:
             raise Busy("the service is paused, so nothing runs to its end: resume first")
+        elif control.action == "drain" and self._engine.asleep:
+            raise Busy("the service is asleep, so nothing runs to its end: wake it first")
         elif control.action != "abort_all":
             self._holders.append(session)
             if control.action == "drain":
@@ -33,6 +44,27 @@ class Controls:
                 return
             self._engine.paused = True
         session.reply(pack(m.Done(control.request_id)))
+
+    def sleep(self, session: Session, message: m.Sleep, pushing: str | None) -> None:
+        """`pushing`: whose refresh is being staged. Raises Busy, InvalidRequest."""
+        if pushing is not None:
+            raise Busy(f"{pushing} is staging a refresh: sleep when it is done")
+        if not self._engine.asleep:
+            freed = self._engine.sleep(message.level)
+            log.info("asleep (level %d) for client %d: %.2f GiB free again", message.level, session.number, freed / 2**30)
+            self._sleeper, self._asleep = session, m.Asleep(message.request_id, freed)
+        elif (self._sleeper, self._asleep.request_id) != (session, message.request_id):
+            raise InvalidRequest("the service is asleep already: wake it first")
+        session.reply(pack(self._asleep))
+
+    def wake(self, session: Session, message: m.Wake) -> None:
+        """Raises InvalidRequest."""
+        if self._engine.asleep:
+            self._wake()
+            self._woken = session, message.request_id
+        elif self._woken != (session, message.request_id):
+            raise InvalidRequest("the service is not asleep")
+        session.reply(pack(m.Done(message.request_id)))
 
     def work(self) -> None:
         """Tell those who wait for the drain that nothing runs any more."""
@@ -47,6 +79,12 @@ class Controls:
         self._drains = [(waiting, request_id) for waiting, request_id in self._drains if waiting is not session]
         if held and not self._holders:
             self._resume()
+        if session is self._sleeper and self._engine.asleep:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._sleeper = None
+        self._engine.wake()
 
     def _resume(self) -> None:
         self._holders.clear()

@@ -267,7 +267,7 @@ class Link:
                     status = _status_dict(message.status)
                     if future := self._answered(message.request_id):
                         future.set_result(status)
-                case m.Lease() | m.Staged() | m.Applied() | m.Done():
+                case m.Lease() | m.Staged() | m.Applied() | m.Asleep() | m.Done():
                     if future := self._answered(message.request_id):
                         future.set_result(message)
                 case m.Refused():

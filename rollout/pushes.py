@@ -87,6 +87,11 @@ class Pushes:
     def has_work(self) -> bool:
         return self._open is not None and self._open.ready
 
+    @property
+    def owner(self) -> str | None:
+        """Whose refresh is being staged."""
+        return None if self._open is None else _owner(self._open.session)
+
     def take(self, session: Session, message: m.Push, now: float) -> None:
         """Serve a request; what takes time is answered by `work`. Raises the typed error that goes back for it."""
         push = self._find(session, message.push_id)

@@ -19,6 +19,7 @@ from engine.request import Group, Limits, Sample
 from rollout.admission import check_group, check_hello, check_room, welcome
 from rollout.as_json import to_json
 from rollout.closing import say_closing
+from rollout.config import MIN_GRACE_S
 from rollout.controls import Controls
 from rollout.protocols import EngineLike
 from rollout.pushes import Pushes
@@ -32,7 +33,6 @@ from transport.sockets import ServiceEnd, ServiceTransport
 IDLE_POLL_S = 0.1
 UNSENT_POLL_S = 0.005
 HEARTBEAT_S = 1.0
-MIN_GRACE_S = 2.0
 
 log = logging.getLogger("rollout.service")
 
@@ -189,6 +189,10 @@ class Service:
                 if message.action == "abort_all":
                     self._abort_all()
                 self._controls.take(session, message)
+            case m.Sleep():
+                self._controls.sleep(session, message, self._pushes.owner)
+            case m.Wake():
+                self._controls.wake(session, message)
             case m.Heartbeat():
                 pass
             case m.Goodbye():

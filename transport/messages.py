@@ -1,9 +1,9 @@
 """The messages, as msgspec tagged unions. docs/wire.md tells when each is sent and what answers it.
 
     client -> service:  Hello Submit Abort Ack StatusRequest Heartbeat Goodbye
-                        Begin Chunk Commit Abandon WeightsRequest Control
+                        Begin Chunk Commit Abandon WeightsRequest Control Sleep Wake
     service -> client:  Welcome Refused SampleDone StatusReply Alive Closing
-                        Lease Staged Applied Done
+                        Lease Staged Applied Asleep Done
 
 A message with a request_id is answered by one with the same request_id, a Refused if it is refused.
 
@@ -140,6 +140,20 @@ class Control(msgspec.Struct, frozen=True, tag="control", forbid_unknown_fields=
     action: Literal["pause", "resume", "drain", "abort_all"]
 
 
+class Sleep(msgspec.Struct, frozen=True, tag="sleep", forbid_unknown_fields=True):
+    """Give the device's memory to others until Wake. Answer: Asleep, or why not."""
+
+    request_id: int
+    level: Literal[1, 2] = 1
+    """1: weights go to host memory; 2: they are dropped"""
+
+
+class Wake(msgspec.Struct, frozen=True, tag="wake", forbid_unknown_fields=True):
+    """Take it back. Answer: Done."""
+
+    request_id: int
+
+
 class Welcome(msgspec.Struct, frozen=True, eq=False, tag="welcome"):
     """Answer to Hello. Unknown fields pass, as in Hello."""
 
@@ -208,6 +222,12 @@ class Applied(msgspec.Struct, frozen=True, tag="applied", forbid_unknown_fields=
     refreshed: Refreshed
 
 
+class Asleep(msgspec.Struct, frozen=True, tag="asleep", forbid_unknown_fields=True):
+    request_id: int
+    freed_bytes: int
+    """that went back to the device, or to the machine where there is none"""
+
+
 class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
     request_id: int
 
@@ -228,8 +248,9 @@ class Closing(msgspec.Struct, frozen=True, tag="closing", forbid_unknown_fields=
 
 
 Push = Begin | Chunk | Commit | Abandon
-ClientMessage = Hello | Submit | Abort | Ack | StatusRequest | Heartbeat | Goodbye | Push | WeightsRequest | Control
-Answer = Lease | Staged | Applied | Done
+Whole = WeightsRequest | Control | Sleep | Wake
+ClientMessage = Hello | Submit | Abort | Ack | StatusRequest | Heartbeat | Goodbye | Push | Whole
+Answer = Lease | Staged | Applied | Asleep | Done
 ServiceMessage = Welcome | Refused | SampleDone | StatusReply | Alive | Closing | Answer
 
 

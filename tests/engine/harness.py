@@ -104,6 +104,7 @@ class Harness:
             (self.device, self.host, moves.offloads),
             (self.host, self.device, moves.restores),
             (self.device, self.device, moves.copies),
+            (self.device, self.host, moves.mirrors),
         ):
             read = [list(source[pair[0]]) for pair in pairs]
             for cells, (_, to) in zip(read, pairs, strict=True):
@@ -196,6 +197,7 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
     base = [r.randrange(1, VOCAB) for _ in range(40)]
     breaks = r.random() < 0.4
     lag = r.choice([0, 0, 0, 2])
+    measured = r.random() < 0.5
     for number in range(operations):
         kind = r.random()
         if kind < 0.3:
@@ -214,6 +216,9 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
         elif kind < 0.4:
             h.refresh(r.choice(["keep", "recompute", "abort"]))
         else:
+            if measured:  # as an engine that times its copies and prefills: now the one is cheaper, now the other
+                h.scheduler.counters.copy_blocks_per_second = r.choice([0.0, 1.0, 1e6])
+                h.scheduler.counters.prefill_tokens_per_second = r.choice([0.0, 1.0, 1e6])
             h.step(r.randrange(4) if breaks and r.random() < 0.2 else None)
         on_check(h)
     h.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.memory import VERSIONS, free_memory
 from engine.request import Group, Limits, Sampling
 from tests.engine.tiny import tiny_engine
 from tests.engine.toy import VOCAB, ToyModel, engine, expected, group, run
@@ -159,12 +161,12 @@ def test_a_failed_copy_is_mended() -> None:
     e = engine(kv_tokens=60, cpu_offload_gib=0.0001)
     move, calls = e.kv.move, [0]
 
-    def broken(moves: Any) -> None:
+    def broken(moves: Any) -> Any:
         calls[0] += bool(moves)
         if moves and calls[0] % 3 == 0:
             move(type(moves)(offloads=moves.offloads))
             raise MemoryError("injected failure of a copy")
-        move(moves)
+        return move(moves)
 
     e.kv.move = broken  # type: ignore[method-assign]
     groups = [group(f"g{i}", range(1, 9), n=4, max_tokens=16, seed=i, ignore_eos=True) for i in range(4)]
@@ -207,6 +209,31 @@ def test_clients_share_fairly() -> None:
     while not any(id == "small" for id in done):
         done += [sample.group_id for sample in e.step()]
     assert len(set(done)) <= 6, "the small client waited for many groups of the big one"
+
+
+@pytest.mark.parametrize("kv_tokens", [4096, 8 * 72])
+def test_a_client_that_has_all_slots_gives_some_up(kv_tokens: int) -> None:
+    """Children that run for long do not keep another client waiting for their end, nor is anything computed twice for it."""
+    e = engine(max_num_seqs=8, kv_tokens=kv_tokens, min_run_tokens=4, cpu_offload_gib=0.01)
+    long = group("long", [1, 2, 3], n=8, max_tokens=64, ignore_eos=True)
+    short = group("short", [4, 5], n=6, max_tokens=8, ignore_eos=True)
+    e.submit(long, client="first")
+    for _ in range(6):
+        e.step()
+    e.submit(short, client="second")
+    shares, ended = set(), []
+    while len(ended) < 6:
+        ended += e.step()
+        e.check()
+        shares.add((e.scheduler.running_of["first"], e.scheduler.running_of["second"]))
+    assert {sample.group_id for sample in ended} == {"short"} and e.counters.steps < 40
+    assert (4, 4) in shares
+    got = {("short", sample.index): sample.token_ids.tolist() for sample in ended}
+    got |= {key: sample.token_ids.tolist() for key, sample in run(e).items()}
+    assert e.counters.recomputed_tokens == 0
+    for each in (long, short):
+        for index, want in enumerate(expected(each)):
+            assert got[each.id, index] == want
 
 
 def test_min_tokens_and_stop_tokens() -> None:
@@ -258,6 +285,31 @@ def test_bad_configuration_is_named(field: str, value: float) -> None:
 def test_offload_memory_that_holds_no_block() -> None:
     with pytest.raises(ValueError, match="holds no KV block"):
         engine(cpu_offload_gib=1e-12)
+
+
+def test_more_memory_than_there_is() -> None:
+    with pytest.raises(ValueError, match=r"KV pool of .* GiB is more than the .* GiB that are free"):
+        engine(kv_tokens=None, kv_gib=1e6)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="device=cuda:1: torch .* finds no CUDA device"):
+        engine(device="cuda:1")
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    """Version 2 and 1 of cgroups; the kernel's file cache is no obstacle; no limit, no group: what the machine has."""
+    everything = free_memory(tmp_path)
+    assert everything > 2**30
+    for folder, limit, usage, spare in VERSIONS:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        files = {limit: "1000000", usage: "700000", "memory.stat": f"anon 5\n{spare} 200000"}
+        for name, text in files.items():
+            (tmp_path / folder / name).write_text(text + "\n")
+        assert free_memory(tmp_path) == 500_000
+        (tmp_path / folder / limit).write_text("max\n")
+        assert free_memory(tmp_path) > 2**29
 
 
 def test_unknown_configuration_is_an_error() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from engine.model import Model, UnsupportedModel
+from engine.model import Model, UnsupportedModel, load_model
 from tests.engine.tiny import MODELS, plain_logprobs, tiny, tiny_engine
 from tests.engine.toy import group, run
 
@@ -32,6 +34,26 @@ def test_logprobs_equal_a_plain_forward(name: str, block_size: int) -> None:
             sample = samples[each.id, index]
             assert sample.finish_reason == "length"
             np.testing.assert_allclose(sample.logprobs, plain_logprobs(trainer, each.prompt, sample), atol=1e-5, rtol=0)
+
+
+def mapped_from_files(module: torch.nn.Module) -> int:
+    """Parameters that lie in a file's pages."""
+    maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [[int(x, 16) for x in fields[0].split("-")] for fields in maps if fields[-1].endswith(".safetensors")]
+    return sum(any(low <= parameter.data_ptr() < high for low, high in ranges) for parameter in module.parameters())
+
+
+def test_a_loaded_model_owns_its_parameters(tmp_path: Path) -> None:
+    """A refresh in place never writes into pages of a file; ties stay ties."""
+    made = tiny("llama-mha")
+    made.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert mapped_from_files(plain) == len(list(plain.parameters())), "what it would be otherwise"
+    loaded = load_model(str(tmp_path), torch.float32, torch.device("cpu"))
+    assert mapped_from_files(loaded) == 0
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    for (name, mine), theirs in zip(loaded.named_parameters(), made.parameters(), strict=True):
+        assert torch.equal(mine, theirs) and mine.data_ptr() % 64 == 0, name
 
 
 def test_a_wrong_block_is_seen() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine.engine import Engine
+from engine.lanes import Copied
 from engine.pool import Moves
 from engine.request import Group, Sampling
 from tests.engine.tiny import tiny_engine
@@ -25,10 +26,10 @@ class Travels:
         self.to_device: Counter[int] = Counter()
         move = engine.kv.move
 
-        def counted(moves: Moves) -> None:
-            self.to_host.update(host for _, host in moves.offloads)
+        def counted(moves: Moves) -> Copied:
+            self.to_host.update(host for _, host in [*moves.offloads, *moves.mirrors])
             self.to_device.update(host for host, _ in moves.restores)
-            move(moves)
+            return move(moves)
 
         engine.kv.move = counted  # type: ignore[method-assign]
 

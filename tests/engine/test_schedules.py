@@ -167,7 +167,7 @@ def patch_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: Harness, moves: Moves, stop: int | None) -> None:
         move(self, Moves(restores=moves.restores), stop)
-        move(self, Moves(offloads=moves.offloads, copies=moves.copies), stop)
+        move(self, Moves(offloads=moves.offloads, copies=moves.copies, mirrors=moves.mirrors), stop)
 
     monkeypatch.setattr(Harness, "move", wrong)
 

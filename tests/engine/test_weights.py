@@ -155,6 +155,12 @@ def test_refused_with_the_tensor_named(named: Any, tensor: str, reason: str) -> 
     assert engine.version == 1
 
 
+@pytest.mark.parametrize("given", [[torch.ones(3)], [("a", torch.ones(3), 1)], [(1, torch.ones(3))]])
+def test_what_is_no_pair_of_name_and_tensor_is_told(given: Any) -> None:
+    with pytest.raises(InvalidWeights, match=r"pairs of name and tensor, as model.named_parameters\(\) gives them"):
+        tiny_engine().refresh(given)
+
+
 def test_tied_names_with_other_bytes() -> None:
     engine = tiny_engine("llama-mha")
     before = state(engine)

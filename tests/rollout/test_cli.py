@@ -126,13 +126,19 @@ def test_generate_with_a_service_of_its_own(tiny_model: Path, tmp_path: Path) ->
         (["serve", "--model", "/nowhere"], 1, "neither a folder"),
         (["bench", "fan"], 1, "there are: fanout"),
         (["generate", "--prompts", "nowhere.jsonl", "--out", "-"], 1, "nowhere.jsonl"),
+        (["generate", "--prompts", __file__, "--out", "-"], 1, "line 1"),
+        (["bench", "fidelity", "--plot", "x.png"], 1, "refresh and fidelity have no picture"),
+        (["serve", "--engine.device", "cuda:99", "--model", "{model}"], 1, "CUDA"),
+        (["bench", "fanout", "--json", "/nowhere/x", "--model", "{model}"], 1, "--json /nowhere/x: No such file"),
         (["status", "--address", "tcp://127.0.0.1:9", "--timeout", "0.3"], 1, "127.0.0.1:9"),
     ],
 )
-def test_mistakes_have_a_status_and_a_reason(argv: list[str], code: int, named: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_have_a_status_and_a_reason(
+    argv: list[str], code: int, named: str, tiny_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        result = main(argv)
+        result = main([word.format(model=tiny_model) for word in argv])
     except SystemExit as stopped:
         result = stopped.code
     finally:

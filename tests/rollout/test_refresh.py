@@ -629,6 +629,73 @@ def test_a_drain_that_is_resumed_is_told(served: Any) -> None:
         request.result(20)
 
 
+def test_sleep_and_wake(served: Any) -> None:
+    engine, connect = served
+    client, other = connect(), connect()
+    running = client.submit([1, 2, 3], Sampling(n=4, max_tokens=400, ignore_eos=True))
+    wait_for(lambda: engine.counters.steps > 3)
+    assert client.sleep() >= 0
+    steps = engine.counters.steps
+    waiting = other.submit([1, 2, 3], Sampling(max_tokens=3, ignore_eos=True))
+    assert other.status()["state"] == "asleep" and other.status()["waiting"] == 5
+    with pytest.raises(InvalidRequest, match="asleep already"):
+        other.sleep(2)
+    with pytest.raises(WeightsRefused, match="asleep: wake it, then refresh"):
+        other.refresh(weights_of(1))
+    with pytest.raises(Busy, match="asleep, so nothing runs to its end"):
+        other.drain(timeout=20)
+    with pytest.raises(InvalidRequest, match="level=3"):
+        other.sleep(3)
+    assert engine.counters.steps == steps
+    other.wake()
+    assert len(waiting.result(20)) == 1 and len(running.result(20)) == 4
+    with pytest.raises(InvalidRequest, match="not asleep"):
+        client.wake()
+
+
+def test_dropped_weights_wait_for_a_refresh(served: Any) -> None:
+    engine, connect = served
+    client = connect()
+    handle = client.submit([1, 2, 3], Sampling(n=4, max_tokens=400, ignore_eos=True))
+    wait_for(lambda: engine.counters.steps > 3)
+    client.sleep(level=2)
+    client.wake()
+    steps = engine.counters.steps
+    assert client.status()["state"] == "without weights" and engine.counters.steps == steps
+    with pytest.raises(WeightsRefused, match="all tensors must come first"):
+        client.refresh(weights_of(1), partial=True)
+    assert client.refresh(weights_of(1)).version == 1
+    check_marks(handle.result(20))
+
+
+def test_who_sends_to_sleep_and_goes_wakes(served: Any) -> None:
+    engine, connect = served
+    client, other = connect(), connect()
+    client.sleep()
+    handle = other.submit([1, 2, 3], Sampling(max_tokens=3, ignore_eos=True))
+    client.close()
+    assert len(handle.result(20)) == 1 and not engine.asleep
+
+
+def test_sleep_and_wake_asked_again(stage: Stage) -> None:
+    """A request that is repeated after a reconnect, because the answer was lost, is answered again."""
+    a, b = stage.a, stage.b
+    first = a.ask(m.Sleep, 1)
+    a.send(m.Sleep(first.request_id, 1))
+    assert [each for each in a.got if isinstance(each, m.Asleep)] == [first, first]
+    assert isinstance(b.ask(m.Sleep, 1), m.Refused)
+    assert isinstance(b.ask(m.Wake), m.Done) and not stage.engine.asleep
+    b.send(m.Wake(b.requests))
+    assert not any(isinstance(each, m.Refused) and each.request_id == b.requests for each in b.got)
+    assert isinstance(a.ask(m.Wake), m.Refused)
+
+
+def test_no_sleep_while_a_refresh_is_staged(stage: Stage) -> None:
+    stage.begin(stage.a)
+    refused = stage.b.ask(m.Sleep, 1)
+    assert refused.kind == "busy" and "client 1 (A) is staging a refresh" in refused.message
+
+
 def test_abort_all(served: Any) -> None:
     engine, connect = served
     client, other = connect(), connect()

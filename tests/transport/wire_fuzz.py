@@ -37,6 +37,8 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     m.Abandon(4, "ab" * 16),
     m.WeightsRequest(5, True),
     m.Control(6, "drain"),
+    m.Sleep(7, 2),
+    m.Wake(8),
 ]
 
 SERVICE_MESSAGES: list[msgspec.Struct] = [
@@ -78,6 +80,7 @@ SERVICE_MESSAGES: list[msgspec.Struct] = [
         3,
         Refreshed(version=8, via="shm", bytes=2**40, seconds=0.5, staged_seconds=0.25, paused_seconds=0.125, digest="00ff"),
     ),
+    m.Asleep(3, 1 << 40),
     m.Done(4),
 ]
 

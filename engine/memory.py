@@ -1,0 +1,65 @@
+"""Memory of this machine: how much there is to take, and how it is taken."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+ALIGNMENT = 64
+"""of a parameter, in bytes: a line of the cache"""
+CGROUP = Path("/sys/fs/cgroup")
+VERSIONS = (("", "memory.max", "memory.current", "inactive_file"),
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))  # fmt: skip
+"""(folder, limit, usage, the part of the usage that the kernel gives up first) of cgroups 2 and 1"""
+
+
+def free_memory(cgroup: Path = CGROUP) -> int:
+    """Bytes that this process can take: what the machine has left, or less where a container's limit is nearer."""
+    free = psutil.virtual_memory().available
+    for folder, limit, usage, spare in VERSIONS:
+        try:
+            most, used, stat = ((cgroup / folder / name).read_text().strip() for name in (limit, usage, "memory.stat"))
+        except OSError:
+            continue
+        if most != "max":
+            counts = dict(line.split() for line in stat.splitlines())
+            free = min(free, max(0, int(most) - int(used) + int(counts.get(spare, 0))))
+    return free
+
+
+def taken_memory(device: torch.device) -> int:
+    """Bytes in use on a CUDA device, by whomever; for the CPU, those of this process."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    return int(psutil.Process().memory_info().rss)
+
+
+def anonymous(size: int) -> mmap.mmap:
+    """Memory that costs nothing until it is written, is zero, page-aligned, and lies in huge pages if it can: with 4 KiB
+    pages, reads that are scattered miss the TLB. Private: a shared map, Python's default, gets none. Raises OSError."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def own_parameters(module: nn.Module) -> None:
+    """Move the parameters of a CPU module into memory of their own, side by side. transformers leaves them in the file that
+    they were loaded from, mapped: then the first refresh copies page after page before it writes, and a machine that wants
+    memory drops pages and reads them from the file again."""
+    parameters = [parameter for parameter in module.parameters() if parameter.nbytes]  # tied ones come once
+    starts, size = [], 0
+    for parameter in parameters:
+        starts.append(size)
+        size += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+    if not size:
+        return
+    memory = torch.frombuffer(anonymous(size), dtype=torch.uint8)
+    for parameter, start in zip(parameters, starts, strict=True):
+        place = memory[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        parameter.data = place.copy_(parameter.data)

@@ -1,0 +1,164 @@
+"""Sleep and wake: memory that really goes, samples that do not notice, and orders that make no sense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.engine import Engine
+from engine.memory import taken_memory
+from engine.request import Sample
+from engine.staging import InvalidWeights, describe, with_digest
+from tests.engine.tiny import tiny, tiny_engine
+from tests.engine.toy import group, run
+
+CPU = torch.device("cpu")
+
+
+def groups(count: int = 3) -> list[Any]:
+    r = np.random.default_rng(0)
+    return [group(f"g{i}", r.integers(3, 199, 30 + 7 * i), n=4, max_tokens=40, seed=i, ignore_eos=True) for i in range(count)]
+
+
+def run_with_naps(engine: Engine, naps: set[int], level: int = 1) -> dict[tuple[str, int], Sample]:
+    """All groups; before each step named in `naps` the engine sleeps and wakes."""
+    for each in groups():
+        engine.submit(each)
+    samples, step = {}, 0
+    while engine.has_work:
+        if step in naps:
+            engine.sleep(level)
+            assert not engine.has_work and engine.step() == [] and engine.status()["state"] == "asleep"
+            assert not engine.kv.data.count_nonzero() and not engine.scheduler.store.device.used
+            engine.check()
+            engine.wake()
+        for sample in engine.step():
+            samples[sample.group_id, sample.index] = sample
+        engine.check()
+        step += 1
+    return samples
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("options", "recomputes"),
+    [
+        ({"cpu_offload_gib": 0.01}, False),
+        ({"cpu_offload_gib": 0}, True),
+        ({"cpu_offload_gib": 0.01, "kv_tokens": 256, "mirror_ahead": True}, False),
+        ({"cpu_offload_gib": 0.00005, "kv_tokens": 256}, True),
+    ],
+    ids=["parked", "no host memory", "under pressure", "little host memory"],
+)
+def test_samples_do_not_notice(options: dict[str, Any], recomputes: bool, dtype: str) -> None:
+    """Tokens and log-probs to the bit, whenever it slept: in the middle of a prefill, at the fork, in decode."""
+    want = run(tiny_engine(dtype=dtype), groups())
+    engine = tiny_engine(dtype=dtype, max_batch_tokens=64, **options)
+    got = run_with_naps(engine, {0, 1, 2, 3, 9, 10, 25})
+    assert got.keys() == want.keys()
+    for key, sample in got.items():
+        np.testing.assert_array_equal(sample.token_ids, want[key].token_ids)
+        assert sample.logprobs.tobytes() == want[key].logprobs.tobytes()
+    assert (engine.counters.recomputed_tokens > 0) == recomputes
+
+
+def test_the_memory_goes() -> None:
+    engine = tiny_engine(kv_tokens=None, kv_gib=0.5, cpu_offload_gib=0.01)
+    run(engine, groups())
+    before = taken_memory(CPU)
+    freed = engine.sleep()
+    assert freed > 0.45 * 2**30 and before - taken_memory(CPU) > 0.45 * 2**30
+    engine.wake()
+    assert taken_memory(CPU) - before > -0.05 * 2**30, "the pool's memory is taken at once again"
+    assert len(run(engine, [group("again", [5, 6, 7], n=2)])) == 2
+
+
+def test_cached_prefixes_survive_in_host_memory() -> None:
+    engine = tiny_engine(cpu_offload_gib=0.01)
+    prompt = [3 + i % 190 for i in range(64)]
+    run(engine, [group("first", prompt, n=1, max_tokens=1)])
+    engine.sleep()
+    engine.wake()
+    run(engine, [group("second", prompt, n=1, max_tokens=1)])
+    assert engine.counters.prefix_hit_tokens == 56
+
+
+def test_dropped_weights_make_no_token_until_all_have_come() -> None:
+    engine = tiny_engine(cpu_offload_gib=0.01)
+    digest = engine.weights.digest
+    for each in groups(2):
+        engine.submit(each)
+    for _ in range(6):
+        engine.step()
+    engine.sleep(2)
+    assert all(not parameter.numel() for parameter in engine.model.module.parameters())  # type: ignore[attr-defined]
+    assert engine.weights.digest == digest, "what was dropped is still known"
+    engine.wake()
+    generated = engine.counters.generated_tokens
+    assert engine.status()["state"] == "without weights"
+    assert not engine.has_work and engine.step() == [] and engine.counters.generated_tokens == generated
+    new = dict(tiny("llama", seed=1).named_parameters())
+    with pytest.raises(InvalidWeights, match="a refresh of all tensors must come first"):
+        engine.refresh({"model.norm.weight": new["model.norm.weight"]}, partial=True)
+    with pytest.raises(InvalidWeights, match="is missing"):
+        engine.refresh({"model.norm.weight": new["model.norm.weight"]})
+    assert not engine.has_work
+    engine.refresh(new, kv="recompute")
+    samples = run(engine)
+    assert {sample.weight_versions[-1][1] for sample in samples.values()} == {1} and len(samples) == 8
+    fresh = tiny_engine(model=tiny("llama", seed=1))
+    late = group("late", [9, 8, 7, 6], n=3, max_tokens=12, ignore_eos=True)
+    mine, theirs = run(engine, [late]), run(fresh, [late])
+    assert all(mine[key].logprobs.tobytes() == theirs[key].logprobs.tobytes() for key in theirs)
+    engine.refresh(dict(tiny("llama", seed=2).named_parameters()))  # the next one is an ordinary one
+    assert engine.weights.live_digest() == engine.weights.digest
+
+
+def test_a_copy_that_fails_on_the_way_to_bed() -> None:
+    """What was to be parked is prefilled again."""
+    want = run(tiny_engine(), groups())
+    engine = tiny_engine(cpu_offload_gib=0.01)
+    move = engine.kv.move
+    for each in groups():
+        engine.submit(each)
+    for _ in range(5):
+        engine.step()
+
+    def broken(moves: Any) -> Any:
+        move(type(moves)(offloads=moves.offloads[:1]))
+        raise MemoryError("injected failure of a copy")
+
+    engine.kv.move = broken  # type: ignore[method-assign]
+    engine.sleep()
+    engine.kv.move = move  # type: ignore[method-assign]
+    engine.check()
+    engine.wake()
+    got = run(engine)
+    assert all(got[key].logprobs.tobytes() == sample.logprobs.tobytes() for key, sample in want.items())
+    assert engine.counters.failed_moves == 1 and engine.counters.recomputed_tokens > 0
+
+
+def test_orders_that_make_no_sense() -> None:
+    engine = tiny_engine()
+    new = dict(tiny("llama", seed=1).named_parameters())
+    with pytest.raises(ValueError, match="not asleep"):
+        engine.wake()
+    with pytest.raises(ValueError, match="level=3: must be 1"):
+        engine.sleep(3)
+    staging = engine.stage([with_digest(*describe(name, tensor)) for name, tensor in new.items()])
+    with pytest.raises(ValueError, match="a refresh is being staged"):
+        engine.sleep()
+    staging.close()
+    engine.sleep()
+    with pytest.raises(ValueError, match="asleep already"):
+        engine.sleep()
+    with pytest.raises(ValueError, match="asleep: wake it, then refresh"):
+        engine.refresh(new)
+    engine.submit(group("g", [3, 4, 5], n=2, max_tokens=3, ignore_eos=True))
+    engine.submit(group("h", [3, 4, 5], n=2, max_tokens=3, ignore_eos=True))
+    assert engine.abort("h")
+    engine.wake()
+    assert len(run(engine)) == 2
