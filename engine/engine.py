@@ -17,13 +17,14 @@ from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.kv import KVGeometry, PagedKV
 from engine.lanes import Copied
-from engine.memory import free_memory, taken_memory
+from engine.memory import taken_memory
 from engine.model import Model, load_model
 from engine.plan import Drawn, Plan
 from engine.pool import Moves
 from engine.request import Group, KVPolicy, Limits, Refreshed, Sample, TensorInfo
 from engine.sampler import sample, uniform
 from engine.scheduler import Scheduler
+from engine.sizes import blocks_in_host_memory, blocks_on_device
 from engine.staging import NamedTensors, Staging, describe, named_pairs, source_of, with_digest
 from engine.stats import Counters, stale_token_frac
 from engine.weights import Weights, WeightsTorn
@@ -72,9 +73,9 @@ class Engine:
         self.weights = Weights(getattr(model, "module", None))
         self.counters = Counters()
         bytes_per_block = model.geometry.bytes_per_token * config.block_size
-        device_blocks = _device_blocks(config, bytes_per_block, model)
+        device_blocks = blocks_on_device(config, bytes_per_block, model.device)
         taken = device_blocks * bytes_per_block if model.device.type == "cpu" else 0
-        host_blocks = _host_blocks(config, bytes_per_block, taken)
+        host_blocks = blocks_in_host_memory(config, bytes_per_block, taken)
         asked = config.kv_tokens is not None or config.kv_gib is not None, config.cpu_offload_gib is not None
         self.kv = PagedKV(model.geometry, config.block_size, device_blocks, host_blocks, model.device, take_now=asked)
         self.scheduler = Scheduler(
@@ -357,50 +358,3 @@ class Engine:
 
 def _smooth(old: float, new: float) -> float:
     return new if not old else 0.8 * old + 0.2 * new
-
-
-def _device_blocks(config: EngineConfig, bytes_per_block: int, model: ModelLike) -> int:
-    asked: float | None = None
-    if config.kv_tokens is not None:
-        asked = -(-config.kv_tokens // config.block_size) * bytes_per_block
-    elif config.kv_gib is not None:
-        asked = config.kv_gib * 2**30
-    if asked is not None and model.device.type == "cpu" and asked > (free := free_memory()):
-        raise ValueError(
-            f"a KV pool of {asked / 2**30:.1f} GiB is more than the {free / 2**30:.1f} GiB that are free; lower kv_gib or "
-            "kv_tokens"
-        )
-    if asked is not None:
-        size = asked
-    elif model.device.type == "cuda":
-        size = torch.cuda.mem_get_info(model.device)[0] * 0.8
-    else:
-        size = free_memory() / 4
-    blocks = int(size // bytes_per_block)
-    if blocks < 1:
-        raise ValueError(
-            f"{size / 2**30:.4f} GiB hold no KV block of {bytes_per_block} bytes; raise kv_gib or lower block_size"
-        )
-    return blocks
-
-
-def _host_blocks(config: EngineConfig, bytes_per_block: int, taken: int) -> int:
-    """`taken`: bytes of this memory that the device pool will have."""
-    if config.cpu_offload_gib == 0:
-        return 0
-    most = max(0, free_memory() - taken) * config.cpu_offload_safety_threshold
-    size = most if config.cpu_offload_gib is None else config.cpu_offload_gib * 2**30
-    if size > most:
-        log.warning(
-            "cpu_offload_gib=%s is more than %s of the free memory; using %.2f GiB",
-            config.cpu_offload_gib,
-            config.cpu_offload_safety_threshold,
-            most / 2**30,
-        )
-        size = most
-    blocks = int(size // bytes_per_block)
-    if blocks < 1:
-        raise ValueError(
-            f"cpu_offload_gib={size / 2**30:.6f} holds no KV block of {bytes_per_block} bytes; raise it, or 0 turns offload off"
-        )
-    return blocks

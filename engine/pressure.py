@@ -9,6 +9,7 @@ Batched offload and soft reset are ideas of transformers' continuous batching (c
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 from engine.blocks import BlockStore
@@ -55,25 +56,56 @@ class Pressure:
                     gained += sum(block.users == 1 for block in seq.blocks)
         return chosen
 
+    def over_share(self, client: str, waiting: dict[str, int], running: list[Sequence]) -> list[Sequence]:
+        """Of the running sequences those that give their slots to `client`, which waits: none if it has its share of all slots,
+        else the last in rank of whoever has most, down to their own share. `waiting`: sequences of each client."""
+        has = Counter(seq.state.client for seq in running)
+        share = max(1, self.config.max_num_seqs // len(waiting.keys() | has.keys()))
+        chosen: list[Sequence] = []
+        for _ in range(min(share - has[client], waiting[client])):
+            other, most = max(has.items(), key=lambda item: item[1])
+            rested = [
+                seq
+                for seq in running
+                if seq.state.client == other and seq.ran >= self.config.min_run_tokens and seq not in chosen
+            ]
+            if most <= share or not rested:
+                break
+            chosen.append(max(rested, key=lambda seq: seq.rank))
+            has[other] -= 1
+        return chosen
+
     def fits(self, seq: Sequence, running: list[Sequence], budget: int) -> bool:
         """Whether a waiting sequence can run now: its blocks come to the device, a chunk of it or its next token finds room,
         and a block is left over for each that runs (together at most a thirty-second of the pool), so that it is not parked
         again at once."""
+        absent, growth = self._room_for(seq, budget)
+        if self.store.available >= absent + growth + self._reserve(running):
+            return True
+        if running:
+            return False
+        # nothing runs, so nothing will be freed: blocks of others that wait leave, and one block at a time will do
+        self.reclaim_idle(absent + max(growth, 1), set(seq.blocks))
+        return self.store.available >= absent + (1 if growth and seq.cached % self.config.block_size == 0 else 0)
+
+    def make_room(self, seq: Sequence, running: list[Sequence], budget: int) -> None:
+        """Blocks that nobody uses leave for a waiting sequence, if it fits then. For the beginning of a plan: the slots that its
+        restores and copies take must stay what they are."""
+        mine = set(seq.blocks)
+        need = sum(self._room_for(seq, budget)) + self._reserve(running)
+        spare = sum(block not in mine for block in self.store.idle)
+        if self.store.available < need <= self.store.available + spare:
+            self.reclaim_idle(need, mine)
+
+    def _room_for(self, seq: Sequence, budget: int) -> tuple[int, int]:
+        """Slots for the blocks of a waiting sequence that are not on the device, and for the new ones of its next chunk."""
         size = self.config.block_size
         absent = sum(block.device is None for block in seq.blocks)
-        first = min(seq.uncached, budget)
-        growth = -(-(seq.cached + first) // size) - len(seq.blocks)
-        growth += bool(seq.cached % size and seq.blocks[-1].owners > 1)
-        wanted = absent + growth + min(len(running), 1 + self.store.device.size // 32)
-        if self.store.available >= wanted:
-            return True
-        mine = set(seq.blocks)
-        if running:
-            spare = sum(block not in mine for block in self.store.idle)
-            return self.store.available + spare >= wanted and self.reclaim_idle(wanted, mine)
-        # nothing runs, so nothing will be freed: one block at a time will do
-        self.reclaim_idle(absent + max(growth, 1), mine)
-        return self.store.available >= absent + (1 if growth and not (seq.cached % size) else 0)
+        growth = -(-(seq.cached + min(seq.uncached, budget)) // size) - len(seq.blocks)
+        return absent, growth + bool(seq.cached % size and seq.blocks[-1].owners > 1)
+
+    def _reserve(self, running: list[Sequence]) -> int:
+        return min(len(running), 1 + self.store.device.size // 32)
 
     def reclaim_idle(self, need: int, keep: Collection[Block] = ()) -> bool:
         """Blocks whose owners all wait leave the device, newest first, until `need` are available."""

@@ -281,22 +281,16 @@ class Scheduler:
             self.pressure.reclaim_idle(sum(self.pressure.need(seq) for seq in self.running))
 
     def _give_way(self) -> None:
-        """Every slot is taken and the client whose turn it is has less than its share of them: the last in rank of the client
-        that has most stop. Their KV stays where it is until its room is needed."""
+        """Every slot is taken and another client's turn has come: some stop. Their KV stays until its room is needed."""
         seq = self.waiting.next(self.running_of, begun=not self.admitting)
-        if seq is None or len(self.running) < self.config.max_num_seqs:
+        if seq is None:
             return
-        waiting = self.waiting.counts()
-        share = max(1, self.config.max_num_seqs // len(waiting.keys() | (+self.running_of).keys()))
-        short = min(share - self.running_of[seq.state.client], waiting[seq.state.client])
-        for _ in range(short):
-            client, most = max(self.running_of.items(), key=lambda item: item[1])
-            rested = [s for s in self.running if s.state.client == client and s.ran >= self.config.min_run_tokens]
-            if most <= share or not rested:
-                return
-            last = max(rested, key=lambda s: s.rank)
-            self._stop(last)
-            self.waiting.put(last)
+        if len(self.running) >= self.config.max_num_seqs:
+            for last in self.pressure.over_share(seq.state.client, self.waiting.counts(), self.running):
+                self._stop(last)
+                self.waiting.put(last)
+        if self.store.idle and len(self.running) < self.config.max_num_seqs:
+            self.pressure.make_room(seq, self.running, self.config.max_batch_tokens - len(self.running))
 
     def _soft_reset(self, seq: Sequence) -> None:
         """Give the KV up; it is prefilled again from whatever the prefix index still has."""
