@@ -89,7 +89,7 @@ class Pressure:
         return self.store.available >= absent + (1 if growth and seq.cached % self.config.block_size == 0 else 0)
 
     def make_room(self, seq: Sequence, running: list[Sequence], budget: int) -> None:
-        """Blocks that nobody uses leave for a waiting sequence, if it fits then. For the beginning of a plan: the slots that its
+        """Blocks that nobody uses leave for a waiting sequence, if it fits then. For the beginning of a plan: slots that its
         restores and copies take must stay what they are."""
         mine = set(seq.blocks)
         need = sum(self._room_for(seq, budget)) + self._reserve(running)
