@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 ALIGNMENT = 64
-"""of a parameter, in bytes: a line of the cache"""
+"""of a tensor, in bytes: a line of the cache"""
 CGROUP = Path("/sys/fs/cgroup")
 VERSIONS = (("", "memory.max", "memory.current", "inactive_file"),
             ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))  # fmt: skip
@@ -48,15 +49,21 @@ def anonymous(size: int) -> mmap.mmap:
     return memory
 
 
+def side_by_side(tensors: Iterable[torch.Tensor]) -> tuple[list[int], int]:
+    """First byte of each tensor in one buffer, at multiples of ALIGNMENT, and the buffer's size."""
+    starts, size = [], 0
+    for tensor in tensors:
+        starts.append(size)
+        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return starts, size
+
+
 def own_parameters(module: nn.Module) -> None:
     """Move the parameters of a CPU module into memory of their own, side by side. transformers leaves them in the file that
     they were loaded from, mapped: then the first refresh copies page after page before it writes, and a machine that wants
     memory drops pages and reads them from the file again."""
     parameters = [parameter for parameter in module.parameters() if parameter.nbytes]  # tied ones come once
-    starts, size = [], 0
-    for parameter in parameters:
-        starts.append(size)
-        size += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+    starts, size = side_by_side(parameters)
     if not size:
         return
     memory = torch.frombuffer(anonymous(size), dtype=torch.uint8)

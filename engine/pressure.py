@@ -56,10 +56,12 @@ class Pressure:
                     gained += sum(block.users == 1 for block in seq.blocks)
         return chosen
 
-    def over_share(self, client: str, waiting: dict[str, int], running: list[Sequence]) -> list[Sequence]:
+    def over_share(
+        self, client: str, waiting: dict[str, int], running_of: Counter[str], running: list[Sequence]
+    ) -> list[Sequence]:
         """Of the running sequences those that give their slots to `client`, which waits: none if it has its share of all slots,
-        else the last in rank of whoever has most, down to their own share. `waiting`: sequences of each client."""
-        has = Counter(seq.state.client for seq in running)
+        else the last in rank of whoever has most, down to their own share. `waiting`, `running_of`: counts by client."""
+        has = +running_of
         share = max(1, self.config.max_num_seqs // len(waiting.keys() | has.keys()))
         chosen: list[Sequence] = []
         for _ in range(min(share - has[client], waiting[client])):

@@ -286,7 +286,7 @@ class Scheduler:
         if seq is None:
             return
         if len(self.running) >= self.config.max_num_seqs:
-            for last in self.pressure.over_share(seq.state.client, self.waiting.counts(), self.running):
+            for last in self.pressure.over_share(seq.state.client, self.waiting.counts(), self.running_of, self.running):
                 self._stop(last)
                 self.waiting.put(last)
         if self.store.idle and len(self.running) < self.config.max_num_seqs:

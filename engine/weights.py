@@ -21,11 +21,10 @@ from typing import Any
 import torch
 import xxhash
 
-from engine.memory import anonymous
+from engine.memory import anonymous, side_by_side
 from engine.request import TensorInfo, manifest_digest
 from engine.staging import DTYPES, SLICE_BYTES, InvalidWeights, Part, Staging, dtype_name, tensor_bytes
 
-ALIGNMENT = 64
 VERSION_LIMIT = 2**63
 
 
@@ -44,7 +43,9 @@ class Weights:
         self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self._digests: dict[str, str] = {}
         """of the live tensors, as they were committed; of version 0 those that somebody asked for"""
-        self._places, self._size = _layout(self._tensors)
+        starts, self._size = side_by_side(self._tensors.values())
+        self._places = dict(zip(self._tensors, starts, strict=True))
+        """first byte of each in the staging buffer"""
         self._buffer: torch.Tensor | None = None
         self._scratch = torch.empty(SLICE_BYTES, dtype=torch.uint8)
         self._staging: Staging | None = None
@@ -229,12 +230,3 @@ def _tensors_of(module: torch.nn.Module | None) -> tuple[dict[str, torch.Tensor]
     owner: dict[int, str] = {}
     first_name = {name: owner.setdefault(id(tensor), name) for name, tensor in named.items()}
     return {name: tensor for name, tensor in named.items() if first_name[name] == name}, first_name
-
-
-def _layout(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:
-    """First byte of each tensor in the staging buffer, and the buffer's size."""
-    places, size = {}, 0
-    for name, tensor in tensors.items():
-        places[name] = size
-        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return places, size

@@ -595,13 +595,15 @@ def test_pause_and_resume(served: Any) -> None:
     assert check_marks(handle.result(20)) > 16
 
 
-def test_who_paused_and_goes_lets_go(served: Any) -> None:
+@pytest.mark.parametrize("hold", ["pause", "sleep"])
+def test_who_holds_the_service_and_goes_lets_go(served: Any, hold: str) -> None:
     engine, connect = served
     client, other = connect(), connect()
-    client.pause()
+    getattr(client, hold)()
+    assert engine.paused or engine.asleep
     handle = other.submit([1, 2, 3], Sampling(max_tokens=3, ignore_eos=True))
     client.close()
-    assert len(handle.result(20)) == 1 and not engine.paused
+    assert len(handle.result(20)) == 1 and not engine.paused and not engine.asleep
 
 
 def test_drain(served: Any) -> None:
@@ -666,15 +668,6 @@ def test_dropped_weights_wait_for_a_refresh(served: Any) -> None:
         client.refresh(weights_of(1), partial=True)
     assert client.refresh(weights_of(1)).version == 1
     check_marks(handle.result(20))
-
-
-def test_who_sends_to_sleep_and_goes_wakes(served: Any) -> None:
-    engine, connect = served
-    client, other = connect(), connect()
-    client.sleep()
-    handle = other.submit([1, 2, 3], Sampling(max_tokens=3, ignore_eos=True))
-    client.close()
-    assert len(handle.result(20)) == 1 and not engine.asleep
 
 
 def test_sleep_and_wake_asked_again(stage: Stage) -> None:
