@@ -20,8 +20,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """groups without a seed of their own draw theirs from this one"""
     threads: int | None = None
     """CPU threads of torch and of the attention kernel; None = torch's choice"""
-    attention: Literal["auto", "reference", "native"] = "auto"
-    """auto = the native kernel where it can be built, else the torch reference"""
+    attention: Literal["auto", "reference", "native", "triton"] = "auto"
+    """auto = the native kernel on the CPU, Triton's on CUDA; the torch reference where they cannot be had"""
+    cuda_graphs: bool = True
+    """on CUDA, capture the forward of a decode step once for each batch size and replay it"""
     share_prefix: bool = True
     """attention reads a prefix that rows share once for all of them; the numbers are the same either way"""
 

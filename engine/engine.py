@@ -12,15 +12,14 @@ import msgspec
 import numpy as np
 import torch
 
-from engine.attention import Backend, choose_backend
+from engine.attention import Backend, Capacity, TritonAttention, choose_backend
 from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.graphs import DecodeGraphs, cuda_capture
 from engine.kv import KVGeometry, PagedKV
-from engine.lanes import Copied
 from engine.memory import taken_memory
 from engine.model import Model, load_model
 from engine.plan import Drawn, Plan
-from engine.pool import Moves
 from engine.request import Group, KVPolicy, Limits, Refreshed, Sample, TensorInfo
 from engine.sampler import sample, uniform
 from engine.scheduler import Scheduler
@@ -38,6 +37,7 @@ class ModelLike(Protocol):
     name: str
     vocab_size: int
     context: int
+    q_heads: int
     device: torch.device
     geometry: KVGeometry
     eos_token_ids: frozenset[int]
@@ -68,8 +68,12 @@ class Engine:
             module = load_model(config.model, getattr(torch, config.dtype), torch.device(config.device))
             model = Model(module, config.model)
         self.model = model
-        self.backend = choose_backend(config.attention, model.device, config.threads)
+        capacity = Capacity.of(config, model)
+        self.backend = choose_backend(config.attention, model.device, config.threads, capacity)
         log.info("%s: %s", model.name, self.backend)
+        self.graphs: DecodeGraphs | None = None
+        if config.cuda_graphs and model.device.type == "cuda" and isinstance(self.backend, TritonAttention):
+            self.graphs = DecodeGraphs(model.forward, capacity.rows, model.device, cuda_capture())
         self.weights = Weights(getattr(model, "module", None))
         self.counters = Counters()
         bytes_per_block = model.geometry.bytes_per_token * config.block_size
@@ -249,6 +253,8 @@ class Engine:
         before = taken_memory(self.model.device)
         self._move(self.scheduler.vacate())
         self.kv.release()
+        if self.graphs is not None:
+            self.graphs.forget()
         self.weights.leave(keep=level == 1)
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -321,40 +327,24 @@ class Engine:
             self.scheduler.move_failed(plan)
             return False
         self.scheduler.moved()
-        self._count_moves(plan.moves, copied)
+        self.counters.moved(plan.moves, copied, self.kv.block_bytes)
         return True
-
-    def _count_moves(self, moves: Moves, copied: Copied) -> None:
-        counters, size = self.counters, self.kv.block_bytes
-        to_host = len(moves.offloads) + len(moves.mirrors)
-        counters.offloaded_blocks += to_host
-        counters.restored_blocks += len(moves.restores)
-        counters.bytes_to_host += to_host * size
-        counters.bytes_to_device += len(moves.restores) * size
-        counters.move_seconds += copied.seconds
-        if copied.blocks:
-            counters.copy_blocks_per_second = _smooth(counters.copy_blocks_per_second, copied.blocks / copied.seconds)
 
     def _run(self, plan: Plan) -> Drawn:
         with torch.inference_mode():
             batch = Batch.build(plan, self.config.block_size, self.model.device, self.model.geometry.dtype)
             batch = replace(batch, attention=self.backend.prepare(batch, self.kv))
             started = time.perf_counter()
-            logits = self.model.forward(batch, self.kv, self.backend)
+            run = self.graphs if self.graphs is not None and self.graphs.covers(batch) else self.model
+            logits = run.forward(batch, self.kv, self.backend)
+            prefills = plan.num_tokens > 4 * len(plan.rows)
+            if prefills and self.model.device.type == "cuda":
+                torch.cuda.synchronize(self.model.device)  # so far the kernels are only launched, and their time is wanted
             modelled = time.perf_counter()
             drawn = sample(logits, batch.sampling)
-        counters = self.counters
-        counters.model_seconds += modelled - started
-        counters.sample_seconds += time.perf_counter() - modelled
-        if plan.num_tokens > 4 * len(plan.rows):
-            rate = plan.num_tokens / (modelled - started)
-            counters.prefill_tokens_per_second = _smooth(counters.prefill_tokens_per_second, rate)
+        self.counters.computed(modelled - started, time.perf_counter() - modelled, plan.num_tokens if prefills else 0)
         return drawn
 
     def _stuck(self) -> bool:
         scheduler = self.scheduler
         return scheduler.has_work and not scheduler.running
-
-
-def _smooth(old: float, new: float) -> float:
-    return new if not old else 0.8 * old + 0.2 * new

@@ -51,6 +51,9 @@ class Model:
         self.context: int = config.max_position_embeddings
         self.device = module.device
         asked = _probe(self.module, config, name)
+        heads = {layer["q_heads"] for layer in asked.values()}
+        self.q_heads: int = heads.pop() if len(heads) == 1 else 0
+        """0 = not the same in all layers"""
         self.geometry = KVGeometry(len(asked), asked[0]["kv_heads"], asked[0]["head_dim"], module.dtype)
         self.eos_token_ids = _eos(module)
         self.native = self._native(asked)

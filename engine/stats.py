@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from engine.lanes import Copied
+from engine.pool import Moves
 from engine.sequence import Sequence
 
 
@@ -51,6 +53,28 @@ class Counters:
     peak_used_blocks: int = 0
     ended: Counter[str] = field(default_factory=Counter)
     """children by finish reason"""
+
+    def moved(self, moves: Moves, copied: Copied, block_bytes: int) -> None:
+        """A step's copies of blocks, and those that have ended."""
+        to_host = len(moves.offloads) + len(moves.mirrors)
+        self.offloaded_blocks += to_host
+        self.restored_blocks += len(moves.restores)
+        self.bytes_to_host += to_host * block_bytes
+        self.bytes_to_device += len(moves.restores) * block_bytes
+        self.move_seconds += copied.seconds
+        if copied.blocks:
+            self.copy_blocks_per_second = _smooth(self.copy_blocks_per_second, copied.blocks / copied.seconds)
+
+    def computed(self, model_seconds: float, sample_seconds: float, prefilled: int) -> None:
+        """A step's forward and draws. `prefilled`: its tokens, if nearly all of them were prefill."""
+        self.model_seconds += model_seconds
+        self.sample_seconds += sample_seconds
+        if prefilled:
+            self.prefill_tokens_per_second = _smooth(self.prefill_tokens_per_second, prefilled / model_seconds)
+
+
+def _smooth(old: float, new: float) -> float:
+    return new if not old else 0.8 * old + 0.2 * new
 
 
 def stale_token_frac(sequences: Iterable[Sequence], block_size: int, version: int) -> float:

@@ -7,27 +7,32 @@ import logging
 import torch
 
 from engine.attention.native import NativeAttention
+from engine.attention.paged_triton import Capacity, TritonAttention, TritonUnavailable
 from engine.attention.reference import ReferenceAttention
 from engine.attention.seam import Backend
 from engine.native.build import NativeUnavailable
 
-__all__ = ["Backend", "NativeAttention", "NativeUnavailable", "ReferenceAttention", "choose_backend"]
+__all__ = [
+    "Backend", "Capacity", "NativeAttention", "NativeUnavailable", "ReferenceAttention", "TritonAttention", "TritonUnavailable",
+    "choose_backend",
+]  # fmt: skip
 
 log = logging.getLogger("rollout.engine")
 
 
-def choose_backend(name: str, device: torch.device, threads: int | None) -> Backend:
-    """The backend of `EngineConfig.attention`. "auto" takes the native kernel where it can be built, and says why if not.
+def choose_backend(name: str, device: torch.device, threads: int | None, capacity: Capacity) -> Backend:
+    """The backend of `EngineConfig.attention`. "auto" takes the device's fast one where it can be had, and says why if not.
 
-    Raises ValueError if "native" is asked for and cannot be had."""
-    if name == "reference" or (name == "auto" and device.type != "cpu"):
-        return ReferenceAttention()
-    if device.type != "cpu":
+    Raises ValueError if a backend is asked for by name and cannot be had."""
+    kind = {"auto": "native" if device.type == "cpu" else "triton"}.get(name, name)
+    if kind == "native" and device.type != "cpu":
         raise ValueError(f'attention="native" runs on the CPU only, not on {device}: use "auto"')
+    if kind == "reference":
+        return ReferenceAttention()
     try:
-        return NativeAttention(threads)
-    except NativeUnavailable as error:
-        if name == "native":
-            raise ValueError(f'attention="native": {error}; "auto" falls back to the torch reference') from error
+        return NativeAttention(threads) if kind == "native" else TritonAttention(device, capacity)
+    except (NativeUnavailable, TritonUnavailable) as error:
+        if name == kind:
+            raise ValueError(f'attention="{name}": {error}; "auto" falls back to the torch reference') from error
         log.warning("attention in plain torch, which is slow: %s", error)
         return ReferenceAttention()

@@ -78,6 +78,7 @@ def paged_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     if isinstance(rollout, Probe):
         rollout.layers[layer] = {
+            "q_heads": query.shape[1],
             "kv_heads": key.shape[1],
             "head_dim": key.shape[3],
             "value_dim": value.shape[3],

@@ -23,6 +23,7 @@ class ToyModel:
 
     name = "toy"
     vocab_size = VOCAB
+    q_heads = 1
     device = torch.device("cpu")
     geometry = KVGeometry(1, 1, 1, torch.float32)
     eos_token_ids = frozenset({0})

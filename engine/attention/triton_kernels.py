@@ -1,0 +1,142 @@
+"""Attention over paged KV in Triton: three kernels, whose work `engine.attention.tiles` has cut.
+
+    store    K and V of a step's tokens into their slots
+    attend   tiles: queries × chunks of a block table; the output, or one partial result for each chunk
+    merge    partial results of a token, in the order of chunks
+
+Inside a block: K and V as [kv_heads, block_size, head_dim], as in the reference. A tile has rows token · group + head: the
+query heads of one KV head side by side, so that each K and V is read once for all of them.
+
+`attend` runs as many programs as keep the device busy, and each takes tile after tile: the number of tiles is read from memory,
+so a CUDA graph serves every step of its batch size.
+
+Imported only where Triton is there. With TRITON_INTERPRET=1 it runs on the CPU (slowly), which has no products in bf16: WIDEN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MASKED = tl.constexpr(-1e30)
+"""below every score, and finite: exp2(MASKED - MASKED) is 1, not NaN"""
+
+
+@triton.jit
+def store(
+    key, value, data, slots, layer_at, block_stride, k_token, k_head, v_token, v_head,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a token. A slot below zero is padding's."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS_PAD)[:, None]
+    slot = tl.load(slots + token) + 0 * head
+    d = tl.arange(0, DIM_PAD)[None]
+    ok = (head < HEADS) & (d < DIM) & (slot >= 0)
+    at = (slot // BLOCK).to(tl.int64) * block_stride + layer_at + (head * BLOCK + slot % BLOCK) * DIM + d
+    k = tl.load(key + token * k_token + head * k_head + d, mask=ok)
+    v = tl.load(value + token * v_token + head * v_head + d, mask=ok)
+    tl.store(data + at, k.to(data.dtype.element_ty), mask=ok)
+    tl.store(data + at + HEADS * BLOCK * DIM, v.to(data.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def attend(
+    query, out, data, table, positions, parts, partial, sums, tiles, num_tiles,
+    layer_at, block_stride, q_token, q_head, out_token, scaling, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Tile after tile. scaling: of the scores, times log2(e). window: tokens that a query sees, 0 = all."""
+    row = tl.arange(0, M)
+    d = tl.arange(0, DIM_PAD)
+    real = d < DIM
+    for work in range(tl.program_id(0), tl.load(num_tiles) * HEADS, tl.num_programs(0)):
+        tile = tiles + (work // HEADS) * COLUMNS
+        head = work % HEADS
+        first = tl.load(tile)
+        blocks = table + tl.load(tile + 2)
+        begin, end, split = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5) + 0 * row
+        live = row < tl.load(tile + 1) * GROUP
+        token = (first + row // GROUP).to(tl.int64)
+        q_of = head * GROUP + row % GROUP
+        position = tl.load(positions + token, mask=live, other=-1)
+        both = live[:, None] & real[None]
+        q = tl.load(query + token[:, None] * q_token + q_of[:, None] * q_head + d[None], mask=both, other=0.0)
+        part = tl.load(parts + token, mask=live, other=0).to(tl.int64)
+        last = tl.max(position)
+        oldest = tl.min(tl.where(live, position, last)) - window + 1
+        begin = tl.where(window > 0, tl.maximum(begin, oldest // CHUNK), begin)
+        top = tl.full((M,), MASKED, tl.float32)
+        total = tl.zeros((M,), tl.float32)
+        acc = tl.zeros((M, DIM_PAD), tl.float32)
+        for chunk in range(begin, end):
+            m = tl.full((M,), MASKED, tl.float32)
+            s = tl.zeros((M,), tl.float32)
+            a = tl.zeros((M, DIM_PAD), tl.float32)
+            for start in range(0, tl.minimum(CHUNK, last + 1 - chunk * CHUNK), N):
+                inside = start + tl.arange(0, N)
+                n = chunk * CHUNK + inside
+                there = (n <= last) & (inside < CHUNK)
+                block = tl.load(blocks + n // BLOCK, mask=there, other=0).to(tl.int64)
+                at = block * block_stride + layer_at + (head * BLOCK + n % BLOCK) * DIM
+                k = tl.load(data + at[None, :] + d[:, None], mask=there[None, :] & real[:, None], other=0.0)
+                v = tl.load(data + HEADS * BLOCK * DIM + at[:, None] + d[None], mask=there[:, None] & real[None], other=0.0)
+                if WIDEN:
+                    scores = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee") * scaling
+                else:
+                    scores = tl.dot(q, k, input_precision="ieee") * scaling
+                seen = there[None] & (n[None] <= position[:, None]) & ((window == 0) | (n[None] > position[:, None] - window))
+                scores = tl.where(seen, scores, MASKED)
+                higher = tl.maximum(m, tl.max(scores, 1))
+                weights = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
+                shrink = tl.exp2(m - higher)
+                s = s * shrink + tl.sum(weights, 1)
+                if WIDEN:
+                    rounded = weights.to(v.dtype).to(tl.float32)
+                    a = a * shrink[:, None] + tl.dot(rounded, v.to(tl.float32), input_precision="ieee")
+                else:
+                    a = a * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+                m = higher
+            place = (part + chunk) * (HEADS * GROUP) + q_of
+            tl.store(partial + place[:, None] * DIM + d[None], a, mask=both & (split != 0)[:, None])
+            tl.store(sums + place * 2, m, mask=live & (split != 0))
+            tl.store(sums + place * 2 + 1, s, mask=live & (split != 0))
+            higher = tl.maximum(top, m)
+            total = total * tl.exp2(top - higher) + s * tl.exp2(m - higher)
+            acc = acc * tl.exp2(top - higher)[:, None] + a * tl.exp2(m - higher)[:, None]
+            top = higher
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]  # rows that are not there, or not written here
+        tl.store(out + token[:, None] * out_token + q_of[:, None] * DIM + d[None], result, mask=both & (split == 0)[:, None])
+
+
+@triton.jit
+def merge(
+    out, positions, parts, partial, sums, out_token, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program a token and KV head: the sum of `attend`'s partial results, term by term as a tile would have made it."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    part = tl.load(parts + token)
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, DIM_PAD)
+    both = (g < GROUP)[:, None] & (d < DIM)[None]
+    position = tl.load(positions + token)
+    begin = tl.where(window > 0, tl.maximum(0, position - window + 1) // CHUNK, 0)
+    end = tl.where(part >= 0, position // CHUNK + 1, 0)
+    top = tl.full((GROUP_PAD,), MASKED, tl.float32)
+    total = tl.zeros((GROUP_PAD,), tl.float32)
+    acc = tl.zeros((GROUP_PAD, DIM_PAD), tl.float32)
+    for chunk in range(begin, end):
+        place = (part + chunk).to(tl.int64) * (HEADS * GROUP) + head * GROUP + g
+        m = tl.load(sums + place * 2, mask=g < GROUP, other=MASKED)
+        s = tl.load(sums + place * 2 + 1, mask=g < GROUP, other=0.0)
+        a = tl.load(partial + place[:, None] * DIM + d[None], mask=both, other=0.0)
+        higher = tl.maximum(top, m)
+        total = total * tl.exp2(top - higher) + s * tl.exp2(m - higher)
+        acc = acc * tl.exp2(top - higher)[:, None] + a * tl.exp2(m - higher)[:, None]
+        top = higher
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]  # padding's is zero
+    tl.store(out + token * out_token + (head * GROUP + g)[:, None] * DIM + d[None], result, mask=both & (part + 0 * g != -1)[:, None])

@@ -1,0 +1,102 @@
+"""Decode under CUDA graphs: the forward of a step, captured once for each batch size and then replayed with one launch.
+
+A graph remembers addresses, so what the forward reads lies where it lay at the capture:
+
+    input ids, positions          here; each step copies its own in, and what is behind them up to the captured size is padding
+    index arrays of attention     `TritonAttention`, which writes a step's arrays over the last one's
+    KV pool, parameters           written in place, by moves and by refreshes
+
+Only `sleep` gives memory back and takes other; the graphs are forgotten then. Padding has no tile and no slot: it computes
+something, and nobody reads it. Graphs of padded batch sizes: vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from engine.attention import Backend
+from engine.batch import Batch
+from engine.kv import PagedKV
+
+log = logging.getLogger("rollout.engine")
+
+Run = Callable[[], torch.Tensor]
+Capture = Callable[[Run], Run]
+"""runs a forward and returns what repeats it: the same work on the same addresses, and the same tensor"""
+
+
+def sizes(largest: int) -> list[int]:
+    """Batch sizes to capture: 1, 2, 4, 8, multiples of 8 up to 64, then of 32; at most a fifth or so of a step is padding."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, largest, 32)]
+    return [*(size for size in steps if size < largest), largest]
+
+
+class DecodeGraphs:
+    """`forward`: of a batch, on addresses that stay. `largest`: most rows of a step."""
+
+    def __init__(
+        self, forward: Callable[[Batch, PagedKV, Backend], torch.Tensor], largest: int, device: torch.device, capture: Capture
+    ) -> None:
+        self._forward = forward
+        self._capture = capture
+        self._sizes = sizes(largest)
+        self._ids = torch.zeros((1, largest), dtype=torch.int64, device=device)
+        self._positions = torch.zeros((1, largest), dtype=torch.int64, device=device)
+        self._at = torch.arange(largest, device=device)
+        self._replays: dict[int, Run] = {}
+
+    def covers(self, batch: Batch) -> bool:
+        """Every row has one token and wants its logits."""
+        return batch.num_tokens == len(batch.context_lens) == batch.num_logits
+
+    def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
+        """[S, vocabulary] logits, which the next call overwrites."""
+        n = batch.num_tokens
+        size = next(size for size in self._sizes if size >= batch.input_ids.shape[1])
+        self._ids[:, :n].copy_(batch.input_ids[:, :n])
+        self._positions[:, :n].copy_(batch.position_ids[:, :n])
+        if size not in self._replays:
+            self._replays[size] = self._captured(size, batch, kv, backend)
+        return self._replays[size]()[:n]
+
+    def forget(self) -> None:
+        """Addresses have changed: capture again as sizes come up."""
+        self._replays.clear()
+
+    def _captured(self, size: int, batch: Batch, kv: PagedKV, backend: Backend) -> Run:
+        static = replace(
+            batch, input_ids=self._ids[:, :size], position_ids=self._positions[:, :size], num_tokens=size,
+            logits_at=self._at[:size], num_logits=size,
+        )  # fmt: skip
+        started = time.perf_counter()
+        replay = self._capture(lambda: self._forward(static, kv, backend))
+        log.info("captured the forward of %d sequences in %.2f s", size, time.perf_counter() - started)
+        return replay
+
+
+def cuda_capture() -> Capture:
+    """Captures into CUDA graphs, whose intermediate results share one pool of memory: they are replayed one after the other."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(run: Run) -> Run:
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            run()  # what is compiled, allocated and chosen on first use is not captured
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = run()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    return capture

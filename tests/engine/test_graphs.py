@@ -1,0 +1,130 @@
+"""Decode that is captured and replayed: on a stand-in for CUDA graphs, which repeats a forward on the addresses it was captured
+with and refuses if one of them has moved; on real ones where there is a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from engine.attention import tiles  # noqa: E402
+from engine.engine import Engine  # noqa: E402
+from engine.graphs import DecodeGraphs, Run, sizes  # noqa: E402
+from engine.request import Sample  # noqa: E402
+from tests.engine.tiny import plain_logprobs, tiny, tiny_engine  # noqa: E402
+from tests.engine.toy import group, run  # noqa: E402
+
+SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32, "num_hidden_layers": 1}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tiles, "CHUNK_TOKENS", 8)
+    yield
+
+
+class Captured:
+    """`Capture` without a GPU. `result`: what a replay makes of the forward."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.captures = self.replays = 0
+
+    def addresses(self) -> list[int]:
+        module, attention = self.engine.model.module, self.engine.backend
+        tensors = [*module.parameters(), self.engine.kv.data, attention._arrays, attention.partial, attention.sums]
+        return [tensor.data_ptr() for tensor in tensors]
+
+    def __call__(self, forward: Run) -> Run:
+        self.captures += 1
+        captured = self.addresses()
+
+        def replay() -> torch.Tensor:
+            self.replays += 1
+            assert self.addresses() == captured, "a graph was replayed on memory that has moved"
+            return self.result(forward)
+
+        return replay
+
+    def result(self, forward: Run) -> torch.Tensor:
+        return forward()
+
+
+class Frozen(Captured):
+    """The negative control: a replay that does not see new inputs."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.first: torch.Tensor | None = None
+
+    def result(self, forward: Run) -> torch.Tensor:
+        if self.first is None:
+            self.first = forward()
+        return self.first
+
+
+def small_engine(capture: type[Captured] | None) -> tuple[Engine, Captured | None]:
+    engine = tiny_engine(model=tiny("llama", torch.float32, **SMALL), attention="triton", kv_tokens=512, max_num_seqs=24)
+    if capture is None:
+        return engine, None
+    stub = capture(engine)
+    engine.graphs = DecodeGraphs(engine.model.forward, 24, engine.model.device, stub)
+    return engine, stub
+
+
+def some(engine: Engine, tag: str = "") -> dict[tuple[str, int], Sample]:
+    return run(
+        engine, [group(f"a{tag}", [5, 6, 7] * 3, n=3, max_tokens=4), group(f"b{tag}", [9] * 5, n=1, max_tokens=3, seed=7)]
+    )
+
+
+def same(one: dict[tuple[str, int], Sample], other: dict[tuple[str, int], Sample]) -> bool:
+    return all(
+        np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.logprobs, b.logprobs)
+        for a, b in zip(one.values(), other.values(), strict=True)
+    )
+
+
+def test_sizes() -> None:
+    for largest in (1, 2, 3, 16, 24, 100, 256, 300):
+        made = sizes(largest)
+        assert made == sorted(set(made)) and made[-1] == largest
+    assert len(sizes(256)) < 20
+
+
+def test_replayed_steps_make_the_same_samples_and_follow_refresh_and_sleep() -> None:
+    eager, _ = small_engine(None)
+    graphed, stub = small_engine(Captured)
+    assert stub is not None
+    want = some(eager)
+    sample = want["a", 0]
+    prompt = np.array([5, 6, 7] * 3, np.int32)
+    np.testing.assert_allclose(
+        sample.logprobs, plain_logprobs(tiny("llama", torch.float32, **SMALL), prompt, sample), atol=1e-5
+    )
+    assert same(want, some(graphed))
+    assert stub.captures == 1 and stub.replays >= 2
+    new = {name: tensor * 1.5 for name, tensor in graphed.model.module.state_dict().items()}
+    for engine in (eager, graphed):
+        engine.refresh(new)
+    changed = some(eager, "2")
+    assert same(changed, some(graphed, "2")) and not same(want, changed)
+    assert stub.captures == 1, "a refresh in place keeps the graphs"
+    for engine in (eager, graphed):
+        engine.sleep(1)
+        engine.wake()
+    assert same(some(eager, "3"), some(graphed, "3"))
+    assert stub.captures == 2, "memory has moved, so sleep forgets them"
+
+
+def test_a_replay_that_does_not_see_its_inputs_is_seen() -> None:
+    eager, _ = small_engine(None)
+    frozen, _ = small_engine(Frozen)
+    assert not same(some(eager), some(frozen))

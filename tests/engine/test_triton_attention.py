@@ -1,0 +1,176 @@
+"""The Triton backend: in Triton's interpreter where there is no GPU, compiled where there is one.
+
+Right against double precision, the same to the bit in every company, deaf to unwritten memory. Chunks are small here, so that
+short contexts have many.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from engine.attention import choose_backend, tiles  # noqa: E402
+from engine.attention.paged_triton import Capacity, TritonAttention, TritonUnavailable  # noqa: E402
+from tests.engine.paged import (  # noqa: E402
+    FP32,
+    Row,
+    Shape,
+    Tokens,
+    assert_close,
+    oracle,
+    pool,
+    same_bits,
+    step_arrays,
+    text,
+    tokens,
+    whole,
+)  # fmt: skip
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROUNDING = 2**-8 if DEVICE.type == "cuda" else 2**-7
+"""of bf16: the interpreter cuts bits off"""
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "CHUNK_TOKENS", 16)
+
+
+def backend(shape: Shape, programs: int = 6) -> TritonAttention:
+    return TritonAttention(DEVICE, Capacity(512, 16, 64, shape.q_heads, shape.dim), programs)
+
+
+def attend(
+    one: TritonAttention, shape: Shape, made: Tokens, steps: list[list[Row]], share: bool = True, pad: int = 3
+) -> list[torch.Tensor]:
+    """Run steps of rows over a fresh pool through the seam: [T, q_heads, D] of each sequence, NaN where nothing ran."""
+    data = pool(shape, made.blocks).to(DEVICE)
+    kv = SimpleNamespace(data=data, block_size=shape.block_size, geometry=SimpleNamespace(kv_heads=shape.kv_heads))
+    outputs = [torch.full_like(q, torch.nan) for q in made.q]
+    for rows in steps:
+        arrays = step_arrays(shape, made, rows)
+        arrays["slots"] = torch.from_numpy(arrays["slots"])
+        if not share:
+            arrays["shared"] = arrays["shared"][:0]
+        batch = SimpleNamespace(**arrays, num_tokens=int(arrays["query_starts"][-1]))
+        batch.attention = one.prepare(batch, kv)
+        q, k, v = (
+            torch.cat([x[i][a : a + n] for i, a, n in rows] + [x[0][:1]] * pad).to(DEVICE) for x in (made.q, made.k, made.v)
+        )
+        out = one.attend(1, q, k, v, batch, kv, shape.dim**-0.5, shape.window).cpu()
+        assert (out[batch.num_tokens :] == 0).all(), "padding is not zero"
+        for (i, a, n), at in zip(rows, arrays["query_starts"].tolist(), strict=False):
+            outputs[i][a : a + n] = out[at : at + n]
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(q_heads=4, dim=32),
+        Shape(q_heads=9, kv_heads=3, block_size=32, dtype=FP32),
+        Shape(q_heads=2, dim=80, block_size=8),
+        Shape(q_heads=20, kv_heads=1, dim=16, dtype=FP32),
+        Shape(q_heads=3, kv_heads=1, dim=24, block_size=4),
+        Shape(q_heads=2, kv_heads=1, block_size=48),
+        Shape(q_heads=2, kv_heads=1, dim=16, window=1),
+        Shape(q_heads=2, kv_heads=1, dim=16, window=23, dtype=FP32),
+        Shape(q_heads=2, kv_heads=1, dim=16, window=500),
+    ],
+    ids=text,
+)
+def test_against_double_precision(shape: Shape) -> None:
+    made = tokens(shape, [(None, 0)] * 2, [57, 1])
+    outputs = attend(backend(shape), shape, made, whole(made))
+    for i in range(2):
+        assert_close(shape, outputs[i], oracle(shape, made, i)[0], ROUNDING)
+
+
+SMALL = Shape(q_heads=2, kv_heads=1, dim=16, block_size=4)
+TREE = [(None, 0), (0, 5), (0, 5), (1, 6)]
+LENGTHS = [27, 26, 31, 33]
+
+
+def schedule(name: str, made: Tokens) -> list[list[Row]]:
+    """Steps that together compute what `whole` computes."""
+    if name == "chunks":
+        return [[(i, a, min(7, len(q) - a)) for i, q in enumerate(made.q) if a < len(q)] for a in range(0, max(LENGTHS), 7)]
+    order = [0, 1, 3, 2] if name == "decode" else [2, 3, 0, 1]
+    prefill = [(i, 0, len(made.q[i]) - 2) for i in range(4)]
+    return [prefill, *([(i, len(made.q[i]) - left, 1) for i in order] for left in (2, 1))]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("chunks", SMALL),
+        ("chunks", SMALL._replace(window=9)),
+        ("decode", SMALL._replace(dtype=FP32)),
+        ("decode", SMALL._replace(window=9)),
+        ("decode in another order", SMALL),
+    ],
+)
+def test_the_same_bits_in_any_company(shape: Shape, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "CHUNK_TOKENS", 8)
+    made = tokens(shape, TREE, LENGTHS)
+    want = attend(backend(shape, 1), shape, made, whole(made))
+    assert not any(x.isnan().any() for x in want)
+    for share, programs in ((True, 6), (False, 6), (True, 1)):
+        assert same_bits(want, attend(backend(shape, programs), shape, made, schedule(name, made), share)), (share, programs)
+
+
+def test_a_shared_prefix_is_read_through_the_first_row_alone() -> None:
+    """Spoil the shared blocks in the other rows' tables: whole chunks of the prefix come from the first row's."""
+    shape = Shape(q_heads=2, kv_heads=1, dim=16, block_size=8)
+    made = tokens(shape, [(None, 0), (0, 8), (0, 8)], [65, 70, 75])
+    rows: list[Row] = [(0, 64, 1), (1, 64, 6), (2, 64, 11)]
+    one = backend(shape)
+    want = attend(one, shape, made, [[(0, 0, 64)], rows])
+    cut = tiles.cut
+
+    def spoiled(
+        query_starts: np.ndarray, context_lens: np.ndarray, block_table: np.ndarray, *rest: object, **more: object
+    ) -> object:
+        made = cut(query_starts, context_lens, block_table, *rest, **more)  # type: ignore[arg-type]
+        block_table[1:, : 64 // shape.block_size] = 0
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.attention.paged_triton.cut", spoiled)
+        assert same_bits(want, attend(one, shape, made, [[(0, 0, 64)], rows]))
+        broken = attend(one, shape, made, [[(0, 0, 64)], rows], share=False)
+    assert not same_bits(want, broken)
+
+
+def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TritonUnavailable, match="different numbers of query heads"):
+        TritonAttention(DEVICE, Capacity(16, 2, 8, 0, 16), 1)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(TritonUnavailable, match="TRITON_INTERPRET=1"):
+        TritonAttention(torch.device("cpu"), Capacity(16, 2, 8, 4, 16), 1)
+    with pytest.raises(ValueError, match='attention="triton".*TRITON_INTERPRET=1'):
+        choose_backend("triton", torch.device("cpu"), None, Capacity(16, 2, 8, 4, 16))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernels_compile(capability: int) -> None:
+    """For GPUs that are not here, with Triton's own assembler: on tensor cores, K and V on their way before they are wanted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.engine.compile_kernels", str(capability)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
+    made = {(row["kernel"], row["rows"]): row for row in map(json.loads, done.stdout.splitlines())}
+    assert made.keys() == {("attend", 16), ("attend", 64), ("store", None), ("merge", None)}
+    for row in made.values():
+        assert row["cubin_bytes"] > 0 and row["shared_bytes"] < 100_000
+        assert row["kernel"] != "attend" or (row["products"] > 0 and row["copies_ahead"] > 0)
