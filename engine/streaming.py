@@ -222,7 +222,7 @@ class Streamed:
     def _report(self, offload: WeightOffload, before: int, resident: int) -> None:
         mib = 2**20
         log.info(
-            "%s: %d layers offloaded (%s), %.1f MiB in host memory; %d slots of %.1f MiB; weights on device %.1f → %.1f MiB",
+            "%s: %d layers offloaded (%s), %.1f MiB in host memory; slots: %d of %.1f MiB; weights on device %.1f → %.1f MiB",
             self._name, len(self.indices), ", ".join(map(str, self.indices)), self.offloaded_bytes / mib, self.ring.slots,
             self._slots.nbytes / self.ring.slots / mib, before / mib, resident / mib,
         )  # fmt: skip

@@ -193,6 +193,20 @@ def test_a_refresh_reaches_masters_and_slots(offload: tuple[int, int, int]) -> N
     assert addresses == [tensor.data_ptr() for tensor in (*module.parameters(), *streamed.masters.values())]
 
 
+def test_a_refresh_waits_for_the_device_and_fills_the_slots_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the streams below rely on: no byte of a master is written before `settle`, all are before `fill`."""
+    engine = an_engine((2, 1, 2))
+    weights, seen = engine.weights, []
+    for name in ("settle", "fill"):
+        monkeypatch.setattr(streamed_of(engine).ring, name, lambda name=name: seen.append((name, weights.live_digest())))
+    before = weights.live_digest()
+    engine.refresh(new_weights())
+    assert seen == [("settle", before), ("fill", weights.live_digest())] and weights.live_digest() != before
+    monkeypatch.setattr(streamed_of(engine).ring, "settle", lambda: seen.append(("slots", streamed_of(engine)._slots.nbytes)))
+    engine.sleep()
+    assert seen[2][0] == "slots" and seen[2][1] > 0, "and sleep waits before it takes the slots away"
+
+
 def test_slots_that_a_refresh_forgets_show(probed: list[Samples], monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above."""
     engine = an_engine((2, 1, 2))
@@ -528,7 +542,8 @@ def goes_wrong(seeds: int = 100, **options: Any) -> bool:
     def wrong(seed: int) -> bool:
         try:
             device_runs(seed, **options)
-        except AssertionError:
+        except AssertionError as error:
+            assert "wait for each other" not in str(error)
             return True
         return False
 
@@ -556,3 +571,70 @@ def test_a_forgotten_join_is_seen() -> None:
         goes_wrong(graphs=True, join="before capture")
     with pytest.raises(RuntimeError, match="has not joined"):
         goes_wrong(graphs=True, join="inside")
+
+
+# ── a real device ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Linears(nn.Module):
+    """[rows, 1024] float32 through layers of 4 MiB."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=layers))
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(layers)).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_forwards_and_graphs_on_cuda() -> None:
+    device = torch.device("cuda")
+    module, other, x = Linears(7), Linears(7).to(device), torch.randn(64, 1024, device=device)
+    other.load_state_dict(module.state_dict())
+    streamed = Streamed(module, "linears", settings((1, 1, 3)), device)
+    assert all(torch.equal(module(x), other(x)) for _ in range(20))
+    streamed.ring.join()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = module(x)
+        streamed.ring.join()
+    for version in range(10):
+        streamed.ring.settle()
+        for layer, theirs in zip(streamed._layers, other.layers, strict=True):
+            for master, twin in zip(layer.masters, theirs.parameters(), strict=True):
+                master.data.normal_(std=0.05, generator=torch.Generator().manual_seed(version))
+                twin.copy_(master)
+        streamed.ring.fill()
+        for _ in range(3):
+            assert torch.equal(module(x), other(x))
+            streamed.ring.join()
+            graph.replay()
+            graph.replay()
+            assert torch.equal(y, other(x))
+
+
+@pytest.mark.gpu
+def test_an_engine_on_cuda(tmp_path: Any) -> None:
+    tiny("llama", num_hidden_layers=LAYERS).save_pretrained(tmp_path)
+    options: dict[str, Any] = {
+        "model": str(tmp_path),
+        "dtype": "float32",
+        "kv_tokens": 2048,
+        "cpu_offload_gib": 0,
+        "device": "cuda",
+    }
+    engine, plain = Engine(EngineConfig(**options, weight_offload=settings((1, 1, 3)))), Engine(EngineConfig(**options))
+    for level in (0, 1, 2):
+        if level:
+            engine.sleep(level)
+            engine.wake()
+        if level != 1:
+            for each in (engine, plain):
+                each.refresh(new_weights(level + 1))
+        assert same(run(engine, probe()), run(plain, probe()))
+        assert engine.weights.live_digest() == engine.weights.digest == plain.weights.digest
