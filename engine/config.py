@@ -8,6 +8,27 @@ from typing import Literal
 import msgspec
 
 
+class WeightOffload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keep some decoder layers in host memory and copy each to the device ahead of its turn; the numbers are the same. Any of
+    these turns it on (docs/decisions/weight-offload.md)."""
+
+    group_size: int = 4
+    """the decoder layers are cut into groups of so many"""
+    num_in_group: int = 1
+    """of each whole group the last so many are offloaded"""
+    prefetch_step: int = 1
+    """a layer is copied so many offloaded layers ahead, into as many slots on the device; with fewer than num_in_group the layers
+    of a group wait for their copies"""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field and what it accepts."""
+        for name in ("group_size", "num_in_group", "prefetch_step"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1; leave weight_offload out to turn it off")
+        if self.num_in_group > self.group_size:
+            raise ValueError(f"num_in_group={self.num_in_group}: must be at most group_size={self.group_size}")
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What to run and in how much memory. `Engine.status()` reports what each open choice became."""
 
@@ -53,6 +74,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     copy beside the compute: on the CPU it takes more from the steps than it saves (docs/decisions/pressure.md)"""
     mirror_blocks_per_step: int = 16
     """most blocks that mirror_ahead copies in one step"""
+    weight_offload: WeightOffload | None = None
+    """decoder layers in host memory; None = all stay on the device"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""

@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.graphs import DecodeGraphs, cuda_capture
 from engine.kv import KVGeometry, PagedKV
 from engine.memory import taken_memory
-from engine.model import Model, load_model
+from engine.model import open_model
 from engine.plan import Drawn, Plan
 from engine.request import Group, KVPolicy, Limits, Refreshed, Sample, TensorInfo
 from engine.sampler import sample, uniform
@@ -65,16 +65,19 @@ class Engine:
         if config.device != "cpu" and not torch.cuda.is_available():
             raise ValueError(f"device={config.device}: torch {torch.__version__} finds no CUDA device here; device=cpu works")
         if model is None:
-            module = load_model(config.model, getattr(torch, config.dtype), torch.device(config.device))
-            model = Model(module, config.model)
+            model = open_model(config)
+        streamed = getattr(model, "streamed", None)
+        if config.weight_offload is not None and streamed is None:
+            raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, Streamed(…))")
         self.model = model
         capacity = Capacity.of(config, model)
         self.backend = choose_backend(config.attention, model.device, config.threads, capacity)
         log.info("%s: %s", model.name, self.backend)
         self.graphs: DecodeGraphs | None = None
         if config.cuda_graphs and model.device.type == "cuda" and isinstance(self.backend, TritonAttention):
-            self.graphs = DecodeGraphs(model.forward, capacity.rows, model.device, cuda_capture())
-        self.weights = Weights(getattr(model, "module", None))
+            ring = None if streamed is None else streamed.ring
+            self.graphs = DecodeGraphs(model.forward, capacity.rows, model.device, cuda_capture(), ring)
+        self.weights = Weights(getattr(model, "module", None), streamed)
         self.counters = Counters()
         bytes_per_block = model.geometry.bytes_per_token * config.block_size
         device_blocks = blocks_on_device(config, bytes_per_block, model.device)
@@ -312,6 +315,8 @@ class Engine:
             "stage_s": last.staged_seconds if last else 0.0,
             "pause_s": last.paused_seconds if last else 0.0,
             "bytes": last.bytes if last else 0,
+            "resident_bytes": self.weights.resident_bytes,
+            "offloaded_bytes": self.weights.offloaded_bytes,
         }
 
     def check(self) -> None:

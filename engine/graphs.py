@@ -22,6 +22,7 @@ import torch
 from engine.attention import Backend
 from engine.batch import Batch
 from engine.kv import PagedKV
+from engine.streaming import Ring
 
 log = logging.getLogger("rollout.engine")
 
@@ -37,12 +38,18 @@ def sizes(largest: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """`forward`: of a batch, on addresses that stay. `largest`: most rows of a step."""
+    """`forward`: of a batch, on addresses that stay. `largest`: most rows of a step. `ring`: of weight offload, if it is on."""
 
     def __init__(
-        self, forward: Callable[[Batch, PagedKV, Backend], torch.Tensor], largest: int, device: torch.device, capture: Capture
+        self,
+        forward: Callable[[Batch, PagedKV, Backend], torch.Tensor],
+        largest: int,
+        device: torch.device,
+        capture: Capture,
+        ring: Ring | None = None,
     ) -> None:
         self._forward = forward
+        self._ring = ring
         self._capture = capture
         self._sizes = sizes(largest)
         self._ids = torch.zeros((1, largest), dtype=torch.int64, device=device)
@@ -62,6 +69,8 @@ class DecodeGraphs:
         self._positions[:, :n].copy_(batch.position_ids[:, :n])
         if size not in self._replays:
             self._replays[size] = self._captured(size, batch, kv, backend)
+        if self._ring is not None:
+            self._ring.join()
         return self._replays[size]()[:n]
 
     def forget(self) -> None:
@@ -74,7 +83,19 @@ class DecodeGraphs:
             logits_at=self._at[:size], num_logits=size,
         )  # fmt: skip
         started = time.perf_counter()
-        replay = self._capture(lambda: self._forward(static, kv, backend))
+
+        def run() -> torch.Tensor:
+            logits = self._forward(static, kv, backend)
+            if self._ring is not None:
+                self._ring.join()
+            return logits
+
+        try:
+            replay = self._capture(run)
+        except BaseException:
+            if self._ring is not None:
+                self._ring.fill()
+            raise
         log.info("captured the forward of %d sequences in %.2f s", size, time.perf_counter() - started)
         return replay
 
@@ -87,7 +108,7 @@ def cuda_capture() -> Capture:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            run()  # what is compiled, allocated and chosen on first use is not captured
+            run()  # what is compiled, allocated and chosen on first use is not captured; and it ends with `Ring.join`
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

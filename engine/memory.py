@@ -58,15 +58,25 @@ def side_by_side(tensors: Iterable[torch.Tensor]) -> tuple[list[int], int]:
     return starts, size
 
 
-def own_parameters(module: nn.Module) -> None:
-    """Move the parameters of a CPU module into memory of their own, side by side. transformers leaves them in the file that
+def placed(memory: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+    """The tensor of the shape and dtype of `like` at byte `start` of a buffer, [bytes] uint8."""
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory that the tensors lie in, whole storages, each once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def own_parameters(parameters: Iterable[nn.Parameter]) -> None:
+    """Move parameters on the CPU into memory of their own, side by side. transformers leaves them in the file that
     they were loaded from, mapped: then the first refresh copies page after page before it writes, and a machine that wants
     memory drops pages and reads them from the file again."""
-    parameters = [parameter for parameter in module.parameters() if parameter.nbytes]  # tied ones come once
+    parameters = [parameter for parameter in parameters if parameter.nbytes]  # a module gives tied ones once
     starts, size = side_by_side(parameters)
     if not size:
         return
     memory = torch.frombuffer(anonymous(size), dtype=torch.uint8)
     for parameter, start in zip(parameters, starts, strict=True):
-        place = memory[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-        parameter.data = place.copy_(parameter.data)
+        parameter.data = placed(memory, start, parameter).copy_(parameter.data)

@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention.seam import ATTENTION_NAME, Backend, Call, Probe
 from engine.batch import Batch
+from engine.config import EngineConfig
 from engine.kv import KVGeometry, PagedKV
 from engine.memory import own_parameters
 from engine.native.decoder import NativeDecoder, NotNative
 from engine.native.kernels import kernels
+from engine.streaming import Streamed
 
 log = logging.getLogger("rollout.engine")
 
@@ -26,20 +28,32 @@ class UnsupportedModel(ValueError):
     """The model asks for something that paged attention does not serve; the message names the model and the feature."""
 
 
-def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A model from a local folder. Raises ValueError if there is none, UnsupportedModel if it cannot be served."""
+def open_model(config: EngineConfig) -> Model:
+    """The model that a configuration names. Raises ValueError if it cannot be had or served so."""
+    dtype, device, offload = getattr(torch, config.dtype), torch.device(config.device), config.weight_offload
+    if offload is None:
+        return Model(load_model(config.model, dtype, device), config.model)
+    module = load_model(config.model, dtype, None)
+    return Model(module, config.model, Streamed(module, config.model, offload, device))
+
+
+def load_model(folder: str, dtype: torch.dtype, device: torch.device | None) -> PreTrainedModel:
+    """A model from a local folder; device None: it stays in the pages of its files. Raises ValueError if there is none."""
     if not (Path(folder) / "config.json").is_file():
         raise ValueError(f"model folder {folder!r} has no config.json; give a folder that save_pretrained wrote")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    if device is None:
+        return model
     if device.type == "cpu":
-        own_parameters(model)
+        own_parameters(model.parameters())
     return model.to(device)
 
 
 class Model:
-    """A transformers model behind the attention seam. Raises UnsupportedModel for what the seam does not serve."""
+    """A transformers model behind the attention seam; `streamed`: the offload of its layers. Raises UnsupportedModel for what
+    the seam does not serve."""
 
-    def __init__(self, module: PreTrainedModel, name: str) -> None:
+    def __init__(self, module: PreTrainedModel, name: str, streamed: Streamed | None = None) -> None:
         config = module.config.get_text_config()
         _refuse_config(config, name)
         if not getattr(module, "_supports_attention_backend", False):
@@ -47,6 +61,7 @@ class Model:
         self.module = module.eval().requires_grad_(False)
         self.module.set_attn_implementation(ATTENTION_NAME)
         self.name = name
+        self.streamed = streamed
         self.vocab_size: int = module.get_input_embeddings().num_embeddings
         self.context: int = config.max_position_embeddings
         self.device = module.device
@@ -76,6 +91,11 @@ class Model:
 
     def _native(self, asked: dict[int, dict[str, Any]]) -> NativeDecoder | None:
         if self.device.type != "cpu" or self.module.dtype != torch.bfloat16:
+            return None
+        if self.streamed is not None:
+            log.info(
+                "%s runs through transformers: natively all layers are one call, and weight_offload streams them", self.name
+            )
             return None
         try:
             with torch.inference_mode():

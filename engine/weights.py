@@ -11,6 +11,9 @@
 
 The exchange goes slice by slice: scratch ← live, live ← staged, staged ← scratch. So the staging buffer ends up with the old
 weights, and a failure at tensor k restores tensors 0 … k from there: undo costs a slice of memory, whatever the model's size.
+
+Of a parameter in a layer that is offloaded (`engine.streaming`), "live" is the master in host memory; the slots on the device
+are filled from the masters again, inside the same transaction.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ from typing import Any
 import torch
 import xxhash
 
-from engine.memory import anonymous, side_by_side
+from engine.memory import anonymous, placed, side_by_side, storage_bytes
 from engine.request import TensorInfo, manifest_digest
 from engine.staging import DTYPES, SLICE_BYTES, InvalidWeights, Part, Staging, dtype_name, tensor_bytes
+from engine.streaming import Streamed
 
 VERSION_LIMIT = 2**63
 
@@ -33,12 +37,18 @@ class WeightsTorn(RuntimeError):
 
 
 class Weights:
-    """Parameters and persistent buffers of a module. `module=None` (a model without tensors) only has a version."""
+    """Parameters and persistent buffers of a module. `module=None` (a model without tensors) only has a version. `streamed`:
+    the offload of its layers, if it is on."""
 
-    def __init__(self, module: torch.nn.Module | None) -> None:
+    def __init__(self, module: torch.nn.Module | None, streamed: Streamed | None = None) -> None:
         self.version = 0
         self.torn = False
+        self._module = module
+        self._streamed = streamed
         self._tensors, self._first_name = _tensors_of(module)
+        masters = {} if streamed is None else streamed.masters
+        self._offloaded = {name for name, tensor in self._tensors.items() if id(tensor) in masters}
+        self._tensors = {name: masters.get(id(tensor), tensor) for name, tensor in self._tensors.items()}
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
         self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self._digests: dict[str, str] = {}
@@ -58,6 +68,16 @@ class Weights:
         """A refresh is being staged."""
         return self._staging is not None
 
+    @property
+    def resident_bytes(self) -> int:
+        """Of the parameters on the model's device, slots included."""
+        return 0 if self._module is None else storage_bytes(self._module.parameters())
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Of the decoder layers that live in host memory."""
+        return 0 if self._streamed is None else self._streamed.offloaded_bytes
+
     def leave(self, keep: bool) -> None:
         """Give the memory of the tensors back, and that for staging; `come_back` takes it again. `keep`: what they hold moves
         to host memory, where tensors of the CPU are already; otherwise it is gone."""
@@ -65,7 +85,11 @@ class Weights:
         self._buffer = None
         if not keep:
             _ = self.digest  # while it can be read
+        if self._streamed is not None:
+            self._streamed.leave(keep)
         for name, tensor in self._tensors.items():
+            if name in self._offloaded:
+                continue
             if not keep:
                 self._away[name] = tensor.data.new_empty(0)
             elif tensor.is_cuda:
@@ -79,8 +103,10 @@ class Weights:
         for name, kept in self._away.items():
             tensor = self._tensors[name]
             tensor.data = kept.to(tensor.device) if kept.numel() else tensor.data.new_zeros(self._shapes[name])
-            self._addresses[name] = tensor.data_ptr()
         self._away.clear()
+        if self._streamed is not None:
+            self._streamed.come_back()
+        self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
 
     def begin(self, manifest: Sequence[TensorInfo], *, version: int | None = None, partial: bool = False) -> Staging:
         """Check a manifest and open the staging for it. `version` must be above the live one; None = the next. `partial`:
@@ -148,6 +174,8 @@ class Weights:
         Raises what went wrong, after everything is as it was; WeightsTorn if that cannot be."""
         assert staging is self._staging and staging.complete
         self._check_addresses()
+        if self._streamed is not None:
+            self._streamed.ring.settle()
         done: list[tuple[Any, Any]] = []
         saved: tuple[Any, Any] | None = None
         try:
@@ -158,6 +186,7 @@ class Weights:
                 live[...] = staged
                 staged[...] = scratch
                 done.append((live, staged))
+            self._fill_slots()
             self._check_addresses()
         except BaseException as error:
             self._undo([*done, saved] if saved else done, error)
@@ -171,9 +200,14 @@ class Weights:
         try:
             for live, old in done:
                 live[...] = old
+            self._fill_slots()
         except BaseException as failure:
             self.torn = True
             raise WeightsTorn(f"undoing a refresh that failed with {error!r} failed as well: {failure!r}") from error
+
+    def _fill_slots(self) -> None:
+        if self._streamed is not None:
+            self._streamed.ring.fill()
 
     def _close_staging(self) -> None:
         self._staging = None
@@ -181,8 +215,7 @@ class Weights:
     def _place(self, name: str) -> torch.Tensor:
         """The staged twin of a live tensor."""
         assert self._buffer is not None
-        live, start = self._tensors[name], self._places[name]
-        return self._buffer[start : start + live.nbytes].view(live.dtype).view(live.shape)
+        return placed(self._buffer, self._places[name], self._tensors[name])
 
     def _slices(self, name: str) -> Iterator[tuple[Any, Any, Any]]:
         """[slice] uint8 views of a live tensor, its staged twin and the scratch. On the CPU they are numpy's, whose memcpy has
@@ -214,6 +247,8 @@ class Weights:
     def _check_addresses(self) -> None:
         for name, tensor in self._tensors.items():
             assert tensor.data_ptr() == self._addresses[name], f"{name} has another storage than at the start"
+        if self._streamed is not None:
+            self._streamed.check()
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.request import Group, Sample
+from engine.streaming import Streamed
 from rollout.config import TrackingConfig
 from rollout.meters import Row
 
@@ -29,11 +30,20 @@ OUTSIDE = 0.1
 
 
 class Audit:
-    """Scores every `config.audit_every`-th finished sample. `module`: the model that serves; it is not changed."""
+    """Scores every `config.audit_every`-th finished sample. `module`: the model that serves; it is not changed. `streamed`: the
+    offload of its layers, if it is on."""
 
-    def __init__(self, module: PreTrainedModel, config: TrackingConfig, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        config: TrackingConfig,
+        clock: Callable[[], float] = time.perf_counter,
+        streamed: Streamed | None = None,
+    ) -> None:
         assert config.audit_every > 0
         self._plain = plain_twin(module)
+        if streamed is not None:
+            streamed.attach(self._plain)
         self._config = config
         self._clock = clock
         self._finished = itertools.count(1)

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 import tyro
 
+from engine.config import WeightOffload
 from engine.request import Sampling
 from rollout import config as configuration
 from rollout.config import DEFAULT_ENDPOINT, Config, InputError, TrackingConfig
@@ -160,7 +161,7 @@ def make_tracker(config: TrackingConfig, sinks: list[Sink], engine: Any) -> Trac
         return Tracker(config, sinks)
     from rollout.audit import Audit
 
-    return Tracker(config, sinks, Audit(engine.model.module, config))
+    return Tracker(config, sinks, Audit(engine.model.module, config, streamed=engine.model.streamed))
 
 
 class Stopper:
@@ -252,8 +253,17 @@ def parse(defaults: Callable[[Config], Args], argv: list[str], prog: str) -> Arg
             path = argv[i + 1]
         elif word.startswith("--config="):
             path = word.removeprefix("--config=")
-    default = defaults(configuration.load(path) if path is not None else Config())
-    return tyro.cli(type(default), args=argv, prog=prog, default=default)
+    base = configuration.load(path) if path is not None else Config()
+    offload = base.engine.weight_offload
+    default = defaults(with_offload(base, offload or WeightOffload()))  # --help lists its flags, on or off
+    args = tyro.cli(type(default), args=argv, prog=prog, default=default, config=(tyro.conf.AvoidSubcommands,))
+    if offload is None and not any(word.replace("_", "-").startswith("--engine.weight-offload.") for word in argv):
+        args.settings = with_offload(args.settings, None)
+    return args
+
+
+def with_offload(config: Config, offload: WeightOffload | None) -> Config:
+    return msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, weight_offload=offload))
 
 
 def with_model(config: Config, model: str | None) -> Config:

@@ -2,6 +2,8 @@
 
 [engine]            --engine.max-num-seqs 128
 max_num_seqs = 64   flags win over the file, the file over the defaults
+[engine.weight_offload]
+group_size = 4      --engine.weight-offload.group-size 4
 [service]
 endpoint = "tcp://127.0.0.1:5655"
 [limits]
@@ -118,8 +120,16 @@ def load(path: str | Path) -> Config:
 def dump(config: Config) -> str:
     """The configuration as TOML that `load` reads back; unset (None) values are left out, TOML has no word for them."""
     tables: dict[str, dict[str, object]] = msgspec.to_builtins(config)
-    lines = []
-    for table, values in tables.items():
-        lines.append(f"[{table}]")
-        lines += [f"{key} = {msgspec.json.encode(value).decode()}" for key, value in values.items() if value is not None]
-    return "\n".join(lines) + "\n"
+    return "".join(_dump(table, values) for table, values in tables.items())
+
+
+def _dump(table: str, values: dict[str, object]) -> str:
+    """One table, then the tables inside it."""
+    inner = {key: value for key, value in values.items() if isinstance(value, dict)}
+    lines = [f"[{table}]"]
+    lines += [
+        f"{key} = {msgspec.json.encode(value).decode()}"
+        for key, value in values.items()
+        if value is not None and key not in inner
+    ]
+    return "\n".join(lines) + "\n" + "".join(_dump(f"{table}.{key}", value) for key, value in inner.items())

@@ -78,6 +78,8 @@ GAUGES: dict[str, Callable[[Counts], float]] = {
     "weights/pause_s": lambda s: s["weights"]["pause_s"],
     "weights/stage_s": lambda s: s["weights"]["stage_s"],
     "weights/bytes": lambda s: s["weights"]["bytes"],
+    "weights/resident_bytes": lambda s: s["weights"]["resident_bytes"],
+    "weights/offloaded_bytes": lambda s: s["weights"]["offloaded_bytes"],
 }
 """values of the moment"""
 

@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model import Model
 from engine.request import Sample
+from engine.streaming import Streamed
 
 COMMON = {
     "hidden_size": 64,
@@ -55,7 +56,10 @@ def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrid
 def tiny_engine(name: str = "llama", dtype: str = "float32", model: PreTrainedModel | None = None, **config: object) -> Engine:
     options = {"block_size": 8, "kv_tokens": 4096, "max_num_seqs": 64, "max_batch_tokens": 128, "cpu_offload_gib": 0, **config}
     module = model if model is not None else tiny(name, getattr(torch, dtype))
-    return Engine(EngineConfig(dtype=dtype, **options), Model(module, name))  # type: ignore[arg-type]
+    settings = EngineConfig(dtype=dtype, **options)  # type: ignore[arg-type]
+    offload = settings.weight_offload
+    streamed = None if offload is None else Streamed(module, name, offload, torch.device("cpu"))
+    return Engine(settings, Model(module, name, streamed))
 
 
 def plain_logprobs(model: PreTrainedModel, prompt: np.ndarray, sample: Sample, temperature: float = 1.0) -> np.ndarray:

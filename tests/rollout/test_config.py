@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, WeightOffload
 from engine.request import Limits
 from rollout.cli import ServeArgs, parse
 from rollout.config import Config, InputError, ServiceConfig, dump, load
@@ -41,11 +41,31 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
         ("[service]\nlease_s = 0.0\n", "lease_s=0.0"),
         ("[engine\n", "Expected"),
         ("[engine]\nkv_gib = 1.0\nkv_tokens = 64\n", "kv_gib or kv_tokens"),
+        ("[engine.weight_offload]\nnum_in_group = 5\n", "num_in_group=5: must be at most group_size=4"),
+        ("[engine.weight_offload]\nsteps = 5\n", "steps"),
+        ("[engine]\nweight_offload = true\n", r"engine\.weight_offload"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, named: str) -> None:
     with pytest.raises(InputError, match=rf"rollout\.toml: .*{named}"):
         load(write(tmp_path, text))
+
+
+def test_a_table_inside_a_table(tmp_path: Path) -> None:
+    """Off by default; the table or any of its flags turns it on, and flags win."""
+    assert parse_serve("--engine.seed", "7").engine.weight_offload is None
+    flags = ("--engine.weight-offload.group-size", "8", "--engine.weight_offload.prefetch_step=2")
+    assert parse_serve(*flags).engine == EngineConfig(weight_offload=WeightOffload(group_size=8, prefetch_step=2))
+    path = write(tmp_path, "[engine]\nseed = 5\n[engine.weight_offload]\ngroup_size = 6\nnum_in_group = 2\n")
+    assert parse_serve("--config", str(path)).engine.weight_offload == WeightOffload(group_size=6, num_in_group=2)
+    config = parse_serve("--config", str(path), *flags).engine
+    assert config == EngineConfig(seed=5, weight_offload=WeightOffload(group_size=8, num_in_group=2, prefetch_step=2))
+
+
+def test_help_lists_the_flags_of_what_is_off(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_serve("--help")
+    assert "--engine.weight-offload.group-size" in capsys.readouterr().out
 
 
 def test_a_missing_file_is_named() -> None:
@@ -59,6 +79,8 @@ def test_a_missing_file_is_named() -> None:
         (["--engine.max-sequences", "3"], "--engine.max-sequences"),
         (["--engine.block-size", "0"], "block_size=0"),
         (["--limits.max-n", "many"], "--limits.max-n"),
+        (["--engine.weight-offload.prefetch-step", "0"], "prefetch_step=0"),
+        (["--engine.weight-offload.steps", "2"], "--engine.weight-offload.steps"),
     ],
 )
 def test_a_mistake_in_a_flag_is_named(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +92,9 @@ def test_a_mistake_in_a_flag_is_named(argv: list[str], named: str, capsys: pytes
 
 def test_dump_is_read_back(tmp_path: Path) -> None:
     config = Config(
-        engine=EngineConfig(model='we"ird\\folder', kv_tokens=4096, share_prefix=False),
+        engine=EngineConfig(
+            model='we"ird\\folder', kv_tokens=4096, share_prefix=False, weight_offload=WeightOffload(prefetch_step=2)
+        ),
         service=ServiceConfig(endpoint="ipc:///tmp/x", client_grace_s=2.5),
         limits=Limits(max_n=3),
     )

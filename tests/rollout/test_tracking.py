@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+from engine.config import WeightOffload
 from engine.request import Group, Sample, Sampling
+from engine.streaming import Streamed
 from rollout.audit import Audit, plain_logprobs, plain_twin
 from rollout.cli import main
 from rollout.client import RolloutClient
@@ -375,6 +377,18 @@ def test_the_plain_twin_shares_every_tensor_and_no_module(name: str) -> None:
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1.5)
     assert not np.allclose(before, plain_logprobs(twin, ids[:5], ids[5:], 1.0))  # a refresh in place reaches it
+
+
+def test_the_audit_reads_offloaded_layers() -> None:
+    """The twin has no hooks of its own: without those of the offload its layers compute with whatever lies in the slots."""
+    module, offload = tiny("llama", num_hidden_layers=5), WeightOffload(group_size=1, prefetch_step=2)
+    ids = np.arange(3, 20)
+    want = plain_logprobs(plain_twin(module), ids[:5], ids[5:], 1.0)
+    streamed = Streamed(module, "llama", offload, torch.device("cpu"))
+    audit = Audit(module, TrackingConfig(audit_every=1), streamed=streamed)
+    for _ in range(2):
+        assert plain_logprobs(audit._plain, ids[:5], ids[5:], 1.0).tobytes() == want.tobytes()
+    assert not np.allclose(plain_logprobs(plain_twin(module), ids[:5], ids[5:], 1.0), want)
 
 
 def test_the_audit_skips_what_it_cannot_compare() -> None:

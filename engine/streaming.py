@@ -1,0 +1,266 @@
+"""Weight offload: some decoder layers live in host memory, and each is on the device in time for its turn.
+
+Groups of layers with the last ones of each offloaded, copied ahead into static buffers: vLLM, change #29941 (offloader v2).
+Here 20 layers with group_size 4, num_in_group 1 and prefetch_step 2. Layers 3, 7, 11, 15 and 19 are offloaded, the k-th of
+them always uses slot k mod 2:
+
+    masters   │ 3 │ 7 │ 11 │ 15 │ 19 │    host memory (pinned on CUDA): one buffer for each layer, its tensors side by side
+    slots     │ 0 │ 1 │                   device, static: each as large as the largest of these layers, laid out alike; the
+                                          `.data` of the parameters are views of them
+    over time, one forward and the beginning of the next:
+
+    compute   0 1 2 [ 3 ] 4 5 6 [ 7 ] 8 9 10 [ 11 ] 12 13 14 [ 15 ] 16 17 18 [ 19 ] head ┊ 0 1 2 [ 3 ] 4 5 6 [ 7 ] …
+    slot 0    ────── 3 ───┤ ← 11 ├─────────── 11 ──┤ ← 19 ├────────────────── 19 ──┤ ← 3 ┊ ├────── 3 ───┤ ← 11 …
+    slot 1    ──────────────── 7 ──────┤ ← 15 ├─────────────────────── 15 ──┤ ← 7 ├──────┊ ─────────────── 7 ─────┤ ← 15 …
+
+As soon as a layer has run, its slot takes the next layer of that slot: `prefetch_step` offloaded layers ahead, around the end
+of the forward. So between two forwards slot k holds the k-th layer, or it is on its way. On CUDA two waits order it all:
+
+    compute   … │ wait(filled k) │ layer k ─ ran k │ …                         … │ wait(filled k + 2) │ layer k + 2 …
+    copies                         wait(ran k) │ slot ← layer k + 2 ─ filled k + 2 │
+
+A CUDA graph replays addresses and copies as they were captured, so its beginning and its end must find the slots alike and no
+copy under way: see `Ring.join`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.config import WeightOffload
+from engine.memory import anonymous, own_parameters, placed, side_by_side, storage_bytes
+
+log = logging.getLogger("rollout.engine")
+
+
+class Ring:
+    """Which layer is in which slot, and when. `layers`, `slots`: how many; layers are numbered among the offloaded ones.
+    `copy(k)` issues the copy of layer k into its slot. `cuda`: torch.cuda, tests have another one; None: copies run in line."""
+
+    def __init__(self, layers: int, slots: int, copy: Callable[[int], None], device: torch.device, cuda: Any) -> None:
+        assert 1 <= slots <= layers
+        self.slots = slots
+        self._next = [k + slots if k + slots < layers else k % slots for k in range(layers)]
+        """the layer that uses the same slot after layer k; k itself if it has the slot alone"""
+        self._copy = copy
+        self._device = device
+        self._cuda = cuda
+        self._stream = None if cuda is None else cuda.Stream(device)
+        self._holds: list[int | None] = [None] * slots
+        """the layer that is in each slot, or on its way; None: nothing that one could name"""
+        self._filled: list[Any] = [None] * slots
+        """event behind the copy into each slot, until the compute waits for it"""
+
+    def before(self, k: int) -> None:
+        """The compute that is issued from here on finds layer k in its slot. It is there or on its way, unless a forward broke
+        off or runs its layers in an order of its own."""
+        slot = k % self.slots
+        if self._holds[slot] != k:
+            self._fetch(k)
+        if self._filled[slot] is not None:
+            self._cuda.current_stream(self._device).wait_event(self._filled[slot])
+            self._filled[slot] = None
+
+    def after(self, k: int) -> None:
+        """Layer k has been issued: its slot goes to the layer that needs it next."""
+        if self._next[k] != k:
+            self._fetch(self._next[k])
+
+    def fill(self) -> None:
+        """Copy the first layers anew: what is in the slots is out of date, or, after a CUDA graph whose capture failed, not
+        known."""
+        for k in range(self.slots):
+            self._fetch(k)
+
+    def join(self) -> None:
+        """Every slot holds its first layer for what the compute stream does from here on, and no copy is under way beside it.
+
+        For CUDA graphs: before a capture (work inside must not wait for events outside), as the last thing inside it (every
+        stream that it forked must join), and before each replay (a step without the graph may have left copies under way).
+        What a capture leaves noted here is true: it begins and ends in the same state, and so does each replay. In such
+        steps the copies for the next forward do not run beside sampling; between ordinary steps they do."""
+        for k in range(self.slots):
+            self.before(k)
+
+    def settle(self) -> None:
+        """Wait on the host until no copy and no layer is under way: masters may be written, slots may go."""
+        if self._cuda is not None:
+            self._cuda.synchronize(self._device)
+
+    def _fetch(self, k: int) -> None:
+        slot = k % self.slots
+        self._holds[slot] = None
+        if self._cuda is None:
+            self._copy(k)
+        else:
+            self._stream.wait_stream(self._cuda.current_stream(self._device))  # the layer that used the slot has run
+            with self._cuda.stream(self._stream):
+                self._copy(k)
+            self._filled[slot] = self._stream.record_event()
+        self._holds[slot] = k
+
+
+class OffloadedLayer:
+    """The parameters of a layer and their masters in host memory, which `Weights` writes."""
+
+    def __init__(self, module: nn.Module, pinned: bool) -> None:
+        self.parameters = list(module.parameters())
+        self._like = [parameter.data.to("meta") for parameter in self.parameters]
+        """their shapes and dtypes, also while they hold nothing"""
+        self.starts, self.size = side_by_side(self.parameters)
+        self._pinned = pinned
+        self.masters = [nn.Parameter(like.new_empty(0, device="cpu"), requires_grad=False) for like in self._like]
+        self.allocate()
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            master.data.copy_(parameter.data)
+
+    def allocate(self) -> None:
+        """Masters of zeros."""
+        if self._pinned:
+            self.buffer = torch.zeros(self.size, dtype=torch.uint8, pin_memory=True)
+        else:
+            self.buffer = torch.frombuffer(anonymous(self.size), dtype=torch.uint8)
+        self.lay(self.masters, self.buffer)
+
+    def drop(self) -> None:
+        self.buffer = self.buffer.new_empty(0)
+        self.empty(self.masters)
+
+    def lay(self, tensors: list[nn.Parameter], memory: torch.Tensor) -> None:
+        """Make the tensors views of [bytes] uint8."""
+        for tensor, start, like in zip(tensors, self.starts, self._like, strict=True):
+            tensor.data = placed(memory, start, like)
+
+    def empty(self, tensors: list[nn.Parameter]) -> None:
+        for tensor in tensors:
+            tensor.data = tensor.data.new_empty(0)
+
+
+class Streamed:
+    """A transformers module of which some decoder layers are offloaded. Moves what is not offloaded to `device`.
+
+    Raises ValueError, naming the model, where its layers cannot be found, share parameters, or none would be offloaded; the
+    module is as it was then. The hooks that order the copies are around a layer, so torch.compile may take what is inside."""
+
+    def __init__(self, module: nn.Module, name: str, offload: WeightOffload, device: torch.device, cuda: Any = None) -> None:
+        if cuda is None and device.type == "cuda":
+            cuda = torch.cuda
+        self._name = name
+        path, layers = decoder_layers(module, name)
+        self.indices = [i for i in range(len(layers)) if i % offload.group_size >= offload.group_size - offload.num_in_group]
+        """of the offloaded layers among all"""
+        if not self.indices:
+            raise ValueError(
+                f"{name}: weight_offload.group_size={offload.group_size} is more than its {len(layers)} layers, so that none "
+                "would be offloaded; lower it, or leave weight_offload out"
+            )
+        for i in self.indices:
+            _refuse_ties(module, f"{path}.{i}", name)
+        self._device = device
+        before = side_by_side(module.parameters())[1]
+        self._layers = [OffloadedLayer(layers[i], pinned=device.type == "cuda") for i in self.indices]
+        self.masters = {id(p): m for layer in self._layers for p, m in zip(layer.parameters, layer.masters, strict=True)}
+        """for each parameter of an offloaded layer the tensor that it is a copy of, by the parameter's id"""
+        self.offloaded_bytes = sum(layer.size for layer in self._layers)
+        slots = min(offload.prefetch_step, len(self._layers))
+        self.ring = Ring(len(self._layers), slots, self._copy, device, cuda)
+        self._take_slots()
+        if device.type == "cpu":
+            own_parameters(parameter for parameter in module.parameters() if id(parameter) not in self.masters)
+        module.to(device)
+        resident = storage_bytes(module.parameters())
+        assert resident <= before - self.offloaded_bytes + self._slots.nbytes, "weight offload left memory on the device"
+        self._report(offload, before, resident)
+        self.attach(module)
+
+    def attach(self, module: nn.Module) -> None:
+        """Let the forward of a module over these parameters find them: this one, or another made of the same."""
+        layers = decoder_layers(module, self._name)[1]
+        for k, i in enumerate(self.indices):
+            layers[i].register_forward_pre_hook(lambda *_, k=k: self.ring.before(k))
+            layers[i].register_forward_hook(lambda *_, k=k: self.ring.after(k))
+
+    def leave(self, keep: bool) -> None:
+        """Give the slots' memory back, and with `keep` false the masters' as well; `come_back` takes it again."""
+        self.ring.settle()
+        for layer in self._layers:
+            layer.empty(layer.parameters)
+            if not keep:
+                layer.drop()
+        self._slots = self._slots.new_empty(0)
+
+    def come_back(self) -> None:
+        """Undo `leave`. Slots lie elsewhere than before, and so do masters that were dropped: they are zero."""
+        for layer in self._layers:
+            if not layer.buffer.numel():
+                layer.allocate()
+        self._take_slots()
+
+    def check(self) -> None:
+        """Asserts that every parameter lies where the slots were taken."""
+        for k, layer in enumerate(self._layers):
+            base = self._slots[k % self.ring.slots].data_ptr()
+            for parameter, start in zip(layer.parameters, layer.starts, strict=True):
+                assert parameter.data_ptr() == base + start, f"a parameter of layer {self.indices[k]} left its slot"
+
+    def _take_slots(self) -> None:
+        largest = max(layer.size for layer in self._layers)
+        self._slots = torch.empty((self.ring.slots, largest), dtype=torch.uint8, device=self._device)
+        for k, layer in enumerate(self._layers):
+            layer.lay(layer.parameters, self._slots[k % self.ring.slots])
+        self.ring.fill()
+
+    def _copy(self, k: int) -> None:
+        layer = self._layers[k]
+        self._slots[k % self.ring.slots, : layer.size].copy_(layer.buffer, non_blocking=True)
+
+    def _report(self, offload: WeightOffload, before: int, resident: int) -> None:
+        mib = 2**20
+        log.info(
+            "%s: %d layers offloaded (%s), %.1f MiB in host memory; slots: %d of %.1f MiB; weights on device %.1f → %.1f MiB",
+            self._name, len(self.indices), ", ".join(map(str, self.indices)), self.offloaded_bytes / mib, self.ring.slots,
+            self._slots.nbytes / self.ring.slots / mib, before / mib, resident / mib,
+        )  # fmt: skip
+        if len(self.indices) <= offload.prefetch_step:
+            log.warning(
+                "%s: weight_offload saves nothing, its %d layers have a slot each; lower prefetch_step=%d or offload more",
+                self._name, len(self.indices), offload.prefetch_step,
+            )  # fmt: skip
+        elif self._device.type == "cpu":
+            log.warning("%s: weight_offload saves nothing on the CPU, where the slots are host memory as well", self._name)
+
+
+def decoder_layers(module: nn.Module, name: str) -> tuple[str, nn.ModuleList]:
+    """Path and list of the decoder layers: the one outermost list of as many modules as the configuration has layers. Raises
+    ValueError naming the model."""
+    count = module.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
+    found: dict[str, nn.ModuleList] = {}
+    for path, child in module.named_modules():
+        inside = any(path.startswith(f"{outer}.") for outer in found)
+        if isinstance(child, nn.ModuleList) and len(child) == count and not inside:
+            found[path] = child
+    if len(found) != 1:
+        raise ValueError(
+            f"{name} ({type(module).__name__}): weight_offload finds {len(found)} lists of {count} decoder layers in it, not "
+            "one; leave weight_offload out"
+        )
+    return next(iter(found.items()))
+
+
+def _refuse_ties(module: nn.Module, path: str, name: str) -> None:
+    """Raises ValueError if a parameter of the layer at `path` has a name outside of it."""
+    names: dict[int, list[str]] = {}
+    for other, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(other)
+    for mine, parameter in module.get_submodule(path).named_parameters():
+        elsewhere = [other for other in names[id(parameter)] if not other.startswith(f"{path}.")]
+        if elsewhere:
+            raise ValueError(
+                f"{name}: {path}.{mine} is tied to {elsewhere[0]}, and weight_offload cannot move one without the other; "
+                f"choose group_size and num_in_group so that {path} stays on the device, or leave weight_offload out"
+            )
