@@ -17,8 +17,8 @@ class WeightOffload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_in_group: int = 1
     """of each whole group the last so many are offloaded"""
     prefetch_step: int = 1
-    """a layer is copied so many offloaded layers ahead, into as many slots on the device; with fewer than num_in_group the layers
-    of a group wait for their copies"""
+    """a layer is copied so many offloaded layers ahead, into as many slots on the device; with fewer than num_in_group, the
+    layers of a group wait for their copies"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""

@@ -139,4 +139,5 @@ def merge(
         acc = acc * tl.exp2(top - higher)[:, None] + a * tl.exp2(m - higher)[:, None]
         top = higher
     result = acc / tl.where(total > 0, total, 1.0)[:, None]  # padding's is zero
-    tl.store(out + token * out_token + (head * GROUP + g)[:, None] * DIM + d[None], result, mask=both & (part + 0 * g != -1)[:, None])
+    mine = both & (part + 0 * g != -1)[:, None]
+    tl.store(out + token * out_token + (head * GROUP + g)[:, None] * DIM + d[None], result, mask=mine)
