@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 
-from engine.native.kernels import MAX_VOCABULARY, Kernels, kernels
+from engine.native.kernels import MAX_VOCABULARY, kernels
 from engine.plan import Drawn, Row
 
 NATIVE_DTYPES = (torch.bfloat16, torch.float32)
@@ -95,14 +97,14 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
     """Draw D tokens from [S, V] logits of any float dtype.
 
-    Each draw's arithmetic stands for itself and hangs on its own sampling parameters alone: the native kernel takes those on
-    the CPU that neither truncate nor forbid, plain torch the others. Log-probs are `log_softmax`'s, to the bit in both.
+    Each draw's arithmetic stands for itself and hangs on its own sampling parameters alone: a kernel takes those that neither
+    truncate nor forbid, plain torch the others. Log-probs are `log_softmax`'s: on the CPU to the bit in both.
     """
     draws = len(batch.logits_row)
     special = (batch.temperature != 0) & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
     special[[draw for draw, _ in batch.forbidden]] = True
-    native = kernels() if logits.device.type == "cpu" and logits.dtype in NATIVE_DTYPES else None
-    if native is None or not draws or logits.shape[1] > MAX_VOCABULARY:
+    draw = _kernel_for(logits)
+    if draw is None or not draws:
         special[:] = True
     drawn = Drawn(
         tokens=np.zeros(draws, np.int32),
@@ -112,15 +114,32 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
     )
     for chosen in (np.flatnonzero(~special), np.flatnonzero(special)):
         if len(chosen):
-            part = _sample_torch(logits, batch, chosen) if special[chosen[0]] else _sample_native(native, logits, batch, chosen)
+            part = _sample_torch(logits, batch, chosen) if special[chosen[0]] else _sample_by(draw, logits, batch, chosen)
             for all_draws, some in zip(drawn, part, strict=True):
                 if all_draws is not None:
                     all_draws[chosen] = some
     return drawn
 
 
-def _sample_native(native: Kernels, logits: torch.Tensor, batch: SamplingBatch, draws: np.ndarray) -> Drawn:
-    return Drawn(*native.draw(logits, batch.logits_row[draws], batch.temperature[draws], batch.uniform[draws], batch.raw))
+def _kernel_for(logits: torch.Tensor) -> Callable[..., tuple[Any, ...]] | None:
+    """What draws from whole distributions fast: the C kernel on the CPU, Triton's on CUDA; None where it cannot be had."""
+    if logits.device.type == "cuda":
+        return _triton_draw()
+    native = kernels() if logits.dtype in NATIVE_DTYPES and logits.shape[1] <= MAX_VOCABULARY else None
+    return None if native is None else native.draw
+
+
+@cache
+def _triton_draw() -> Callable[..., tuple[Any, ...]] | None:
+    try:
+        from engine.sampler_triton import draw
+    except ImportError:
+        return None
+    return draw
+
+
+def _sample_by(draw: Callable[..., tuple[Any, ...]], logits: torch.Tensor, batch: SamplingBatch, draws: np.ndarray) -> Drawn:
+    return Drawn(*draw(logits, batch.logits_row[draws], batch.temperature[draws], batch.uniform[draws], batch.raw))
 
 
 def _sample_torch(logits: torch.Tensor, batch: SamplingBatch, draws: np.ndarray) -> Drawn:

@@ -14,17 +14,21 @@ from triton.compiler import ASTSource
 
 from engine.attention import triton_kernels
 from engine.attention.paged_triton import LAUNCH
+from engine.sampler_triton import BLOCK, draw_kernel
 
 BF16, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "i64"
 TYPES = {
     **dict.fromkeys(("query", "key", "value", "out", "data"), BF16),
-    **dict.fromkeys(("partial", "sums"), FP32),
+    **dict.fromkeys(("partial", "sums", "drawn"), FP32),
     **dict.fromkeys(("table", "positions", "parts", "slots", "tiles", "num_tiles"), INT32),
     **dict.fromkeys(
         ("layer_at", "block_stride", "q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "out_token"), INT64
     ),
+    "logits": BF16,
+    "asked": "*fp64",
+    **dict.fromkeys(("row_stride",), INT64),
+    **dict.fromkeys(("window", "draws", "vocabulary"), "i32"),
     "scaling": "fp32",
-    "window": "i32",
 }
 SHAPE = {"HEADS": 8, "HEADS_PAD": 8, "GROUP": 4, "GROUP_PAD": 4, "DIM": 128, "DIM_PAD": 128, "BLOCK": 32, "CHUNK": 256}
 
@@ -53,5 +57,5 @@ def compiled(kernel: triton.JITFunction, capability: int, **constants: int) -> d
 if __name__ == "__main__":
     for rows in (16, 64):
         print(json.dumps(compiled(triton_kernels.attend, int(sys.argv[1]), M=rows, N=LAUNCH["N"])))
-    for kernel in (triton_kernels.store, triton_kernels.merge):
-        print(json.dumps(compiled(kernel, int(sys.argv[1]))))
+    for kernel, constants in ((triton_kernels.store, {}), (triton_kernels.merge, {}), (draw_kernel, {"N": BLOCK})):
+        print(json.dumps(compiled(kernel, int(sys.argv[1]), **constants)))
