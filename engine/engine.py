@@ -145,6 +145,7 @@ class Engine:
             return ended
         started = time.perf_counter()
         plan = self.scheduler.plan()
+        planned = time.perf_counter()
         if not self._move(plan):
             return []
         if not plan.rows:
@@ -155,14 +156,18 @@ class Engine:
             log.exception("step failed")
             self.counters.failed_steps += 1
             return self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        ran = time.perf_counter()
         samples = self.scheduler.commit(plan, drawn)
-        self.counters.steps += 1
-        seconds = time.perf_counter() - started
-        self.counters.step_seconds += seconds
-        if plan.num_tokens == len(plan.rows):
-            self.counters.decode_seconds += seconds
-            self.counters.decode_tokens += plan.num_tokens
-        self.counters.peak_used_blocks = max(self.counters.peak_used_blocks, self.scheduler.store.used)
+        ended = time.perf_counter()
+        counters, tokens = self.counters, plan.num_tokens
+        counters.steps += 1
+        counters.step_seconds += ended - started
+        counters.plan_seconds += planned - started
+        counters.commit_seconds += ended - ran
+        if tokens == len(plan.rows):
+            counters.decode_seconds += ended - started
+            counters.decode_tokens += tokens
+        counters.peak_used_blocks = max(counters.peak_used_blocks, self.scheduler.store.used)
         return samples
 
     def stage(self, manifest: Sequence[TensorInfo], *, version: int | None = None, partial: bool = False) -> Staging:
@@ -336,6 +341,7 @@ class Engine:
             counters.copy_blocks_per_second = _smooth(counters.copy_blocks_per_second, copied.blocks / copied.seconds)
 
     def _run(self, plan: Plan) -> Drawn:
+        began = time.perf_counter()
         with torch.inference_mode():
             batch = Batch.build(plan, self.config.block_size, self.model.device, self.model.geometry.dtype)
             batch = replace(batch, attention=self.backend.prepare(batch, self.kv))
@@ -344,10 +350,11 @@ class Engine:
             modelled = time.perf_counter()
             drawn = sample(logits, batch.sampling)
         counters = self.counters
+        counters.build_seconds += started - began
         counters.model_seconds += modelled - started
         counters.sample_seconds += time.perf_counter() - modelled
-        if plan.num_tokens > 4 * len(plan.rows):
-            rate = plan.num_tokens / (modelled - started)
+        if batch.num_tokens > 4 * len(plan.rows):
+            rate = batch.num_tokens / (modelled - started)
             counters.prefill_tokens_per_second = _smooth(counters.prefill_tokens_per_second, rate)
         return drawn
 
