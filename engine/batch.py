@@ -47,26 +47,22 @@ class Batch:
 
     @staticmethod
     def build(plan: Plan, block_size: int, device: torch.device, dtype: torch.dtype) -> Batch:
-        rows = plan.rows
-        counts = np.array([row.count for row in rows], np.int32)
-        starts = np.array([row.start for row in rows], np.int32)
-        query_starts = np.zeros(len(rows) + 1, np.int32)
+        sequences, *numbers = zip(*plan.rows, strict=True)
+        starts, counts, samples = (np.array(each, np.int32) for each in numbers)
+        places = np.array([seq.place for seq in sequences])
+        context_lens = starts + counts
+        query_starts = np.zeros(len(sequences) + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])
         num_tokens = int(query_starts[-1])
         ids = np.empty(num_tokens, np.int64)
-        for row, at in zip(rows, query_starts.tolist(), strict=False):
-            drawn = row.start - row.sequence.num_prompt
-            if row.count == 1 and drawn >= 0:  # decode, without an array for each sequence
-                ids[at] = row.sequence.output[drawn]
-            else:
-                ids[at : at + row.count] = row.sequence.tokens(row.start, row.count)
-        row_of = np.repeat(np.arange(len(rows)), counts)
+        ids[query_starts[:-1]] = [seq.newest for seq in sequences]  # decode; all other rows are written over
+        for i in np.flatnonzero((counts > 1) | (samples == 0)).tolist():
+            ids[query_starts[i] : query_starts[i + 1]] = sequences[i].tokens(starts[i], counts[i])
+        row_of = np.repeat(np.arange(len(sequences)), counts)
         positions = np.arange(num_tokens) - query_starts[row_of] + starts[row_of]
-        table = np.zeros((len(rows), max(len(row.sequence.blocks) for row in rows)), np.int32)
-        for i, row in enumerate(rows):
-            table[i, : len(row.sequence.blocks)] = row.sequence.table[: len(row.sequence.blocks)]
+        table = plan.columns.table[:, : -(-int(context_lens.max()) // block_size)][places]
         slots = table[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        sampled = np.array([i for i, row in enumerate(rows) if row.samples], np.int64)
+        sampled = np.flatnonzero(samples)
         logits_at = query_starts[sampled + 1].astype(np.int64) - 1
         least = MIN_ROWS.get(dtype, 16)
         return Batch(
@@ -75,12 +71,12 @@ class Batch:
             num_tokens=num_tokens,
             slots=torch.from_numpy(slots),
             query_starts=query_starts,
-            context_lens=starts + counts,
+            context_lens=context_lens,
             block_table=table,
             shared=np.array(plan.shared, np.int32).reshape(-1, 3),
             logits_at=torch.from_numpy(_pad(logits_at if len(logits_at) else np.zeros(1, np.int64), least)).to(device),
             num_logits=len(logits_at),
-            sampling=SamplingBatch.build(rows),
+            sampling=SamplingBatch.build(plan, places, samples, context_lens),
         )
 
 

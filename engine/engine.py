@@ -152,6 +152,7 @@ class Engine:
             return ended
         started = time.perf_counter()
         plan = self.scheduler.plan()
+        planned = time.perf_counter()
         if not self._move(plan):
             return []
         if not plan.rows:
@@ -162,14 +163,18 @@ class Engine:
             log.exception("step failed")
             self.counters.failed_steps += 1
             return self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        ran = time.perf_counter()
         samples = self.scheduler.commit(plan, drawn)
-        self.counters.steps += 1
-        seconds = time.perf_counter() - started
-        self.counters.step_seconds += seconds
-        if plan.num_tokens == len(plan.rows):
-            self.counters.decode_seconds += seconds
-            self.counters.decode_tokens += plan.num_tokens
-        self.counters.peak_used_blocks = max(self.counters.peak_used_blocks, self.scheduler.store.used)
+        ended = time.perf_counter()
+        counters, tokens = self.counters, plan.num_tokens
+        counters.steps += 1
+        counters.step_seconds += ended - started
+        counters.plan_seconds += planned - started
+        counters.commit_seconds += ended - ran
+        if tokens == len(plan.rows):
+            counters.decode_seconds += ended - started
+            counters.decode_tokens += tokens
+        counters.peak_used_blocks = max(counters.peak_used_blocks, self.scheduler.store.used)
         return samples
 
     def stage(self, manifest: Sequence[TensorInfo], *, version: int | None = None, partial: bool = False) -> Staging:
@@ -336,18 +341,20 @@ class Engine:
         return True
 
     def _run(self, plan: Plan) -> Drawn:
+        began = time.perf_counter()
         with torch.inference_mode():
             batch = Batch.build(plan, self.config.block_size, self.model.device, self.model.geometry.dtype)
             batch = replace(batch, attention=self.backend.prepare(batch, self.kv))
             started = time.perf_counter()
             run = self.graphs if self.graphs is not None and self.graphs.covers(batch) else self.model
             logits = run.forward(batch, self.kv, self.backend)
-            prefills = plan.num_tokens > 4 * len(plan.rows)
+            prefills = batch.num_tokens > 4 * len(plan.rows)
             if prefills and self.model.device.type == "cuda":
                 torch.cuda.synchronize(self.model.device)  # so far the kernels are only launched, and their time is wanted
             modelled = time.perf_counter()
             drawn = sample(logits, batch.sampling)
-        self.counters.computed(modelled - started, time.perf_counter() - modelled, plan.num_tokens if prefills else 0)
+        self.counters.build_seconds += started - began
+        self.counters.computed(modelled - started, time.perf_counter() - modelled, batch.num_tokens if prefills else 0)
         return drawn
 
     def _stuck(self) -> bool:

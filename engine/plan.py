@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.columns import Columns
 from engine.pool import Moves
 from engine.sequence import Sequence
 
@@ -35,6 +36,8 @@ class Plan(NamedTuple):
     """rows of one group stand side by side"""
     shared: tuple[SharedPrefix, ...]
     moves: Moves
+    columns: Columns
+    """where the sequences of the rows have their places; as they are until `Scheduler.commit`"""
 
     @property
     def num_tokens(self) -> int:

@@ -37,6 +37,8 @@ class Pressure:
         """The sequences to park so that the others can take a step: none if there is room, else the last in rank, enough of
         them that the rest can grow by `lookahead_blocks` (together at most a sixteenth of the pool). The first in rank always
         stays, so something always gets done."""
+        if len(running) <= self.store.available:
+            return []  # nobody needs more than one
         need = sum(map(self.need, running))
         if need <= self.store.available or self.reclaim_idle(need) or len(running) <= 1:
             return []

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from engine.native.kernels import MAX_VOCABULARY, kernels
-from engine.plan import Drawn, Row
+from engine.plan import Drawn, Plan
 
 NATIVE_DTYPES = (torch.bfloat16, torch.float32)
 DISTRIBUTIONS = 64
@@ -48,34 +48,24 @@ class SamplingBatch:
     """somebody wants log-probs at temperature 1 without truncation"""
 
     @staticmethod
-    def build(rows: tuple[Row, ...]) -> SamplingBatch:
-        drawing = [row for row in rows if row.samples]
-        repeats = np.array([row.samples for row in drawing], np.int64)
-        samplings = [row.sequence.state.group.sampling for row in drawing]
-
-        def each(values: list[float], dtype: type) -> np.ndarray:
-            return np.repeat(np.array(values, dtype), repeats)
-
-        first = np.cumsum(repeats) - repeats
-        index = each([row.sequence.index for row in drawing], np.uint64)
-        index += (np.arange(len(index)) - np.repeat(first, repeats)).astype(np.uint64)
+    def build(plan: Plan, places: np.ndarray, samples: np.ndarray, context_lens: np.ndarray) -> SamplingBatch:
+        """places, samples, context_lens: [R] for the rows of the plan."""
+        rows = np.flatnonzero(samples)
+        repeats = samples[rows]
+        logits_row = np.repeat(np.arange(len(rows)), repeats)
+        draw_of_row = np.arange(len(logits_row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        drawing = plan.columns.drawing.take(places[rows][logits_row])
+        position = context_lens[rows][logits_row] - drawing["prompt"]
         forbidden = []
-        for row, sampling, at in zip(drawing, samplings, first.tolist(), strict=True):
-            if len(row.sequence.output) < sampling.min_tokens and row.sequence.state.eos:
-                forbidden += [(at + i, sorted(row.sequence.state.eos)) for i in range(row.samples)]
+        for draw in np.flatnonzero(position < drawing["min_tokens"]).tolist():
+            forbidden.append((draw, sorted(plan.rows[rows[logits_row[draw]]].sequence.state.eos)))
+        own = {name: np.ascontiguousarray(drawing[name]) for name in ("temperature", "top_k", "top_p", "min_p")}
         return SamplingBatch(
-            logits_row=np.repeat(np.arange(len(drawing)), repeats),
-            temperature=each([s.temperature for s in samplings], np.float32),
-            top_k=each([s.top_k for s in samplings], np.int64),
-            top_p=each([s.top_p for s in samplings], np.float32),
-            min_p=each([s.min_p for s in samplings], np.float32),
-            uniform=uniform(
-                each([row.sequence.state.seed for row in drawing], np.uint64),
-                index,
-                each([len(row.sequence.output) for row in drawing], np.uint64),
-            ),
+            logits_row=logits_row,
+            uniform=uniform(drawing["seed"], drawing["index"] + draw_of_row.astype(np.uint64), position.astype(np.uint64)),
             forbidden=forbidden,
-            raw=any(s.raw_logprobs for s in samplings),
+            raw=bool(drawing["raw"].any()),
+            **own,
         )
 
 

@@ -21,7 +21,7 @@ BLOCK = 2048
 
 @triton.jit
 def draw_kernel(logits, asked, drawn, draws, vocabulary, row_stride, N: tl.constexpr):
-    """logits [S, vocabulary] · asked [3, draws] fp64: row, temperature (0 = greedy), uniform · drawn [4, draws] fp32: token (its
+    """logits [S, vocabulary] · asked [3, draws] fp64: row, temperature (0 = greedy), uniform · drawn [4, draws] fp32: token (as
     bits), log-prob, log-prob at temperature 1, 1 if the row is finite."""
     i = tl.program_id(0)
     row = logits + tl.load(asked + i).to(tl.int64) * row_stride

@@ -20,14 +20,16 @@ from collections import Counter
 from collections.abc import Callable
 
 from engine.blocks import BlockStore
+from engine.columns import Columns
 from engine.config import EngineConfig
 from engine.plan import Drawn, Plan, Row
 from engine.pool import Block
 from engine.pressure import Pressure
 from engine.queue import WaitingQueue
 from engine.request import FinishReason, Group, Sample
+from engine.rows import Rows
 from engine.sequence import GroupState, Sequence
-from engine.sharing import computed_by_other, shared_prefixes
+from engine.sharing import shared_prefixes
 from engine.stats import Counters
 from engine.tables import BlockTables
 
@@ -47,8 +49,8 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.block_size = config.block_size
-        self.max_blocks = min(max_blocks, device_blocks)
         self.store = BlockStore(device_blocks, host_blocks)
+        self.columns = Columns(config.max_num_seqs, min(max_blocks, device_blocks))
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         """oldest first"""
@@ -59,6 +61,7 @@ class Scheduler:
         """False: groups that have not begun stay where they are"""
         self.counters = counters
         self.tables = BlockTables(config, self.store, counters)
+        self.rows = Rows(config, self.store, self.tables)
         self.pressure = Pressure(config, self.store, counters)
         self._clock = clock
         self._submitted = 0
@@ -77,7 +80,7 @@ class Scheduler:
         state = GroupState(group, client, self._submitted, seed, self._clock(), eos)
         self._submitted += 1
         self.groups[group.id] = state
-        state.sequences[0] = Sequence(state, 0, self.max_blocks)
+        state.sequences[0] = Sequence(state, 0)
         self.waiting.put(state.sequences[0])
 
     @property
@@ -98,23 +101,26 @@ class Scheduler:
         self._park(self.pressure.victims(self.running))
         self._give_way()
         planned: set[bytes] = set()
-        rows = [row for seq in self.running if seq.uncached == 1 and (row := self._row(seq, 1, planned))]
-        budget = self.config.max_batch_tokens - len(rows)
-        for seq in [seq for seq in self.running if seq.uncached > 1]:
-            if budget and (row := self._row(seq, budget, planned)):
+        rows = self.rows.decode(self.running, self.version)
+        decoding = len(rows)
+        budget = self.config.max_batch_tokens - decoding
+        unfinished = [seq for seq in self.running if seq.uncached > 1] if decoding < len(self.running) else []
+        for seq in unfinished:
+            if budget and (row := self.rows.prefill(seq, budget, planned, self.version)):
                 rows.append(row)
                 budget -= row.count
         while budget and len(self.running) < self.config.max_num_seqs:
             seq = self.waiting.next(self.running_of, begun=not self.admitting)
             if seq is None or not self._start(seq, budget, planned):
                 break
-            if row := self._row(seq, budget, planned):
+            if row := self.rows.prefill(seq, budget, planned, self.version):
                 rows.append(row)
                 budget -= row.count
         self.pressure.mirror(self.running)
-        rows.sort(key=lambda row: row.sequence.age)
+        if len(rows) > decoding:
+            rows.sort(key=lambda row: row.sequence.age)
         shared = tuple(shared_prefixes(rows, self.block_size)) if self.config.share_prefix else ()
-        return Plan(tuple(rows), shared, self.store.moves)
+        return Plan(tuple(rows), shared, self.store.moves, self.columns)
 
     def vacate(self) -> Plan:
         """Everything stops and leaves the device, the first in rank first, as far as host memory has room. A plan of copies."""
@@ -123,7 +129,7 @@ class Scheduler:
             self._stop(seq)
             self.waiting.put(seq)
         self.store.vacate()
-        return Plan((), (), self.store.moves)
+        return Plan((), (), self.store.moves, self.columns)
 
     def moved(self) -> None:
         """The plan's copies are done."""
@@ -145,21 +151,26 @@ class Scheduler:
     def commit(self, plan: Plan, drawn: Drawn) -> list[Sample]:
         """Take note of a step: KV computed, tokens drawn, groups forked, children ended. Returns the ended ones."""
         samples: list[Sample] = []
-        at = 0
+        tokens, logprobs, finite = drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.finite.tolist()
+        raws = drawn.raw_logprobs
+        size, at = self.block_size, 0
         for row in plan.rows:
-            seq = row.sequence
-            self._count_row(row)
-            seq.cached = row.start + row.count
-            seq.computed = max(seq.computed, seq.cached)
-            self.tables.fill(seq, row.start)
-            if not row.samples:
-                continue
-            for child in self._fork(seq) if not seq.state.forked else [seq]:
-                ended = self._take_token(child, drawn, at)
-                at += 1
-                if ended is not None:
-                    samples.append(ended)
-        assert at == len(drawn.tokens)
+            seq, start, count, draws = row
+            forked = seq.state.forked
+            if count > 1 or not draws or not forked:
+                self._count_row(row)
+            seq.cached = cached = start + count
+            if cached > seq.computed:
+                seq.computed = cached
+            if cached // size > start // size:
+                self.tables.fill(seq, start)
+            if draws:
+                for child in (seq,) if forked else self._fork(seq):
+                    raw = None if raws is None else float(raws[at])
+                    if ended := self._take_token(child, tokens[at], logprobs[at], raw, finite[at]):
+                        samples.append(ended)
+                    at += 1
+        assert at == len(tokens)
         return samples
 
     def fail(self, plan: Plan, reason: str) -> list[Sample]:
@@ -211,28 +222,8 @@ class Scheduler:
                 assert seq.cached <= seq.length and len(seq.blocks) == self._blocks_for(seq.cached)
         assert sorted(self.running, key=lambda seq: seq.age) == self.running
         assert len(self.running) + len(waiting) == sum(len(state.sequences) for state in self.groups.values())
+        self.columns.check(self.running)
         self.store.check(owners, users)
-
-    # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _row(self, seq: Sequence, budget: int, planned: set[bytes]) -> Row | None:
-        """The next tokens of a running sequence, at most `budget`. None: it must wait for blocks, or for a row of this very
-        step that computes the same prefix."""
-        if seq.uncached > 1:
-            self.tables.find_cached(seq, self.version)
-            copied = bool(self.store.available and seq.cached % self.block_size and seq.blocks[-1].owners > 1)
-            room = (len(seq.blocks) + self.store.available - copied) * self.block_size - seq.cached
-            budget = min(budget, room)
-        count = min(seq.uncached, budget)
-        if count <= 0:
-            return None
-        if self.config.prefix_cache and seq.uncached > 1:
-            if computed_by_other(seq, count, planned, self.block_size, self.version):
-                return None
-        samples = 0
-        if count == seq.uncached:
-            samples = 1 if seq.state.forked else seq.state.group.sampling.n
-        self.tables.extend(seq, seq.cached + count, self.version)
-        return Row(seq, seq.cached, count, samples)
 
     # ── starting and stopping ─────────────────────────────────────────────────────────────────────────────────────────
     def _start(self, seq: Sequence, budget: int, planned: set[bytes]) -> bool:
@@ -246,15 +237,14 @@ class Scheduler:
         self.waiting.remove(seq, served=True)
         for i, block in enumerate(seq.blocks):
             self.store.use(block, full=i < seq.cached // self.block_size)
-            assert block.device is not None
-            seq.table[i] = block.device
         self._run(seq)
         return True
 
     def _run(self, seq: Sequence) -> None:
         seq.running = True
         seq.begun = True
-        seq.ran = 0
+        seq.drawn_before = len(seq.output)
+        self.columns.enter(seq)
         insort(self.running, seq, key=lambda s: s.age)
         self.running_of[seq.state.client] += 1
 
@@ -266,6 +256,7 @@ class Scheduler:
 
     def _leave_running(self, seq: Sequence) -> None:
         seq.running = False
+        self.columns.leave(seq)
         self.running.remove(seq)
         self.running_of[seq.state.client] -= 1
 
@@ -300,6 +291,7 @@ class Scheduler:
     def _fork(self, seq: Sequence) -> list[Sequence]:
         """The prompt is cached: n children share its blocks. Those that find no place to run wait like anyone else."""
         seq.state.forked = True
+        seq.draws = 1
         children = [seq, *seq.fork()]
         for child in children[1:]:
             seq.state.sequences[child.index] = child
@@ -315,20 +307,17 @@ class Scheduler:
         self.counters.fork_shared_blocks += (len(children) - 1) * (seq.num_prompt // self.block_size)
         return children
 
-    def _take_token(self, seq: Sequence, drawn: Drawn, at: int) -> Sample | None:
+    def _take_token(self, seq: Sequence, token: int, logprob: float, raw: float | None, finite: bool) -> Sample | None:
         """Append what was drawn; the sample if that ends the child."""
-        if not drawn.finite[at]:
+        if not finite:
             self.tables.distrust(seq)
             reason = f"the logits of token {len(seq.output)} hold NaN or infinity: the weights or the KV are not finite"
             return self._end(seq, "error", reason)
-        sampling = seq.state.group.sampling
-        raw = float(drawn.raw_logprobs[at]) if sampling.raw_logprobs and drawn.raw_logprobs is not None else None
-        token = int(drawn.tokens[at])
-        seq.append(token, float(drawn.logprobs[at]), raw, self.version)
+        seq.append(token, logprob, raw, self.version)
         self.counters.generated_tokens += 1
-        if token in seq.state.eos and len(seq.output) > sampling.min_tokens:
+        if token in seq.state.eos and len(seq.output) > seq.state.group.sampling.min_tokens:
             return self._end(seq, "stop")
-        if len(seq.output) == sampling.max_tokens:
+        if seq.length == seq.limit:
             return self._end(seq, "length")
         return None
 
@@ -354,7 +343,7 @@ class Scheduler:
             only = self._end(state.sequences[0], reason, error)
             n = state.group.sampling.n
             self.counters.ended[reason] += n - 1
-            return [only, *(Sequence(state, i, 0).sample(reason, only.seconds, error) for i in range(1, n))]
+            return [only, *(Sequence(state, i).sample(reason, only.seconds, error) for i in range(1, n))]
         return [self._end(seq, reason, error) for seq in list(state.sequences.values())]
 
     def _count_row(self, row: Row) -> None:

@@ -37,35 +37,56 @@ class Sequence:
         blocks   [ 0  ][ 1  ][ 2  ][             ceil(cached / block_size) blocks
 
     `cached` tokens have their KV in `blocks`; a sequence that decodes has exactly one token more than that.
-    `table` repeats the device slots of `blocks` while the sequence runs, for `Batch.build`.
+    While the sequence runs it has a place in `engine.columns`, where `table` repeats the device slots of `blocks`.
     """
 
     __slots__ = (
         "state",
         "index",
+        "age",
+        "num_prompt",
+        "length",
+        "limit",
+        "draws",
+        "newest",
         "output",
         "logprobs",
         "raw_logprobs",
         "spans",
+        "version",
         "blocks",
         "cached",
         "computed",
         "begun",
         "running",
-        "ran",
+        "drawn_before",
         "offloads",
         "mirrored",
+        "place",
         "table",
     )
 
-    def __init__(self, state: GroupState, index: int, max_blocks: int) -> None:
+    def __init__(self, state: GroupState, index: int) -> None:
         self.state = state
         self.index = index
+        self.age = state.number, index
+        """sorts oldest first; children of a group stand together"""
+        self.num_prompt = len(state.group.prompt)
+        self.length = self.num_prompt
+        """tokens it has, prompt and output"""
+        self.limit = self.num_prompt + state.group.sampling.max_tokens
+        """the length that ends it"""
+        self.draws = 1 if state.forked else state.group.sampling.n
+        """tokens to draw once everything it has is cached: n where the group forks"""
+        self.newest = int(state.group.prompt[-1])
+        """its last token"""
         self.output: list[int] = []
         self.logprobs: list[float] = []
         self.raw_logprobs: list[float] = []
         self.spans: list[tuple[int, int]] = []
         """(first output token, weight version)"""
+        self.version: int | None = None
+        """of the last span"""
         self.blocks: list[Block] = []
         self.cached = 0
         self.computed = 0
@@ -73,17 +94,15 @@ class Sequence:
         self.begun = False
         """ran before"""
         self.running = False
-        self.ran = 0
-        """tokens drawn since it started to run"""
+        self.drawn_before = 0
+        """tokens drawn when it last started to run"""
         self.offloads = 0
         self.mirrored = 0
         """leading full blocks known to have a copy in host memory"""
-        self.table = np.zeros(max_blocks, np.int32)
-
-    @property
-    def age(self) -> tuple[int, int]:
-        """sorts oldest first; children of a group stand together"""
-        return self.state.number, self.index
+        self.place = -1
+        """its place in `Columns` while it runs"""
+        self.table: np.ndarray | None = None
+        """[max_blocks] int32, a view of that place"""
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -92,12 +111,9 @@ class Sequence:
         return self.state.number, len(self.output), self.index
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.state.group.prompt)
-
-    @property
-    def length(self) -> int:
-        return len(self.state.group.prompt) + len(self.output)
+    def ran(self) -> int:
+        """tokens drawn since it started to run"""
+        return len(self.output) - self.drawn_before
 
     @property
     def uncached(self) -> int:
@@ -105,17 +121,23 @@ class Sequence:
         return self.length - self.cached
 
     def add_block(self, block: Block) -> None:
-        """Append a block that is on the device."""
-        assert block.device is not None
+        """Append a block that is on the device. For this and the next one: it runs."""
+        assert block.device is not None and self.table is not None
         self.table[len(self.blocks)] = block.device
         self.blocks.append(block)
 
     def put_block(self, at: int, block: Block) -> None:
         """Replace a block by one that is on the device."""
-        assert block.device is not None
+        assert block.device is not None and self.table is not None
         at %= len(self.blocks)
         self.table[at] = block.device
         self.blocks[at] = block
+
+    def cut_blocks(self, blocks: int) -> None:
+        """Keep the first `blocks`."""
+        if self.table is not None:
+            self.table[blocks : len(self.blocks)] = 0
+        del self.blocks[blocks:]
 
     def tokens(self, start: int, count: int) -> np.ndarray:
         """[count] int32 token ids from position `start` on."""
@@ -131,21 +153,23 @@ class Sequence:
     def fork(self) -> Iterator[Sequence]:
         """The children 1 … n - 1 of a sequence that has the whole prompt cached. They hold its blocks; the caller counts."""
         for index in range(1, self.state.group.sampling.n):
-            child = Sequence(self.state, index, len(self.table))
+            child = Sequence(self.state, index)
             child.blocks = self.blocks.copy()
             child.cached = child.computed = self.cached
             child.begun = True
-            child.table[:] = self.table
             yield child
 
     def append(self, token: int, logprob: float, raw_logprob: float | None, version: int) -> None:
-        if not self.spans or self.spans[-1][1] != version:
+        """`raw_logprob` is kept if the group asks for it."""
+        if version != self.version:
+            self.version = version
             self.spans.append((len(self.output), version))
         self.output.append(token)
         self.logprobs.append(logprob)
-        if raw_logprob is not None:
+        if raw_logprob is not None and self.state.group.sampling.raw_logprobs:
             self.raw_logprobs.append(raw_logprob)
-        self.ran += 1
+        self.newest = token
+        self.length += 1
 
     def sample(self, reason: FinishReason, seconds: float, error: str | None = None) -> Sample:
         return Sample(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from engine.plan import Row, SharedPrefix
-from engine.pool import Block
 from engine.prefix import block_key
-from engine.sequence import GroupState, Sequence
+from engine.sequence import Sequence
 
 
 def shared_prefixes(rows: list[Row], block_size: int) -> list[SharedPrefix]:
@@ -13,22 +12,20 @@ def shared_prefixes(rows: list[Row], block_size: int) -> list[SharedPrefix]:
     shared = []
     first = 0
     while first < len(rows):
-        seq = rows[first].sequence
+        seq, state = rows[first].sequence, rows[first].sequence.state
         blocks = seq.num_prompt // block_size
         end = first + 1
         if blocks and rows[first].start >= blocks * block_size:
             prefix = seq.blocks[blocks - 1]
-            while end < len(rows) and _stands_on(rows[end], seq.state, blocks, block_size, prefix):
+            while end < len(rows):
+                other, start, _, _ = rows[end]
+                if other.state is not state or start < blocks * block_size or other.blocks[blocks - 1] is not prefix:
+                    break
                 end += 1
             if end - first > 1:
                 shared.append(SharedPrefix(first, end - first, blocks))
         first = end
     return shared
-
-
-def _stands_on(row: Row, state: GroupState, blocks: int, block_size: int, prefix: Block) -> bool:
-    seq = row.sequence
-    return seq.state is state and row.start >= blocks * block_size and seq.blocks[blocks - 1] is prefix
 
 
 def computed_by_other(seq: Sequence, count: int, planned: set[bytes], block_size: int, version: int) -> bool:

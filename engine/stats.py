@@ -44,6 +44,10 @@ class Counters:
     decode_tokens: int = 0
     move_seconds: float = 0.0
     """copies between the pools and copies of a fork; on CUDA by its own clock, mirrors that nothing waits for included"""
+    plan_seconds: float = 0.0
+    build_seconds: float = 0.0
+    """the batch and what the attention prepares for it"""
+    commit_seconds: float = 0.0
     model_seconds: float = 0.0
     sample_seconds: float = 0.0
     copy_blocks_per_second: float = 0.0

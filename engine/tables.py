@@ -62,7 +62,7 @@ class BlockTables:
     def truncate(self, seq: Sequence, blocks: int) -> None:
         for block in reversed(seq.blocks[blocks:]):
             self.store.disown(block, used=seq.running)
-        del seq.blocks[blocks:]
+        seq.cut_blocks(blocks)
         seq.cached = min(seq.cached, blocks * self.block_size)
         seq.mirrored = min(seq.mirrored, blocks)
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-
-from engine.config import EngineConfig
-from rollout.config import Config
-from rollout.process import service_process
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `rollout` does
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `rollout` does; read when torch is loaded
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub for anything
+
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is loaded, which transformers does
+
+from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+
+from engine.config import EngineConfig  # noqa: E402
+from rollout.config import Config  # noqa: E402
+from rollout.process import service_process  # noqa: E402
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>{% endfor %}"

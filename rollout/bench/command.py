@@ -13,7 +13,7 @@ from rich.console import Console
 import rollout.plot
 from engine.config import EngineConfig
 from rollout import models
-from rollout.bench import fidelity, refresh
+from rollout.bench import fidelity, host, refresh
 from rollout.bench.against import parse
 from rollout.bench.floor import Machine
 from rollout.bench.longer import long_enough
@@ -25,7 +25,7 @@ from rollout.bench.text import PromptText
 from rollout.bench.workloads import WORKLOADS, find
 from rollout.config import InputError
 
-SPECIAL = (refresh.NAME, fidelity.NAME)
+SPECIAL = (host.NAME, refresh.NAME, fidelity.NAME)
 """measured in their own way; everything else is a row of WORKLOADS"""
 
 
@@ -48,8 +48,6 @@ def run(
     """Returns the exit status. Raises InputError for a name or number that cannot be run."""
     check(names, in_process, scale, repeat, plot)
     peers = parse(against)
-    folder = models.resolve(model)
-    text = PromptText(models.load_tokenizer(folder))
     open_target = open_engine if in_process else open_service
     summaries: list[dict[str, Any]] = []
     recordings: list[Recording] | None = None if plot is None else []
@@ -60,6 +58,15 @@ def run(
         console = Console(stderr=json_file == "-", highlight=False)
         if not console.is_terminal:
             console = Console(stderr=json_file == "-", highlight=False, width=120)
+        if host.NAME in names:
+            for sequences in host.SEQUENCES:
+                row = host.measure(sequences, scale, threads)
+                write_json(sink, row)
+                host.print_row(console, row)
+            if set(names) == {host.NAME}:
+                return 0  # the only one without a model
+        folder = models.resolve(model)
+        text = PromptText(models.load_tokenizer(folder))
         if refresh.NAME in names:
             rows = list(keep(refresh.measure(folder, dtype, threads, repeat, text), sink))
             refresh.print_summaries(console, [row for row in rows if "summary" in row])
@@ -105,7 +112,7 @@ def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, p
         find(name)
     if plot is not None:
         if not set(names) - set(SPECIAL):
-            raise InputError(f"--plot draws workloads; {' and '.join(SPECIAL)} have no picture")
+            raise InputError(f"--plot draws workloads; {', '.join(SPECIAL[:-1])} and {SPECIAL[-1]} have no picture")
         rollout.plot.check(plot)
 
 

@@ -3,15 +3,12 @@ with and refuses if one of them has moved; on real ones where there is a GPU."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from engine.attention import tiles  # noqa: E402

@@ -13,6 +13,7 @@ import engine.prefix
 import engine.sharing
 import engine.tables
 from engine.blocks import BlockStore
+from engine.columns import Columns
 from engine.pool import Block, BlockPool, Moves, OutOfBlocks
 from engine.sequence import Sequence
 from engine.tables import BlockTables
@@ -177,6 +178,28 @@ def patch_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Block, "lost", property(lambda self: False))
 
 
+def patch_enter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """two sequences in one place"""
+    enter = Columns.enter
+
+    def crowd(self: Columns, seq: Sequence) -> None:
+        enter(self, seq)
+        if len(self._free) > 1:
+            self._free.append(seq.place)
+
+    monkeypatch.setattr(Columns, "enter", crowd)
+
+
+def patch_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a table goes on to name the blocks of a sequence that has left"""
+
+    def leave(self: Columns, seq: Sequence) -> None:
+        self._free.append(seq.place)
+        seq.place, seq.table = -1, None
+
+    monkeypatch.setattr(Columns, "leave", leave)
+
+
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_release,
     patch_share,
@@ -190,6 +213,8 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_disown,
     patch_order,
     patch_lost,
+    patch_enter,
+    patch_leave,
 ]
 
 

@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from engine.attention import choose_backend, tiles  # noqa: E402

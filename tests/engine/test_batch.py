@@ -1,0 +1,145 @@
+"""The batch of each step against a plain one, built row by row from what the sequences themselves hold."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import engine.engine
+from engine.batch import Batch
+from engine.columns import Columns
+from engine.plan import Plan
+from engine.sampler import uniform
+from engine.sequence import Sequence
+from tests.engine.toy import engine as toy_engine
+from tests.engine.toy import group, run
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"n": 5, "max_tokens": 20, "ignore_eos": True, "raw_logprobs": True},
+    {"n": 3, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
+    {"n": 1, "max_tokens": 30, "min_tokens": 12, "stop_token_ids": (3, 5)},
+]
+
+
+def plain(plan: Plan, size: int) -> dict[str, Any]:
+    """Fields of `Batch` and `SamplingBatch` by name, without padding."""
+    made: dict[str, list[Any]] = {}
+
+    def add(**values: Any) -> None:
+        for name, value in values.items():
+            made.setdefault(name, []).append(value)
+
+    width = max(len(row.sequence.blocks) for row in plan.rows)
+    tokens = rows = 0
+    for row in plan.rows:
+        seq, state, sampling = row.sequence, row.sequence.state, row.sequence.state.group.sampling
+        ids = [*state.group.prompt.tolist(), *seq.output]
+        add(
+            query_starts=tokens,
+            context_lens=row.start + row.count,
+            block_table=[block.device for block in seq.blocks] + [0] * (width - len(seq.blocks)),
+        )
+        for at in range(row.start, row.start + row.count):
+            block = seq.blocks[at // size].device
+            assert block is not None
+            add(input_ids=ids[at], position_ids=at, slots=block * size + at % size)
+        tokens += row.count
+        if row.samples:
+            add(logits_at=tokens - 1)
+        for child in range(row.samples):
+            if len(seq.output) < sampling.min_tokens and state.eos:
+                add(forbidden=(len(made.get("logits_row", [])), sorted(state.eos)))
+            keys = (np.array([x], np.uint64) for x in (state.seed, seq.index + child, len(seq.output)))
+            add(logits_row=rows, uniform=uniform(*keys)[0], raw=sampling.raw_logprobs)
+            add(**{name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")})
+        rows += bool(row.samples)
+    add(query_starts=tokens)
+    return {**made, "raw": any(made.get("raw", [])), "num_tokens": tokens, "num_logits": rows, "shared": plan.shared}
+
+
+def assert_plain(batch: Batch, plan: Plan, size: int) -> None:
+    want = plain(plan, size)
+    lengths = {"input_ids": batch.num_tokens, "position_ids": batch.num_tokens, "logits_at": batch.num_logits}
+    dtypes = {torch.int64: ("input_ids", "position_ids", "slots", "logits_at"), np.int32: ("query_starts", "context_lens")}
+    dtypes |= {np.dtype(np.int32): ("block_table", "shared")}
+    for dtype, names in dtypes.items():
+        for name in names:
+            got = getattr(batch, name)
+            assert got.dtype == dtype, name
+            values = got[0] if name in ("input_ids", "position_ids") else got
+            assert [*map(_plain, values[: lengths.get(name, len(values))])] == [*map(_plain, want.get(name, []))], name
+    sampling = batch.sampling
+    kinds = {"logits_row": np.int64, "top_k": np.int64, "uniform": np.float64}
+    for name in ("logits_row", "uniform", "temperature", "top_k", "top_p", "min_p"):
+        array, dtype = getattr(sampling, name), kinds.get(name, np.float32)
+        assert array.dtype == dtype and array.flags.c_contiguous, name
+        assert array.tobytes() == np.array(want.get(name, []), dtype).tobytes(), name
+    assert sampling.forbidden == want.get("forbidden", []) and sampling.raw == want["raw"]
+    assert (batch.num_tokens, batch.num_logits) == (want["num_tokens"], want["num_logits"])
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
+
+
+def run_checked(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Random groups through a toy engine with little KV, each batch compared. Returns the number of batches."""
+    r = random.Random(seed)
+    size, compared = r.choice([2, 4, 8]), 0
+    build = Batch.build
+
+    def checked(plan: Plan, block_size: int, *rest: Any) -> Batch:
+        nonlocal compared
+        compared += 1
+        batch = build(plan, block_size, *rest)
+        assert_plain(batch, plan, block_size)
+        return batch
+
+    monkeypatch.setattr(engine.engine.Batch, "build", staticmethod(checked))
+    offload = r.choice([0, 0.001])
+    e = toy_engine(block_size=size, kv_tokens=r.choice([96, 256]), max_num_seqs=r.choice([3, 16]), cpu_offload_gib=offload)
+    base = [r.randrange(1, 23) for _ in range(30)]
+    for i in range(8):
+        prompt = base[: r.randrange(30)] + [r.randrange(1, 23)]
+        e.submit(group(f"g{i}", prompt, **{"seed": i, **r.choice(SAMPLINGS)}))
+    for kv in ("keep", "recompute"):
+        for _ in range(r.randrange(12)):
+            e.step()
+        e.scheduler.refresh(e.scheduler.version + 1, kv)
+    run(e)
+    monkeypatch.setattr(engine.engine.Batch, "build", staticmethod(build))
+    assert e.counters.failed_steps == 0, "a batch was not the plain one: see the log"
+    return compared
+
+
+def test_batches_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sum(run_checked(seed, monkeypatch) for seed in range(40)) > 1000
+
+
+def keeps_blocks(self: Columns, seq: Sequence) -> None:
+    """who comes finds the block table of who was there before"""
+    seq.place = self._free.pop()
+    seq.table = self.table[seq.place]
+    self.drawing[seq.place] = engine.columns.drawing_of(seq)
+
+
+def keeps_drawing(self: Columns, seq: Sequence) -> None:
+    """who comes draws like who was there before"""
+    seq.place = self._free.pop()
+    seq.table = self.table[seq.place]
+    seq.table[: len(seq.blocks)] = [block.device for block in seq.blocks]
+
+
+@pytest.mark.parametrize("wrong", [keeps_blocks, keeps_drawing], ids=lambda wrong: wrong.__doc__)
+def test_what_a_place_keeps_is_seen(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control, with the scheduler's own check off."""
+    monkeypatch.setattr(Columns, "enter", wrong)
+    monkeypatch.setattr(Columns, "check", lambda self, running: None)
+    with pytest.raises(AssertionError, match="see the log"):
+        for seed in range(10):
+            run_checked(seed, monkeypatch)

@@ -1,0 +1,57 @@
+"""`rollout bench host` in small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollout.bench import host, run
+
+
+def test_bench_host_prints_the_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host, "SEQUENCES", (16, 32))
+    out = tmp_path / "rows.jsonl"
+    options = {"in_process": False, "scale": 0.1, "repeat": 1, "dtype": "float32", "threads": 1}
+    assert run(("host",), model="no such model", json_file=str(out), **options) == 0  # type: ignore[arg-type]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["workload"], row["sequences"]) for row in rows] == [("host", 16), ("host", 32)]
+    for row in rows:
+        parts = sum(row[f"{name}_ms"] for name in host.PARTS)
+        assert row["steps"] >= 20 and all(row[f"{name}_ms"] > 0 for name in host.PARTS)
+        assert 0.8 * parts < row["host_ms"] < 2 * parts, "medians of parts, and of all with what lies between them"
+    assert "host: " in capsys.readouterr().out
+
+
+def test_what_a_part_takes_shows_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part, made slow, is the one that grows."""
+    import engine.engine as module
+
+    quick = host.measure(16, 0.1)
+    spin = 0.02
+
+    def slow(call):  # type: ignore[no-untyped-def]
+        def slowly(*args, **kwargs):  # type: ignore[no-untyped-def]
+            end = host.time.perf_counter() + spin
+            while host.time.perf_counter() < end:
+                pass
+            return call(*args, **kwargs)
+
+        return slowly
+
+    targets = {
+        "plan": (module.Scheduler, "plan"),
+        "build": (module.Batch, "build"),
+        "sample": (module, "sample"),
+        "commit": (module.Scheduler, "commit"),
+    }
+    for name, (owner, attribute) in targets.items():
+        with monkeypatch.context() as patched:
+            call = getattr(owner, attribute)
+            patched.setattr(owner, attribute, staticmethod(slow(call)) if name == "build" else slow(call))
+            row = host.measure(16, 0.04)
+        grown = [part for part in ("host", *host.PARTS) if row[f"{part}_ms"] > quick[f"{part}_ms"] + 0.9e3 * spin]
+        assert grown == ["host", name]
