@@ -43,6 +43,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """CPU threads of torch and of the attention kernel; None = torch's choice"""
     attention: Literal["auto", "reference", "native", "triton"] = "auto"
     """auto = the native kernel on the CPU, Triton's on CUDA; the torch reference where they cannot be had"""
+    compile_layers: bool = False
+    """decoder layers through torch.compile: some seconds at the first start, and log-probs are no longer those of the trainer's
+    eager forward to the bit. On the CPU the native decoder is faster (docs/decisions/native.md)"""
     cuda_graphs: bool = True
     """on CUDA, capture the forward of a decode step once for each batch size and replay it"""
     share_prefix: bool = True

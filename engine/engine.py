@@ -64,6 +64,8 @@ class Engine:
         self.limits = limits or Limits()
         if config.device != "cpu" and not torch.cuda.is_available():
             raise ValueError(f"device={config.device}: torch {torch.__version__} finds no CUDA device here; device=cpu works")
+        if (index := torch.device(config.device).index) is not None:
+            torch.cuda.set_device(index)  # Triton and events take the current one
         if model is None:
             model = open_model(config)
         streamed = getattr(model, "streamed", None)
@@ -76,7 +78,7 @@ class Engine:
         self.graphs: DecodeGraphs | None = None
         if config.cuda_graphs and model.device.type == "cuda" and isinstance(self.backend, TritonAttention):
             ring = None if streamed is None else streamed.ring
-            self.graphs = DecodeGraphs(model.forward, capacity.rows, model.device, cuda_capture(), ring)
+            self.graphs = DecodeGraphs(model.forward, capacity.rows, model.device, cuda_capture, ring)
         self.weights = Weights(getattr(model, "module", None), streamed)
         self.counters = Counters()
         bytes_per_block = model.geometry.bytes_per_token * config.block_size

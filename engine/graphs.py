@@ -38,19 +38,21 @@ def sizes(largest: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """`forward`: of a batch, on addresses that stay. `largest`: most rows of a step. `ring`: of weight offload, if it is on."""
+    """`forward`: of a batch, on addresses that stay. `largest`: most rows of a step. `new_capture`: called at
+    the start and when all graphs are forgotten. `ring`: of weight offload, if it is on."""
 
     def __init__(
         self,
         forward: Callable[[Batch, PagedKV, Backend], torch.Tensor],
         largest: int,
         device: torch.device,
-        capture: Capture,
+        new_capture: Callable[[], Capture],
         ring: Ring | None = None,
     ) -> None:
         self._forward = forward
         self._ring = ring
-        self._capture = capture
+        self._new_capture = new_capture
+        self._capture = new_capture()
         self._sizes = sizes(largest)
         self._ids = torch.zeros((1, largest), dtype=torch.int64, device=device)
         self._positions = torch.zeros((1, largest), dtype=torch.int64, device=device)
@@ -76,6 +78,7 @@ class DecodeGraphs:
     def forget(self) -> None:
         """Addresses have changed: capture again as sizes come up."""
         self._replays.clear()
+        self._capture = self._new_capture()
 
     def _captured(self, size: int, batch: Batch, kv: PagedKV, backend: Backend) -> Run:
         static = replace(

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from engine.lanes import Beside, Copied, InLine, Lane
-from engine.memory import anonymous
+from engine.memory import anonymous, pinned
 from engine.pool import Moves
 
 MADV_POPULATE_WRITE = 23
@@ -61,8 +61,7 @@ class PagedKV:
         self.data, self._map = _allocate((device_blocks, *shape), geometry.dtype, device)
         """[blocks, layers, 2, kv_heads, block_size, head_dim] on the device; zero at first, so that no NaN lies in it"""
         host = torch.device("cpu")
-        pinned = device.type == "cuda"
-        self.host, host_map = _allocate((host_blocks, *shape), geometry.dtype, host, pinned=pinned)
+        self.host, host_map = _allocate((host_blocks, *shape), geometry.dtype, host, pin=device.type == "cuda")
         """the same shape in host memory, pinned on CUDA"""
         self._take_now = take_now[0]
         for memory, now in ((self._map, take_now[0]), (host_map, take_now[1])):
@@ -113,21 +112,21 @@ def copy_rows(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int,
 
 
 def _allocate(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pinned: bool = False
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pin: bool = False
 ) -> tuple[torch.Tensor, mmap.mmap | None]:
     """A tensor of zeros, and the map that it lies in, if it does."""
-    if device.type != "cpu" or pinned:
-        return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned), None
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device), None
     size = dtype.itemsize
     for length in shape:
         size *= length
     if size == 0:
         return torch.zeros(shape, dtype=dtype), None
     try:
-        memory = anonymous(size)
+        memory = pinned(size) if pin else anonymous(size)
     except OSError as error:
         raise ValueError(
-            f"a KV pool of {size / 2**30:.1f} GiB cannot be had here: {error}; lower kv_gib or kv_tokens"
+            f"a KV pool of {size / 2**30:.1f} GiB cannot be had here: {error}; lower kv_gib or kv_tokens, or cpu_offload_gib"
         ) from error
     return torch.frombuffer(memory, dtype=dtype).view(shape), memory
 

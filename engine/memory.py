@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -49,6 +51,26 @@ def anonymous(size: int) -> mmap.mmap:
     return memory
 
 
+def pinned(size: int, cudart: Any = None) -> mmap.mmap:
+    """The same, locked in its place, so that a CUDA device copies from and to it by itself. torch's `pin_memory` would round up
+    to a power of two, and keep what is given back. Raises OSError. `cudart`: torch.cuda.cudart(), tests have another one."""
+    memory = anonymous(size)
+    cudart = cudart or torch.cuda.cudart()
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    status = int(cudart.cudaHostRegister(address, size, 0))
+    if status:
+        raise OSError(f"CUDA cannot pin {size / 2**30:.1f} GiB of host memory (cudaHostRegister: error {status})")
+    weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
+    return memory
+
+
+def host_buffer(size: int, pin: bool) -> torch.Tensor:
+    """[size] uint8 of zeros in host memory, pinned for CUDA if `pin`. Raises OSError."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(pinned(size) if pin else anonymous(size), dtype=torch.uint8)
+
+
 def side_by_side(tensors: Iterable[torch.Tensor]) -> tuple[list[int], int]:
     """First byte of each tensor in one buffer, at multiples of ALIGNMENT, and the buffer's size."""
     starts, size = [], 0
@@ -77,6 +99,6 @@ def own_parameters(parameters: Iterable[nn.Parameter]) -> None:
     starts, size = side_by_side(parameters)
     if not size:
         return
-    memory = torch.frombuffer(anonymous(size), dtype=torch.uint8)
+    memory = host_buffer(size, pin=False)
     for parameter, start in zip(parameters, starts, strict=True):
         parameter.data = placed(memory, start, parameter).copy_(parameter.data)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention.seam import ATTENTION_NAME, Backend, Call, Probe
 from engine.batch import Batch
+from engine.compiled import compile_layers
 from engine.config import EngineConfig
 from engine.kv import KVGeometry, PagedKV
 from engine.memory import own_parameters
@@ -31,10 +32,12 @@ class UnsupportedModel(ValueError):
 def open_model(config: EngineConfig) -> Model:
     """The model that a configuration names. Raises ValueError if it cannot be had or served so."""
     dtype, device, offload = getattr(torch, config.dtype), torch.device(config.device), config.weight_offload
-    if offload is None:
-        return Model(load_model(config.model, dtype, device), config.model)
-    module = load_model(config.model, dtype, None)
-    return Model(module, config.model, Streamed(module, config.model, offload, device))
+    module = load_model(config.model, dtype, device if offload is None else None)
+    streamed = None if offload is None else Streamed(module, config.model, offload, device)
+    model = Model(module, config.model, streamed, native=not config.compile_layers)
+    if config.compile_layers:
+        compile_layers(model)
+    return model
 
 
 def load_model(folder: str, dtype: torch.dtype, device: torch.device | None) -> PreTrainedModel:
@@ -50,10 +53,10 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device | None) -> 
 
 
 class Model:
-    """A transformers model behind the attention seam; `streamed`: the offload of its layers. Raises UnsupportedModel for what
-    the seam does not serve."""
+    """A transformers model behind the attention seam; `streamed`: the offload of its layers; `native`: run it by the native
+    decoder where that can be. Raises UnsupportedModel for what the seam does not serve."""
 
-    def __init__(self, module: PreTrainedModel, name: str, streamed: Streamed | None = None) -> None:
+    def __init__(self, module: PreTrainedModel, name: str, streamed: Streamed | None = None, native: bool = True) -> None:
         config = module.config.get_text_config()
         _refuse_config(config, name)
         if not getattr(module, "_supports_attention_backend", False):
@@ -71,7 +74,7 @@ class Model:
         """0 = not the same in all layers"""
         self.geometry = KVGeometry(len(asked), asked[0]["kv_heads"], asked[0]["head_dim"], module.dtype)
         self.eos_token_ids = _eos(module)
-        self.native = self._native(asked)
+        self.native = self._native(asked) if native else None
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
         """[S, vocab] logits of the tokens `batch.logits_at`: by the native decoder where it has the bits of transformers."""

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from engine.config import WeightOffload
-from engine.memory import anonymous, own_parameters, placed, side_by_side, storage_bytes
+from engine.memory import host_buffer, own_parameters, placed, side_by_side, storage_bytes
 
 log = logging.getLogger("rollout.engine")
 
@@ -121,10 +121,7 @@ class OffloadedLayer:
 
     def allocate(self) -> None:
         """Masters of zeros."""
-        if self._pinned:
-            self.buffer = torch.zeros(self.size, dtype=torch.uint8, pin_memory=True)
-        else:
-            self.buffer = torch.frombuffer(anonymous(self.size), dtype=torch.uint8)
+        self.buffer = host_buffer(self.size, self._pinned)
         self.lay(self.masters, self.buffer)
 
     def drop(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import xxhash
 
-from engine.memory import anonymous, placed, side_by_side, storage_bytes
+from engine.memory import host_buffer, placed, side_by_side, storage_bytes
 from engine.request import TensorInfo, manifest_digest
 from engine.staging import DTYPES, SLICE_BYTES, InvalidWeights, Part, Staging, dtype_name, tensor_bytes
 from engine.streaming import Streamed
@@ -87,13 +87,14 @@ class Weights:
             _ = self.digest  # while it can be read
         if self._streamed is not None:
             self._streamed.leave(keep)
+        away = self._allocate() if keep and any(tensor.is_cuda for tensor in self._tensors.values()) else None
         for name, tensor in self._tensors.items():
             if name in self._offloaded:
                 continue
             if not keep:
                 self._away[name] = tensor.data.new_empty(0)
             elif tensor.is_cuda:
-                self._away[name] = tensor.data.to("cpu").pin_memory()
+                self._away[name] = placed(away, self._places[name], tensor).copy_(tensor.data)
         self.dropped |= not keep
         for name in self._away:
             self._tensors[name].data = self._tensors[name].data.new_empty(0)
@@ -134,9 +135,7 @@ class Weights:
 
     def _allocate(self) -> torch.Tensor:
         """[bytes] uint8 to stage in, pinned if the model is on CUDA."""
-        if not self._size or any(tensor.is_cuda for tensor in self._tensors.values()):
-            return torch.empty(self._size, dtype=torch.uint8, pin_memory=self._size > 0)
-        return torch.frombuffer(anonymous(self._size), dtype=torch.uint8)
+        return host_buffer(self._size, any(tensor.is_cuda for tensor in self._tensors.values()))
 
     def _check(self, manifest: Sequence[TensorInfo], partial: bool) -> list[str | None]:
         """For each entry the tensor that it writes; None: it repeats one under its other name."""

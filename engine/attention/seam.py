@@ -7,7 +7,7 @@ step's `Batch` and the pool travel as one argument and there is no global contex
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
@@ -45,12 +45,16 @@ class Backend(Protocol):
         (any strides, P = padded tokens), window 0 = unlimited. Returns [P, q_heads, head_dim], zero for padding."""
 
 
-class Call(NamedTuple):
-    """What travels down to every layer of one forward."""
+class Call:
+    """What travels down to every layer of one forward. Not a tuple: torch.compile would look inside, and compile anew for every
+    step."""
 
-    backend: Backend
-    batch: Batch
-    kv: PagedKV
+    __slots__ = ("backend", "batch", "kv")
+
+    def __init__(self, backend: Backend, batch: Batch, kv: PagedKV) -> None:
+        self.backend = backend
+        self.batch = batch
+        self.kv = kv
 
 
 class Probe:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from engine.paths import cache_dir
+
 FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC", "-shared"]
 _AVX512 = ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 ISAS: dict[str, tuple[set[str], list[str]]] = {
@@ -64,7 +66,7 @@ def build(source: Path, isa: str) -> Path:
     command = [compiler, *FLAGS, *flags, str(source)]
     about = "\0".join([*FLAGS, *flags, os.path.realpath(compiler), str(os.stat(compiler).st_mtime_ns), platform.machine()])
     key = hashlib.sha256(source.read_bytes() + about.encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("ROLLOUT_CACHE") or Path.home() / ".cache" / "rollout") / "native"
+    folder = cache_dir() / "native"
     target = folder / f"{source.stem}-{isa}-{key}.so"
     if target.exists():
         return target

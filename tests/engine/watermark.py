@@ -26,6 +26,7 @@ class WatermarkModel:
     name = "watermark"
     vocab_size = VOCAB
     context = 4096
+    q_heads = 1
     device = torch.device("cpu")
     geometry = KVGeometry(1, 1, 1, torch.float32)
     eos_token_ids: frozenset[int] = frozenset()

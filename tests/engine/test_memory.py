@@ -1,0 +1,47 @@
+"""Memory that is pinned for a CUDA device, on a stand-in for its runtime."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from engine.memory import host_buffer, pinned
+
+
+class FakeRuntime:
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if not self.status:
+            self.registered[address] = size
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+def test_pinned_memory_is_given_back_with_its_last_view() -> None:
+    runtime = FakeRuntime()
+    memory = pinned(3 << 20, runtime)
+    view = torch.frombuffer(memory, dtype=torch.uint8)[5:10]
+    assert runtime.registered == {view.data_ptr() - 5: 3 << 20} and not view.any()
+    del memory
+    gc.collect()
+    assert runtime.registered, "pinned memory was let go while it is in use"
+    del view
+    gc.collect()
+    assert not runtime.registered
+
+
+def test_memory_that_cannot_be_pinned() -> None:
+    with pytest.raises(OSError, match="cannot pin 1.0 GiB.*error 2"):
+        pinned(1 << 30, FakeRuntime(status=2))
+
+
+def test_nothing_needs_no_memory() -> None:
+    assert host_buffer(0, pin=True).nbytes == 0 and host_buffer(100, pin=False).tolist() == [0] * 100
