@@ -58,10 +58,12 @@ class DecodeGraphs:
         self._positions = torch.zeros((1, largest), dtype=torch.int64, device=device)
         self._at = torch.arange(largest, device=device)
         self._replays: dict[int, Run] = {}
+        self._works = True
 
     def covers(self, batch: Batch) -> bool:
-        """Every row has one token and wants its logits."""
-        return batch.num_tokens == len(batch.context_lens) == batch.num_logits
+        """Every row has one token and wants its logits. Nothing is covered once a capture has failed, as it does where the host
+        must wait for the device in the middle of a forward (some mixtures of experts)."""
+        return self._works and batch.num_tokens == len(batch.context_lens) == batch.num_logits
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
         """[S, vocabulary] logits, which the next call overwrites."""
@@ -70,7 +72,12 @@ class DecodeGraphs:
         self._ids[:, :n].copy_(batch.input_ids[:, :n])
         self._positions[:, :n].copy_(batch.position_ids[:, :n])
         if size not in self._replays:
-            self._replays[size] = self._captured(size, batch, kv, backend)
+            try:
+                self._replays[size] = self._captured(size, batch, kv, backend)
+            except RuntimeError as error:
+                log.warning("decode runs without CUDA graphs, the forward cannot be captured: %s", error)
+                self._works = False
+                return self._forward(batch, kv, backend)
         if self._ring is not None:
             self._ring.join()
         return self._replays[size]()[:n]

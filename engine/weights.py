@@ -7,7 +7,7 @@
     live       [parameters of the module]   same storage, whatever is refreshed; another one after `leave`
     staged     ┌ embed ──────┬ q ──┬ k ─┬ … ┐   one buffer in the model's dtypes, each tensor at a multiple of 64 bytes;
                the first refresh allocates it, all others use it again
-    scratch    one slice
+    scratch    one slice, where the live tensors are
 
 The exchange goes slice by slice: scratch ← live, live ← staged, staged ← scratch. So the staging buffer ends up with the old
 weights, and a failure at tensor k restores tensors 0 … k from there: undo costs a slice of memory, whatever the model's size.
@@ -30,6 +30,8 @@ from engine.staging import DTYPES, SLICE_BYTES, InvalidWeights, Part, Staging, d
 from engine.streaming import Streamed
 
 VERSION_LIMIT = 2**63
+DEVICE_SLICE_BYTES = 64 << 20
+"""of the exchange with tensors on a device: a copy over its bus costs some ten microseconds to begin"""
 
 
 class WeightsTorn(RuntimeError):
@@ -58,6 +60,7 @@ class Weights:
         """first byte of each in the staging buffer"""
         self._buffer: torch.Tensor | None = None
         self._scratch = torch.empty(SLICE_BYTES, dtype=torch.uint8)
+        self._device_scratch: torch.Tensor | None = None
         self._staging: Staging | None = None
         self.dropped = False
         """they were given away and hold nothing until a whole refresh has come"""
@@ -82,7 +85,7 @@ class Weights:
         """Give the memory of the tensors back, and that for staging; `come_back` takes it again. `keep`: what they hold moves
         to host memory, where tensors of the CPU are already; otherwise it is gone."""
         assert self._staging is None and not self._away
-        self._buffer = None
+        self._buffer = self._device_scratch = None
         if not keep:
             _ = self.digest  # while it can be read
         if self._streamed is not None:
@@ -219,12 +222,15 @@ class Weights:
     def _slices(self, name: str) -> Iterator[tuple[Any, Any, Any]]:
         """[slice] uint8 views of a live tensor, its staged twin and the scratch. On the CPU they are numpy's, whose memcpy has
         no other threads to wait for."""
-        flat = [tensor.detach().view(-1).view(torch.uint8) for tensor in (self._tensors[name], self._place(name))]
-        live, staged, scratch = [*flat, self._scratch]
+        live, staged = (tensor.detach().view(-1).view(torch.uint8) for tensor in (self._tensors[name], self._place(name)))
         if live.device.type == "cpu":
-            live, staged, scratch = live.numpy(), staged.numpy(), scratch.numpy()
-        for start in range(0, len(live), SLICE_BYTES):
-            end = min(start + SLICE_BYTES, len(live))
+            live, staged, scratch = live.numpy(), staged.numpy(), self._scratch.numpy()
+        else:
+            if self._device_scratch is None:
+                self._device_scratch = torch.empty(DEVICE_SLICE_BYTES, dtype=torch.uint8, device=live.device)
+            scratch = self._device_scratch
+        for start in range(0, len(live), len(scratch)):
+            end = min(start + len(scratch), len(live))
             yield live[start:end], staged[start:end], scratch[: end - start]
 
     @property

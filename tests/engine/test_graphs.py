@@ -125,3 +125,16 @@ def test_a_replay_that_does_not_see_its_inputs_is_seen() -> None:
     eager, _ = small_engine(None)
     frozen, _ = small_engine(Frozen)
     assert not same(some(eager), some(frozen))
+
+
+class Refusing(Captured):
+    def __call__(self, forward: Run) -> Run:
+        self.captures += 1
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_a_forward_that_cannot_be_captured_runs_without_graphs() -> None:
+    eager, _ = small_engine(None)
+    refused, stub = small_engine(Refusing)
+    assert stub is not None
+    assert same(some(eager), some(refused)) and stub.captures == 1
