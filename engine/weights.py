@@ -104,9 +104,19 @@ class Weights:
 
     def come_back(self) -> None:
         """Undo `leave`. The tensors lie elsewhere than before."""
+        dropped = {}
         for name, kept in self._away.items():
             tensor = self._tensors[name]
-            tensor.data = kept.to(tensor.device) if kept.numel() else tensor.data.new_zeros(self._shapes[name])
+            if kept.numel():
+                tensor.data = kept.to(tensor.device)
+            elif tensor.is_cuda:
+                tensor.data = tensor.data.new_zeros(self._shapes[name])
+            else:
+                dropped[name] = tensor.data.new_empty(self._shapes[name], device="meta")
+        starts, size = side_by_side(dropped.values())
+        memory = host_buffer(size, pin=False)  # in huge pages, as they were
+        for (name, like), start in zip(dropped.items(), starts, strict=True):
+            self._tensors[name].data = placed(memory, start, like)
         self._away.clear()
         if self._streamed is not None:
             self._streamed.come_back()
