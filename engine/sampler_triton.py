@@ -84,6 +84,8 @@ def draw(
     asked = torch.from_numpy(np.stack([row, temperature, uniform]).astype(np.float64)).to(logits.device)
     out = torch.empty((4, draws), device=logits.device)
     logits = logits.contiguous()
-    draw_kernel[(draws,)](logits, asked, out, draws, logits.shape[1], logits.stride(0), N=BLOCK, num_warps=8)
+    draw_kernel[(draws,)](
+        logits, asked, out, draws, logits.shape[1], logits.stride(0), N=BLOCK, num_warps=8, enable_fp_fusion=False
+    )
     tokens, logprobs, plain, finite = out.cpu().numpy()
     return tokens.view(np.int32), logprobs, plain if raw else None, finite > 0

@@ -28,6 +28,8 @@ PROGRAMS_OF_A_PROCESSOR = 3
 """programs whose registers one streaming multiprocessor holds"""
 LAUNCH = {"N": 64, "num_warps": 4, "num_stages": 2}
 """of `attend`: keys that a tile meets at once; threads / 32; blocks of keys that are under way from memory"""
+EXACT = {"enable_fp_fusion": False}
+"""a product and a sum are rounded each, wherever they stand: merging in `attend` and in `merge` gives the same bits"""
 LOG2E = math.log2(math.e)
 
 
@@ -150,11 +152,12 @@ class TritonAttention:
             kernels.attend[(self.programs,)](
                 query, out, data, table, positions, parts, self.partial, self.sums, tiles, counts[i:],
                 layer_at, stride, *query.stride()[:2], out.stride(0), scaling * LOG2E, window,
-                GROUP=group, CHUNK=chunk, M=rows, COLUMNS=COLUMNS, WIDEN=query.device.type == "cpu", **shape, **LAUNCH,
+                GROUP=group, CHUNK=chunk, M=rows, COLUMNS=COLUMNS, WIDEN=query.device.type == "cpu", **shape, **LAUNCH, **EXACT,
             )  # fmt: skip
         kernels.merge[(padded, heads)](
             out, positions, parts, self.partial, self.sums, out.stride(0), window,
             HEADS=heads, GROUP=group, GROUP_PAD=_power_of_two(group), DIM=dim, DIM_PAD=shape["DIM_PAD"], CHUNK=chunk,
+            **EXACT,
         )  # fmt: skip
         return out
 
