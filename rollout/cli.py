@@ -108,6 +108,8 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     """file that gets one JSON object a run and one a workload; - is standard output"""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     threads: int | None = None
+    device: str = "cpu"
+    """of workloads and `sharing`; cuda needs a GPU"""
     compare: bool = True
     """run a workload whose KV pool is too small in turn with a roomy pool and with offload off, and print the ratios"""
     unshared: bool = False
@@ -224,6 +226,7 @@ def bench(argv: list[str]) -> int:
             json_file=args.json,
             dtype=args.dtype,
             threads=args.threads,
+            device=args.device,
             compare=args.compare,
             unshared=args.unshared,
             against=args.against,

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Literal, TextIO
 
+import msgspec
 import torch
 from rich.console import Console
 
 import rollout.plot
 from engine.config import EngineConfig
 from rollout import models
-from rollout.bench import fidelity, host, refresh
+from rollout.bench import fidelity, host, refresh, sharing
 from rollout.bench.against import parse
 from rollout.bench.floor import Machine
 from rollout.bench.longer import long_enough
 from rollout.bench.record import Recording
 from rollout.bench.report import print_run, print_start, print_table, write_json
 from rollout.bench.runner import measure
-from rollout.bench.target import open_engine, open_service
+from rollout.bench.target import OpenTarget, open_engine, open_service
 from rollout.bench.text import PromptText
 from rollout.bench.workloads import WORKLOADS, find
 from rollout.config import InputError
 
-SPECIAL = (host.NAME, refresh.NAME, fidelity.NAME)
+SPECIAL = (host.NAME, refresh.NAME, fidelity.NAME, sharing.NAME)
 """measured in their own way; everything else is a row of WORKLOADS"""
 
 
@@ -39,6 +41,7 @@ def run(
     json_file: str | None,
     dtype: Literal["bfloat16", "float32"],
     threads: int | None,
+    device: str = "cpu",
     compare: bool = True,
     unshared: bool = False,
     against: str = "",
@@ -48,6 +51,7 @@ def run(
     """Returns the exit status. Raises InputError for a name or number that cannot be run."""
     check(names, in_process, scale, repeat, plot)
     peers = parse(against)
+    check_device(device, names, peers, floor)
     open_target = open_engine if in_process else open_service
     summaries: list[dict[str, Any]] = []
     recordings: list[Recording] | None = None if plot is None else []
@@ -67,19 +71,14 @@ def run(
                 return 0  # the only one without a model
         folder = models.resolve(model)
         text = PromptText(models.load_tokenizer(folder))
-        if refresh.NAME in names:
-            rows = list(keep(refresh.measure(folder, dtype, threads, repeat, text), sink))
-            refresh.print_summaries(console, [row for row in rows if "summary" in row])
-        if fidelity.NAME in names:
-            row = fidelity.measure(text, EngineConfig(dtype=dtype, threads=threads), folder, open_target, scale)
-            write_json(sink, row)
-            fidelity.print_summary(console, row)
+        base = EngineConfig(dtype=dtype, threads=threads, device=device)
+        measure_special(names, text, folder, base, open_target, scale, repeat, sink, console)
         for name in [name for name in names if name not in SPECIAL]:
             workload = find(name).scaled(scale, EngineConfig().block_size)
             print_start(console, workload)
             with long_enough(folder, workload.tokens) as (served, weights):
-                engine = EngineConfig(model=str(served), dtype=dtype, threads=threads)
-                bound = Machine(served, getattr(torch, dtype)).floor if peers or floor else None
+                engine = msgspec.structs.replace(base, model=str(served))
+                bound = Machine(served, getattr(torch, dtype)).floor if (peers or floor) and device == "cpu" else None
                 for row in measure(
                     workload, text, engine, open_target, repeat, compare=compare and not peers, unshared=unshared,
                     against=peers, floor=bound, recordings=recordings,
@@ -98,6 +97,30 @@ def run(
     return 0
 
 
+def measure_special(
+    names: tuple[str, ...],
+    text: PromptText,
+    folder: Path,
+    engine: EngineConfig,
+    open_target: OpenTarget,
+    scale: float,
+    repeat: int,
+    sink: TextIO | None,
+    console: Console,
+) -> None:
+    """What is measured in its own way, with a model."""
+    if refresh.NAME in names:
+        rows = list(keep(refresh.measure(folder, engine.dtype, engine.threads, repeat, text), sink))
+        refresh.print_summaries(console, [row for row in rows if "summary" in row])
+    if fidelity.NAME in names:
+        row = fidelity.measure(text, engine, folder, open_target, scale)
+        write_json(sink, row)
+        fidelity.print_summary(console, row)
+    if sharing.NAME in names:
+        for row in keep(sharing.measure_model(folder, engine, scale, repeat), sink):
+            sharing.print_row(console, row)
+
+
 def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, plot: str | None) -> None:
     """A mistake shows before the first minute of measuring. Raises InputError."""
     if not scale > 0:
@@ -114,6 +137,18 @@ def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, p
         if not set(names) - set(SPECIAL):
             raise InputError(f"--plot draws workloads; {', '.join(SPECIAL[:-1])} and {SPECIAL[-1]} have no picture")
         rollout.plot.check(plot)
+
+
+def check_device(device: str, names: tuple[str, ...], peers: Iterable[str], floor: bool) -> None:
+    """What measures the CPU alone is refused elsewhere. Raises InputError."""
+    if device == "cpu":
+        return
+    if not torch.cuda.is_available():
+        raise InputError(f"--device {device}: torch {torch.__version__} finds no CUDA device here; --device cpu works")
+    on_cpu = [name for name in names if name in SPECIAL and name != sharing.NAME]
+    on_cpu += [f"--against {name}" for name in peers if name != "transformers_cb"] + ["--floor"] * floor
+    if on_cpu:
+        raise InputError(f"{on_cpu[0]} measures the CPU: leave --device {device} out")
 
 
 def _open(path: str) -> TextIO:

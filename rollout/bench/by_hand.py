@@ -1,0 +1,147 @@
+"""Steps made by hand: a batch of any rows over a KV pool of random numbers, run through an engine's own model and attention.
+
+For what the scheduler would take minutes to get to, or never would: all sequences at one length, one batch in several tables.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from engine.batch import Batch
+from engine.engine import Engine
+from engine.graphs import cuda_capture, sizes
+from engine.kv import PagedKV
+from engine.memory import free_memory
+from engine.sampler import SamplingBatch
+
+PATTERN = 61
+"""different blocks in a pool; a prime, so that neighbours in a table differ whatever its layout"""
+
+
+def batch_of(
+    engine: Engine, table: np.ndarray, context: int, count: int = 1, shared: np.ndarray | None = None, seed: int = 0
+) -> Batch:
+    """R rows that compute the last `count` of their `context` tokens, random ids, and want the last one's logits.
+
+    table [R, M] int32, M blocks that hold `context` tokens. shared: as in `Batch`."""
+    rows, size = len(table), engine.config.block_size
+    assert table.shape[1] == -(-context // size) and 1 <= count <= context
+    positions = np.arange(context - count, context)
+    device = engine.model.device
+    ids = np.random.default_rng(seed).integers(0, engine.model.vocab_size, (1, rows * count))
+    return Batch(
+        input_ids=torch.from_numpy(ids).to(device),
+        position_ids=torch.from_numpy(np.tile(positions, rows)[None]).to(device),
+        num_tokens=rows * count,
+        slots=torch.from_numpy((table[:, positions // size].astype(np.int64) * size + positions % size).ravel()),
+        query_starts=np.arange(rows + 1, dtype=np.int32) * count,
+        context_lens=np.full(rows, context, np.int32),
+        block_table=np.ascontiguousarray(table, np.int32),
+        shared=np.zeros((0, 3), np.int32) if shared is None else shared,
+        logits_at=torch.arange(1, rows + 1, device=device) * count - 1,
+        num_logits=rows,
+        sampling=SamplingBatch(
+            logits_row=np.arange(rows),
+            temperature=np.ones(rows, np.float32),
+            top_k=np.zeros(rows, np.int64),
+            top_p=np.ones(rows, np.float32),
+            min_p=np.zeros(rows, np.float32),
+            uniform=np.random.default_rng(seed).random(rows),
+            forbidden=[],
+            raw=False,
+        ),
+    )
+
+
+def own_blocks(rows: int, context: int, block_size: int) -> np.ndarray:
+    """[rows, blocks] int32: a table in which nobody shares anything, scattered over the first blocks of the pool."""
+    blocks = -(-context // block_size)
+    return np.random.default_rng(0).permutation(rows * blocks).astype(np.int32).reshape(rows, blocks)
+
+
+@torch.inference_mode()
+def forward(engine: Engine, batch: Batch) -> torch.Tensor:
+    """[S, vocabulary] logits, as a step of the engine computes them: replayed where it would be. The next call may write over
+    them."""
+    batch = replace(batch, attention=engine.backend.prepare(batch, engine.kv))
+    run = engine.graphs if engine.graphs is not None and engine.graphs.covers(batch) else engine.model
+    return run.forward(batch, engine.kv, engine.backend)
+
+
+@torch.inference_mode()
+def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Tensor]:
+    """What runs the attention of all layers for a batch like this one: from a CUDA graph where decode runs from one."""
+    geometry, device = engine.model.geometry, engine.model.device
+
+    def random(heads: int) -> torch.Tensor:
+        return torch.randn(batch.num_tokens, heads, geometry.head_dim, dtype=geometry.dtype, device=device)
+
+    query, key, value = random(engine.model.q_heads), random(geometry.kv_heads), random(geometry.kv_heads)
+
+    def prepared(batch: Batch) -> Batch:
+        return replace(batch, attention=engine.backend.prepare(batch, engine.kv))
+
+    def layers(batch: Batch) -> torch.Tensor:
+        for layer in range(geometry.layers):
+            out = engine.backend.attend(layer, query, key, value, batch, engine.kv, geometry.head_dim**-0.5, 0)
+        return out
+
+    if engine.graphs is None:
+        return torch.inference_mode()(lambda batch: layers(prepared(batch)))
+    first = prepared(batch)
+    replay = cuda_capture()(lambda: layers(first))  # the index arrays of every batch lie at the same addresses
+
+    def again(batch: Batch) -> torch.Tensor:
+        prepared(batch)
+        return replay()
+
+    return torch.inference_mode()(again)
+
+
+def warm_graphs(engine: Engine) -> None:
+    """Capture every batch size now, so that no step that is timed does."""
+    if engine.graphs is not None:
+        for rows in sizes(max(engine.config.max_num_seqs, 16)):
+            forward(engine, batch_of(engine, np.zeros((rows, 1), np.int32), 1))
+
+
+def fill(kv: PagedKV) -> None:
+    """Random numbers for the whole pool."""
+    base = torch.randn((PATTERN, *kv.data.shape[1:]), dtype=kv.data.dtype, device=kv.data.device)
+    for start in range(0, len(kv.data), PATTERN):
+        part = kv.data[start : start + PATTERN]
+        part.copy_(base[: len(part)])
+
+
+def milliseconds(device: torch.device, works: Mapping[str, Callable[[], object]], repeat: int) -> dict[str, list[float]]:
+    """Each work `repeat` times, in turn, after one round that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(repeat + 1):
+        for name, work in works.items():
+            synchronize(device)
+            started = time.perf_counter()
+            work()
+            synchronize(device)
+            if turn:
+                times[name].append(1e3 * (time.perf_counter() - started))
+    return times
+
+
+def median_ms(device: torch.device, work: Callable[[], object], repeat: int) -> float:
+    return statistics.median(milliseconds(device, {"": work}, repeat)[""])
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free_on(device: torch.device) -> int:
+    """Bytes that a pool on this device may take."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()

@@ -1,0 +1,189 @@
+"""`rollout bench sharing`: one decode step of forked groups, with its prefixes read once for a group and once for each child.
+
+    shared      children have the prefix blocks in common, attention reads them once for the group
+    per_child   the same blocks, but each child reads them (`share_prefix` off)
+    copies      every child has a copy of the prefix of its own, as in an engine without forks
+
+In process and by hand (`rollout.bench.by_hand`), in turn; medians. What comes out must be the same to the bit.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from rich.console import Console
+
+from engine.batch import Batch
+from engine.config import EngineConfig
+from engine.engine import Engine, ModelLike
+from rollout.bench.by_hand import attention_alone, batch_of, fill, forward, free_on, milliseconds, own_blocks
+from rollout.bench.longer import long_enough
+from rollout.bench.runner import BenchFailed
+from rollout.models import hide_progress_bars
+
+NAME = "sharing"
+LEAST_TURNS = 5
+SPARE = 0.85
+"""share of the free memory that a pool may take"""
+
+
+class Shape(NamedTuple):
+    groups: int
+    children: int
+    prefix: int
+    suffix: int
+
+    @property
+    def rows(self) -> int:
+        return self.groups * self.children
+
+    @property
+    def context(self) -> int:
+        return self.prefix + self.suffix
+
+    def scaled(self, factor: float, block_size: int) -> Shape:
+        """Prefix and suffix times `factor`, at least a block of each; the prefix in whole blocks."""
+        prefix = max(1, round(self.prefix * factor / block_size)) * block_size
+        return self._replace(prefix=prefix, suffix=max(block_size, round(self.suffix * factor)))
+
+
+FANOUT, LONG_PREFIX, MANY_LONG = Shape(8, 16, 512, 128), Shape(1, 32, 4096, 64), Shape(16, 16, 4096, 64)
+"""decode of the workloads `fanout` and `shared_prefix`; and for a GPU"""
+
+
+def shapes(device: str) -> tuple[Shape, ...]:
+    return (FANOUT, LONG_PREFIX) if device == "cpu" else (FANOUT, LONG_PREFIX, MANY_LONG)
+
+
+def measure_model(folder: Path, config: EngineConfig, scale: float, repeat: int) -> Iterator[dict[str, Any]]:
+    """For each shape a row a variant and a summary. Raises BenchFailed where variants disagree or memory is short."""
+    from engine.model import open_model
+
+    hide_progress_bars()
+    scaled = [shape.scaled(scale, config.block_size) for shape in shapes(config.device)]
+    with long_enough(folder, max(shape.context for shape in scaled)) as (served, weights):
+        model = open_model(msgspec.structs.replace(config, model=str(served)))
+        for shape in scaled:
+            for row in measure(model, config, shape, repeat):
+                yield row | {"model": str(folder), "weights": weights} if "summary" in row else row
+
+
+def measure(model: ModelLike, config: EngineConfig, shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
+    """The rows of one shape, each with medians of `repeat` turns, at least LEAST_TURNS, and the summary."""
+    size = config.block_size
+    blocks, prefix_blocks = -(-shape.context // size), shape.prefix // size
+    block_bytes = model.geometry.bytes_per_token * size
+    room = free_on(model.device) * SPARE
+    forked = (shape.groups * prefix_blocks + shape.rows * (blocks - prefix_blocks)) * block_bytes
+    copied = shape.rows * blocks * block_bytes
+    if forked > room:
+        raise BenchFailed(f"{text(shape)}: {forked / 2**30:.1f} GiB of KV in {room / 2**30:.1f} GiB; --scale makes it less")
+    variants = tables(shape, size, copies=copied <= room)
+    pool = (1 + max(int(table.max()) for table in variants.values())) * size
+    engine = Engine(
+        msgspec.structs.replace(
+            config, kv_tokens=pool, cpu_offload_gib=0, max_num_seqs=shape.rows, max_batch_tokens=max(shape.rows, 16)
+        ),
+        model,
+    )
+    fill(engine.kv)
+    if "copies" in variants:
+        copy_prefixes(engine, shape, variants["copies"], prefix_blocks)
+    groups = [(group * shape.children, shape.children, prefix_blocks) for group in range(shape.groups)]
+    batches = {
+        name: batch_of(engine, table, shape.context, shared=np.array(groups, np.int32) if name == "shared" else None)
+        for name, table in variants.items()
+    }
+    compare(engine, batches)
+    turns = max(repeat, LEAST_TURNS)
+    alone = attention_alone(engine, batches["shared"])
+    steps = milliseconds(model.device, {name: partial(forward, engine, batch) for name, batch in batches.items()}, turns)
+    attention = milliseconds(model.device, {name: partial(alone, batch) for name, batch in batches.items()}, turns)
+    left_out = None if copied <= room else f"copies: {copied / 2**30:.0f} GiB of KV"
+    yield from figures(shape, engine, steps, attention, left_out)
+
+
+def tables(shape: Shape, block_size: int, copies: bool) -> dict[str, np.ndarray]:
+    """A block table [rows, blocks] for each variant: children have their suffix blocks for themselves in all of them, and their
+    prefix blocks where it says `copies`, which is left out if there is no memory for it."""
+    prefix = shape.prefix // block_size
+    own = own_blocks(shape.rows, shape.context, block_size)
+    forked = own.copy()
+    forked[:, :prefix] = np.repeat(own[:: shape.children, :prefix], shape.children, axis=0)
+    if copies:
+        return {"shared": forked, "per_child": forked, "copies": own}
+    _, packed = np.unique(forked, return_inverse=True)  # as many blocks as there are, and no more
+    forked = packed.reshape(forked.shape).astype(np.int32)
+    return {"shared": forked, "per_child": forked}
+
+
+def copy_prefixes(engine: Engine, shape: Shape, own: np.ndarray, prefix: int) -> None:
+    """Every child's copy gets what the group's first one holds."""
+    data = engine.kv.data
+    blocks = torch.from_numpy(own[:, :prefix].astype(np.int64)).to(data.device)
+    for row in range(shape.rows):
+        first = row - row % shape.children
+        if row != first:
+            data[blocks[row]] = data[blocks[first]]
+
+
+def compare(engine: Engine, batches: dict[str, Batch]) -> None:
+    """Raises BenchFailed unless all variants have the same logits, to the bit."""
+    want = forward(engine, batches["shared"]).clone()
+    for name in batches:
+        if not torch.equal(forward(engine, batches[name]), want):
+            raise BenchFailed(f"{name} has other logits than shared")
+
+
+def figures(
+    shape: Shape, engine: Engine, steps: dict[str, list[float]], alone: dict[str, list[float]], left_out: str | None
+) -> Iterator[dict[str, Any]]:
+    base = {"workload": NAME, **shape._asdict()}
+    step, attention = ({name: statistics.median(each) for name, each in times.items()} for times in (steps, alone))
+    for name, each in steps.items():
+        yield base | {
+            "variant": name,
+            "turns": len(each),
+            "step_ms": round(step[name], 4),
+            "step_ms_min": round(min(each), 4),
+            "step_ms_max": round(max(each), 4),
+            "attention_ms": round(attention[name], 4),
+        }
+    summary = base | {"summary": True, "step_ms": round(step["shared"], 4), "attention_ms": round(attention["shared"], 4)}
+    for name in ("per_child", "copies"):
+        if name in step:
+            summary[f"ratio_to_{name}"] = round(step[name] / step["shared"], 4)
+            summary[f"attention_ratio_to_{name}"] = round(attention[name] / attention["shared"], 4)
+    yield summary | {
+        "left_out": left_out,
+        "kv_bytes": engine.kv.data.nbytes,
+        "attention": engine.backend.name,
+        "dtype": engine.config.dtype,
+        "device": engine.config.device,
+        "graphs": engine.graphs is not None,
+    }
+
+
+def text(shape: Shape) -> str:
+    return f"{shape.groups} x {shape.children} over {shape.prefix} + {shape.suffix} tokens"
+
+
+def print_row(console: Console, row: dict[str, Any]) -> None:
+    if "summary" not in row:
+        console.print(f"  {row['variant']}: {row['step_ms']:.2f} ms a step, {row['attention_ms']:.2f} of attention alone")
+        return
+    shape = Shape(*(row[name] for name in Shape._fields))
+    ratios = [
+        f"{row[f'ratio_to_{name}']:.2f} x {name} (attention {row[f'attention_ratio_to_{name}']:.2f} x)"
+        for name in ("per_child", "copies")
+        if f"ratio_to_{name}" in row
+    ]
+    left_out = f"; left out, {row['left_out']}" if row["left_out"] else ""
+    console.print(f"sharing, {text(shape)}: {', '.join(ratios)}{left_out}")
