@@ -97,9 +97,28 @@ INLINE float lane_max(vf x) {
 }
 #endif
 
-/* 2^x, relative error 3e-6 (coarse, for weights that become bf16) or 1.2e-7; exactly 1 at 0; 0 below -126, so also where
-   a masked score is -inf; NaN stays NaN. */
-INLINE vf exp2_(vf x, int coarse) {
+/* 2^x, relative error 3e-6 (coarse, for weights that become bf16) or 1.2e-7; exactly 1 at 0; 0 where a masked score is -inf;
+   NaN stays NaN. */
+#if VL == 16
+INLINE vf exp2_(vf x, int coarse) { /* 2^(x - floor x) by a polynomial, times 2^(floor x) */
+    const vf f = (vf)_mm512_reduce_ps((__m512)x, 0x09); /* x - floor x; 0 where x is infinite */
+    vf p;
+    if (coarse) {
+        p = fma_(all(0.013426687568426132f), f, all(0.0522424690425396f));
+        p = fma_(p, f, all(0.2412802129983902f));
+        p = fma_(p, f, all(0.6930448412895203f));
+    } else {
+        p = fma_(all(0.00021612919226754457f), f, all(0.0012467845808714628f));
+        p = fma_(p, f, all(0.009675451554358006f));
+        p = fma_(p, f, all(0.055485282093286514f));
+        p = fma_(p, f, all(0.2402293086051941f));
+        p = fma_(p, f, all(0.6931470632553101f));
+    }
+    p = fma_(p, f, all(1.0f));
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
+}
+#else
+INLINE vf exp2_(vf x, int coarse) { /* 0 below -126 */
     const vf magic = all(12582912.0f); /* 1.5 · 2^23: adding it rounds to an integer, which then stands in the low bits */
     vf t = x + magic, f = x - (t - magic), p;
     if (coarse) {
@@ -117,6 +136,7 @@ INLINE vf exp2_(vf x, int coarse) {
     vu scaled = (vu)p + ((vu)t << 23);
     return (vf)(scaled & ~(vu)(x < all(-126.0f)));
 }
+#endif
 
 INLINE uint16_t to_bf16(float x) {
     uint32_t u;
@@ -366,18 +386,16 @@ static void meet(Item *w, int q0, int nq, const int32_t *positions, int64_t star
         const int64_t from = c->window > 0 && positions[i] - c->window >= start ? positions[i] - c->window + 1 - start : 0;
         float *scores = w->scores + i * width;
         vf best = all(-INFINITY);
-        for (int x = 0; x < vectors; x++) {
-            vf t = load(scores + x * VL) * all(c->scale);
-            if (x * VL < from || (x + 1) * VL > end) {
+        if (from > 0 || end < vectors * VL)
+            for (int x = 0; x < vectors; x++) {
+                if (x * VL >= from && (x + 1) * VL <= end) continue;
                 vu at = lane + (uint32_t)(x * VL);
                 vu seen = (vu)(at < (uint32_t)(end > 0 ? end : 0)) & ~(vu)(at < (uint32_t)from);
-                t = (vf)(((vu)t & seen) | ((vu)all(-INFINITY) & ~seen));
+                store(scores + x * VL, (vf)(((vu)load(scores + x * VL) & seen) | ((vu)all(-INFINITY) & ~seen)));
             }
-            store(scores + x * VL, t);
-            best = max_(best, t);
-        }
+        for (int x = 0; x < vectors; x++) best = max_(best, load(scores + x * VL));
         vu here = (vu)(lane == (uint32_t)i);
-        highest = (vf)(((vu)all(lane_max(best)) & here) | ((vu)highest & ~here));
+        highest = (vf)(((vu)all(lane_max(best) * c->scale) & here) | ((vu)highest & ~here));
     }
     float top[VL], shrink[VL];
     highest = max_(highest, old); /* old where highest is NaN: the NaN is in the weights then */
@@ -390,7 +408,7 @@ static void meet(Item *w, int q0, int nq, const int32_t *positions, int64_t star
         uint32_t *weights = w->weights + i * width;
         vf sum = load(w->l + (q0 + i) * VL) * all(shrink[i]);
         for (int x = 0; x < vectors; x++) {
-            vf p = exp2_(load(scores + x * VL) - all(top[i]), bf16);
+            vf p = exp2_(fma_(load(scores + x * VL), all(c->scale), all(-top[i])), bf16);
             if (bf16)
                 p = round_weights(p, (uint16_t *)weights + x * VL);
             else
