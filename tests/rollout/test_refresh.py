@@ -28,7 +28,7 @@ from transport import messages as m
 from transport.errors import Busy, ClientClosed, InvalidRequest, RequestTimeout, SourceUnreachable, StaleWeights, WeightsRefused
 from transport.frames import Decoder, pack
 from transport.loopback import LoopbackService
-from transport.weights import inline
+from transport.weights import distributed, inline
 from transport.weights.inline import InlineOffer, chunks
 from transport.weights.manifest import pack_manifest
 from transport.weights.shm import Segment, ShmOffer, host_key
@@ -335,9 +335,10 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Callable[..
     engine.check()
 
 
-@pytest.mark.parametrize("via", ["auto", pytest.param("shm", marks=needs_shm), "inline"])
+@pytest.mark.parametrize("via", ["auto", pytest.param("shm", marks=needs_shm), "inline", "gloo"])
 def test_refresh_under_running_samples(served: Any, via: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inline, "CHUNK_BYTES", 700_001)
+    monkeypatch.setattr(distributed, "SLOT_BYTES", 700_001)
     engine, connect = served
     client = connect()
     handle = client.submit([1, 2, 3], SAMPLING)
@@ -425,7 +426,7 @@ def test_wrong_tensors_are_told_by_name(served: Any) -> None:
         ({**weights_of(1), "w0": [1, 2]}, "'w0': cannot be sent"),
         (iter([]), "no tensors at all"),
     ):
-        for via in ("auto", "inline"):
+        for via in ("auto", "inline", "gloo"):
             with pytest.raises(WeightsRefused, match=message):
                 client.refresh(named, via=via)  # type: ignore[arg-type]
     assert client.weights_status()["version"] == 0
@@ -472,8 +473,9 @@ def test_tensors_that_change_while_they_are_sent_are_refused(served: Any, monkey
         return prepared
 
     monkeypatch.setattr(Pusher, "_prepare", change)
-    with pytest.raises(WeightsRefused, match="'w5'.*digest"):
-        client.refresh(new, via="inline")
+    for via in ("inline", "gloo"):
+        with pytest.raises(WeightsRefused, match="'w5'.*digest"):
+            client.refresh(new, via=via)
     if host_key():
         assert client.refresh(new, via="shm").version == 1, "what lies in shared memory is the trainer's no more"
 

@@ -30,13 +30,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from transport.errors import RequestTimeout, SourceUnreachable
+from transport.errors import RequestTimeout, RolloutError, SourceUnreachable
 
 SLOT_BYTES = 4 << 20
 """of a broadcast; the last one of a payload is shorter"""
 SLOTS = 8
-CONNECT_S = 10.0
-"""longest that either end waits for the other to join"""
+REACH_S = 5.0
+"""longest that the service tries to reach the store; torch's own time-outs are longer than what they are given, or none"""
+JOIN_S = 30.0
+"""longest that either end then waits for the group; NCCL may take seconds"""
 STALL_S = 60.0
 """longest that the service waits for a broadcast: by then its trainer hangs"""
 NEVER_S = 86_400.0
@@ -94,7 +96,7 @@ class Sender:
             listener = _listen(host)
         except OSError as error:
             raise SourceUnreachable(f"no address {host!r} of this machine to meet the service at: {error}") from None
-        port, wait = listener.getsockname()[1], timedelta(seconds=CONNECT_S)
+        port, wait = listener.getsockname()[1], timedelta(seconds=JOIN_S)
         # a socket that the store makes itself listens on every address of the machine
         self._store: Any = dist.TCPStore(host, port, 2, True, wait, False, master_listen_fd=listener.detach())
         self.offer = DistributedOffer(backend, host, port, secrets.token_hex(16), total)
@@ -104,28 +106,33 @@ class Sender:
         everything. Returns early when `over` says that the service wants no more; it has said why elsewhere.
 
         Raises SourceUnreachable if the service does not join or leaves, RequestTimeout at `end` (time.monotonic)."""
-        left = deque(pieces)
+        failure: RolloutError | None = None
+        try:
+            self._send(deque(pieces), over, end)
+        except RuntimeError as error:
+            failure = SourceUnreachable(f"the service did not take the weights by {self.offer.backend}: {_first_line(error)}")
+        except RequestTimeout as error:
+            failure = RequestTimeout(error.message)
+        if failure is not None:
+            raise failure  # out here, so that no traceback holds a broadcast, and with it the connections of the group
+
+    def _send(self, left: deque[Any], over: Callable[[], bool], end: float) -> None:
         slots = _slots(self._device, self.offer.total)
         flying: deque[tuple[Any, tuple[Any, Any]]] = deque()
-        try:
-            while not self._store.check([_joined(self.offer)]):
-                if _waited(over, end):
+        while not self._store.check([_joined(self.offer)]):
+            if _waited(over, end):
+                return
+        self._group = _open(self._store, self.offer, 0, self.offer.host, self._device)
+        while left or flying:
+            if not left or not slots:
+                work, slot = flying.popleft()
+                if not _landed(work, over, end):
                     return
-            self._group = _open(self._store, self.offer, 0, self.offer.host, self._device)
-            while left or flying:
-                if not left or not slots:
-                    work, slot = flying.popleft()
-                    if not _landed(work, over, end):
-                        return
-                    slots.append(slot)
-                    continue
-                tensor, view = slot = slots.pop()
-                if count := _fill(view, left):
-                    flying.append((self._group.broadcast(tensor[:count], 0, timedelta(seconds=NEVER_S)), slot))
-        except RuntimeError as error:
-            raise SourceUnreachable(
-                f"the service did not take the weights by {self.offer.backend}: {_first_line(error)}"
-            ) from None
+                slots.append(slot)
+                continue
+            tensor, view = slot = slots.pop()
+            if count := _fill(view, left):
+                flying.append((self._group.broadcast(tensor[:count], 0, timedelta(seconds=NEVER_S)), slot))
 
     def close(self) -> None:
         """Leave the group and close the store. May be repeated."""
@@ -150,7 +157,9 @@ class DistributedPayload:
         self._group: Any = None
         self._flying: deque[tuple[Any, Any, tuple[Any, Any]]] = deque()
         """(work, bytes, slot) of the broadcasts that were posted, in their order"""
-        self._failure: Exception | None = None
+        self._failure: str | None = None
+        self._next_by = time.monotonic() + REACH_S
+        """when the helper thread must have come on, or it is given up"""
         self._joined = threading.Event()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._hold, name="rollout-weights-group", daemon=True)
@@ -158,21 +167,25 @@ class DistributedPayload:
 
     @property
     def ready(self) -> bool:
-        return self._joined.is_set() and (self._failure is not None or bool(self._flying) and self._flying[0][0].is_completed())
+        if not self._joined.is_set():
+            return time.monotonic() > self._next_by
+        return self._failure is not None or bool(self._flying) and bool(self._flying[0][0].is_completed())
 
     def read(self, memory: np.ndarray) -> int:
         """Raises SourceUnreachable if the trainer cannot be reached, or was lost."""
-        if not self.ready or not len(memory):
+        where = f"{self._offer.host}:{self._offer.port}"
+        if not self._joined.is_set():
+            if time.monotonic() > self._next_by:
+                raise SourceUnreachable(f"no group with the trainer at {where}: it does not answer")
             return 0
         if self._failure is not None:
-            raise SourceUnreachable(
-                f"no group with the trainer at {self._offer.host}:{self._offer.port}: {_first_line(self._failure)}"
-            )
-        work, size, slot = self._flying[0]
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise SourceUnreachable(f"the trainer was lost while it sent the weights: {_first_line(error)}") from None
+            raise SourceUnreachable(f"no group with the trainer at {where}: {self._failure}")
+        if not self.ready or not len(memory):
+            return 0
+        if (lost := _error_of(self._flying[0][0])) is not None:
+            self._flying.clear()  # errors are kept, with their frames: none may hold a broadcast
+            raise SourceUnreachable(f"the trainer was lost while it sent the weights: {lost}")
+        _, size, slot = self._flying[0]
         count = min(len(memory), size - self._read)
         _copy_out(memory[:count], slot[1][self._read : self._read + count])
         self._read += count
@@ -183,7 +196,7 @@ class DistributedPayload:
         return count
 
     def close(self) -> None:
-        """The helper thread leaves the group: at once, or when it has given up connecting."""
+        """The helper thread leaves the group: at once, or when connecting has failed."""
         self._closed.set()
         if self._joined.is_set():
             self._flying.clear()
@@ -201,15 +214,16 @@ class DistributedPayload:
 
         offer, group = self._offer, None
         try:
-            with socket.create_connection((offer.host, offer.port), CONNECT_S) as probe:
+            with socket.create_connection((offer.host, offer.port), REACH_S) as probe:  # tells a closed port at once
                 own_address = probe.getsockname()[0]
-            store = dist.TCPStore(offer.host, offer.port, 2, False, timedelta(seconds=CONNECT_S), False)
+            store = dist.TCPStore(offer.host, offer.port, 2, False, timedelta(seconds=REACH_S), False)
+            self._next_by = time.monotonic() + JOIN_S
             store.set(_joined(offer), "1")
             group = self._group = _open(store, offer, 1, own_address, self._device)
             for slot in _slots(self._device, offer.total):
                 self._post(slot)
         except Exception as error:
-            self._failure = error
+            self._failure = _first_line(error)  # not the error itself, whose traceback holds sockets
         self._joined.set()
         self._closed.wait()
         self._flying.clear()
@@ -229,14 +243,14 @@ def _listen(host: str) -> socket.socket:
 
 
 def _open(store: Any, offer: DistributedOffer, rank: int, own_address: str, device: Any) -> Any:
-    """The group; returns when both are in it. Raises RuntimeError after CONNECT_S."""
+    """The group; returns when both are in it. Raises RuntimeError after JOIN_S."""
     import torch.distributed as dist
 
     store = dist.PrefixStore(offer.group, store)
     options: Any
     if offer.backend == "gloo":
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=CONNECT_S)
+        options._timeout = timedelta(seconds=JOIN_S)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]  # it would listen on another by itself
         return dist.ProcessGroupGloo(store, rank, 2, options)
     if not dist.is_nccl_available():
@@ -309,6 +323,15 @@ def _copy_out(memory: np.ndarray, view: Any) -> None:
         import torch
 
         torch.from_numpy(memory).copy_(view)
+
+
+def _error_of(work: Any) -> str | None:
+    """What went wrong with a broadcast that is done."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return _first_line(error)
+    return None
 
 
 def _landed(work: Any, over: Callable[[], bool], end: float) -> bool:
