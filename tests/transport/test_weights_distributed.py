@@ -196,6 +196,21 @@ def test_a_service_that_is_gone_before_it_has_connected(monkeypatch: pytest.Monk
     sender.close()
 
 
+def test_a_trainer_that_goes_before_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service is told by a connection of its own."""
+    monkeypatch.setattr(distributed, "REACH_S", 1.5)
+    mute = distributed._listen("127.0.0.1")
+    payload = DistributedPayload(DistributedOffer("gloo", "127.0.0.1", mute.getsockname()[1], "0" * 32, 10), CPU)
+    first, _ = mute.accept()
+    started = time.monotonic()
+    assert not payload.ready and payload.read(np.empty(9, np.uint8)) == 0
+    first.close()
+    assert "it is gone" in failure_of(payload)
+    assert time.monotonic() - started < 0.7
+    mute.close()
+    payload._thread.join(20)
+
+
 def test_a_trainer_that_sends_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "STALL_S", 0.3)
     trainer = Sending(ARRAYS[:1], len(WHOLE))

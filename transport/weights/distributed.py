@@ -158,6 +158,8 @@ class DistributedPayload:
         self._flying: deque[tuple[Any, Any, tuple[Any, Any]]] = deque()
         """(work, bytes, slot) of the broadcasts that were posted, in their order"""
         self._failure: str | None = None
+        self._line: socket.socket | None = None
+        """an idle connection to the trainer's store, which ends with the trainer: torch tries on for seconds"""
         self._next_by = time.monotonic() + REACH_S
         """when the helper thread must have come on, or it is given up"""
         self._joined = threading.Event()
@@ -168,15 +170,15 @@ class DistributedPayload:
     @property
     def ready(self) -> bool:
         if not self._joined.is_set():
-            return time.monotonic() > self._next_by
+            return self._given_up
         return self._failure is not None or bool(self._flying) and bool(self._flying[0][0].is_completed())
 
     def read(self, memory: np.ndarray) -> int:
         """Raises SourceUnreachable if the trainer cannot be reached, or was lost."""
         where = f"{self._offer.host}:{self._offer.port}"
         if not self._joined.is_set():
-            if time.monotonic() > self._next_by:
-                raise SourceUnreachable(f"no group with the trainer at {where}: it does not answer")
+            if self._given_up:
+                raise SourceUnreachable(f"no group with the trainer at {where}: it is gone, or does not answer")
             return 0
         if self._failure is not None:
             raise SourceUnreachable(f"no group with the trainer at {where}: {self._failure}")
@@ -202,6 +204,18 @@ class DistributedPayload:
             self._flying.clear()
             self._group = None
 
+    @property
+    def _given_up(self) -> bool:
+        """There is no use in waiting for the group any longer."""
+        if self._line is not None:
+            try:
+                return not self._line.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                pass
+            except OSError:
+                return True
+        return time.monotonic() > self._next_by
+
     def _post(self, slot: tuple[Any, Any]) -> None:
         if size := min(SLOT_BYTES, self._unasked):
             self._unasked -= size
@@ -214,18 +228,21 @@ class DistributedPayload:
 
         offer, group = self._offer, None
         try:
-            with socket.create_connection((offer.host, offer.port), REACH_S) as probe:  # tells a closed port at once
-                own_address = probe.getsockname()[0]
+            line = socket.create_connection((offer.host, offer.port), REACH_S)
+            line.setblocking(False)
+            self._line = line
             store = dist.TCPStore(offer.host, offer.port, 2, False, timedelta(seconds=REACH_S), False)
             self._next_by = time.monotonic() + JOIN_S
             store.set(_joined(offer), "1")
-            group = self._group = _open(store, offer, 1, own_address, self._device)
+            group = self._group = _open(store, offer, 1, line.getsockname()[0], self._device)
             for slot in _slots(self._device, offer.total):
                 self._post(slot)
         except Exception as error:
             self._failure = _first_line(error)  # not the error itself, whose traceback holds sockets
         self._joined.set()
         self._closed.wait()
+        if self._line is not None:
+            self._line.close()
         self._flying.clear()
         self._group = None
         if group is not None:
