@@ -201,12 +201,16 @@ def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def describe(name: str, tensor: torch.Tensor) -> tuple[TensorInfo, np.ndarray]:
-    """The manifest entry of a tensor, its digest left empty, and its [bytes] uint8. Raises InvalidWeights for what is no dense
-    tensor."""
+def info_of(name: str, tensor: torch.Tensor) -> TensorInfo:
+    """The manifest entry of a tensor, its digest left empty. Raises InvalidWeights for what is no dense tensor."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
         raise InvalidWeights(f"cannot be sent: give a dense tensor with data, not a {type(tensor).__name__} without", name)
-    return TensorInfo(name, dtype_name(tensor), tuple(tensor.shape), ""), tensor_bytes(tensor)
+    return TensorInfo(name, dtype_name(tensor), tuple(tensor.shape), "")
+
+
+def describe(name: str, tensor: torch.Tensor) -> tuple[TensorInfo, np.ndarray]:
+    """`info_of` a tensor and its [bytes] uint8."""
+    return info_of(name, tensor), tensor_bytes(tensor)
 
 
 def with_digest(info: TensorInfo, data: np.ndarray) -> TensorInfo:

@@ -9,7 +9,7 @@ from rollout.protocols import EngineLike
 from rollout.session import Session
 from transport import messages as m
 from transport.errors import Busy, InvalidRequest, LimitExceeded, VersionMismatch
-from transport.weights.shm import host_key
+from transport.weights import capabilities
 
 
 def check_hello(hello: m.Hello, limits: Limits) -> set[bytes]:
@@ -65,6 +65,6 @@ def welcome(hello: m.Hello, session: Session, engine: EngineLike, incarnation: s
         eos_token_ids=tuple(sorted(engine.model.eos_token_ids)),
         version=engine.version,
         limits=limits,
-        capabilities=tuple(filter(None, [host_key()])),
+        capabilities=capabilities(engine.model.device),
         groups=m.digests(held.digest for held in session.groups.values()),
     )

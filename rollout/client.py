@@ -45,6 +45,7 @@ class RolloutClient:
             open groups fail with ServiceLost.
         require_version: oldest weights to sample from. A service with older ones, e.g. after a restart, refuses groups of this
             client with StaleWeights. May be set later, e.g. to what `refresh` returned.
+        refresh_host: an address of this machine that the service can reach, where refreshes via gloo and nccl meet it.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class RolloutClient:
         link_timeout_s: float = 4.0,
         stall_timeout_s: float = 300.0,
         require_version: int = 0,
+        refresh_host: str = "127.0.0.1",
     ) -> None:
         if (address is None) == (transport is None):
             raise ValueError("give an address or a transport, one of the two")
@@ -65,7 +67,7 @@ class RolloutClient:
         self._serials = itertools.count(1)
         self.require_version = require_version
         self._link = Link(end, secrets.token_hex(16), name, link_timeout_s, stall_timeout_s)
-        self._pusher = Pusher(self._link)
+        self._pusher = Pusher(self._link, refresh_host)
         try:
             self._link.first_welcome.result(connect_timeout_s)
         except TimeoutError:
@@ -205,8 +207,10 @@ class RolloutClient:
             version: above the live one; None = the next.
             kv: running samples "keep" their KV and go on over it (their version spans say so), "recompute" it under the new
                 weights, or end ("abort").
-            via: "shm" (same host: written once, read there), "inline" (any host) or "files" (a folder); "auto" takes shm where
-                both ends see the same memory, else inline.
+            via: "shm" (same host: written once, read there), "inline" (any host), "files" (a folder), "cuda_ipc" (same host:
+                read where it lies on the GPU), "gloo" or "nccl" (torch.distributed, any host; nccl from one GPU to another).
+                "auto" takes cuda_ipc for tensors on GPUs that a service on CUDA sees as well, shm where both ends see the same
+                memory, else inline.
             partial: tensors that are not given stay as they are; without it a missing one is an error.
 
         Raises WeightsRefused naming the tensor, Busy naming the owner while another refresh is staged, SourceUnreachable,
@@ -223,8 +227,8 @@ class RolloutClient:
         partial: bool = False,
         timeout: float = 600.0,
     ) -> RefreshHandle:
-        """As `refresh`, but returns when the tensors have been read. With shm they may change from then on. With inline they
-        must not until the handle is done: if they do, the refresh is refused, because the digests no longer fit."""
+        """As `refresh`, but returns when the tensors have been read. With shm they may change from then on. With all others
+        they must not until the handle is done: if they do, the refresh is refused, because the digests no longer fit."""
         return self._pusher.start(named_tensors, version, kv, via, partial, timeout)
 
     def weights_status(self, verify: bool = False, timeout: float = 60.0) -> dict[str, Any]:

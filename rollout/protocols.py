@@ -15,6 +15,10 @@ class ModelInfo(Protocol):
     def name(self) -> str: ...
     @property
     def eos_token_ids(self) -> Collection[int]: ...
+    @property
+    def device(self) -> Any:
+        """torch.device; None: an engine without torch."""
+        ...
 
 
 class StagingLike(Protocol):

@@ -68,7 +68,7 @@ class Push:
         """There is something to do for `work`."""
         if self.staging.complete:
             return bool(self.commits)
-        return not isinstance(self.payload, InlinePayload) or self.payload.waiting
+        return self.payload.ready
 
 
 class Pushes:
@@ -86,6 +86,11 @@ class Pushes:
     @property
     def has_work(self) -> bool:
         return self._open is not None and self._open.ready
+
+    @property
+    def unannounced(self) -> bool:
+        """Bytes may come of which no message tells."""
+        return self._open is not None and self._open.payload.unannounced and not self._open.staging.complete
 
     @property
     def owner(self) -> str | None:
@@ -175,7 +180,7 @@ class Pushes:
         except Exception as error:
             raise _typed(error) from None
         try:
-            payload = open_payload(begin.offer, manifest, staging.total, self._segment)
+            payload = open_payload(begin.offer, manifest, staging.total, self._segment, self._engine.model.device)
         except BaseException:
             staging.close()
             raise

@@ -1,11 +1,12 @@
 """The client's side of a refresh: tensors in, one transaction, the version that is live out.
 
     named tensors ──→ manifest (digests) ──→ Begin ──→ Lease
-                      shm: written to the segment │ inline: chunks, a window ahead of the answers │ files: nothing
+                      shm: written to the segment │ inline: chunks, a window ahead of the answers │ files, cuda_ipc: nothing
                                              Commit ──→ Applied
+                      gloo, nccl: broadcasts
 
-Over shared memory and files everything is in place before Begin, so Commit follows it without waiting for the Lease: the
-service can stage and apply at one boundary between two steps. torch is imported only here, and only when tensors come.
+Only inline waits for the Lease before it sends Commit: with all others the service can stage and apply at one boundary between
+two steps. torch is imported only here, and only when tensors come.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from rollout.link import Link
 from transport import messages as m
 from transport.errors import InvalidRequest, RequestTimeout, SourceUnreachable, WeightsRefused
 from transport.weights import Offer
+from transport.weights.cuda_ipc import Exports, digest, gpu_key
+from transport.weights.distributed import Sender
 from transport.weights.files import FilesOffer, describe_folder
 from transport.weights.inline import InlineOffer, chunks
 from transport.weights.manifest import pack_manifest
 from transport.weights.shm import Segment, host_key
 
-Via = Literal["auto", "shm", "inline", "files"]
+Via = Literal["auto", "shm", "inline", "files", "cuda_ipc", "gloo", "nccl"]
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]] | str | os.PathLike[str]
 
 
@@ -61,18 +64,30 @@ class Prepared(NamedTuple):
     """Tensors that have been read."""
 
     manifest: list[TensorInfo]
-    arrays: list[np.ndarray]
-    """[bytes] uint8 of each; empty if they lie in files"""
+    data: list[Any]
+    """[bytes] uint8 of each, held until the refresh is over: arrays, or tensors that stay on their GPU; empty with files"""
     offer: Offer
+    sender: Sender | None = None
+
+
+class Placed(NamedTuple):
+    """Where the service finds the bytes."""
+
+    offer: Offer
+    digests: list[str]
+    sender: Sender | None = None
 
 
 class Pusher:
-    """Refreshes of one client, one after the other. The shared memory of the first one is used again by all others."""
+    """Refreshes of one client, one after the other. The shared memory of the first one is used again by all others. `host`: an
+    address of this machine that the service can reach, for gloo and nccl."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, host: str = "127.0.0.1") -> None:
         self._link = link
+        self._host = host
         self._turn = threading.Lock()
         self._segment = Segment()
+        self._exports = Exports()
 
     def start(
         self, named_tensors: NamedTensors, version: int | None, kv: KVPolicy, via: Via, partial: bool, timeout: float
@@ -96,6 +111,8 @@ class Pusher:
             except BaseException as error:
                 handle.future.set_exception(error)
             finally:
+                if prepared.sender is not None:
+                    prepared.sender.close()  # takes gloo 20 ms, for which nobody has to wait
                 self._turn.release()
 
         try:
@@ -119,36 +136,80 @@ class Pusher:
             return Prepared(describe_folder(folder), [], FilesOffer(str(folder)))
         if via == "files":
             raise InvalidRequest('via="files" takes the path of a folder of safetensors: save the model and give its folder')
-        from engine.staging import InvalidWeights, describe, named_pairs
+        from engine.staging import InvalidWeights, info_of, named_pairs, tensor_bytes
 
         try:
-            described = [describe(name, tensor) for name, tensor in named_pairs(named_tensors)]
+            pairs = named_pairs(named_tensors)
+            infos = [info_of(name, tensor) for name, tensor in pairs]
         except InvalidWeights as error:
             raise WeightsRefused(str(error)) from None
-        arrays = [data for _, data in described]
-        offer, digests = self._place(arrays, via)
-        manifest = [msgspec.structs.replace(info, digest=digest) for (info, _), digest in zip(described, digests, strict=True)]
-        return Prepared(manifest, arrays, offer)
-
-    def _place(self, arrays: list[np.ndarray], via: Via) -> tuple[Offer, list[str]]:
-        """Where the service will find the bytes, and their digests."""
-        if via != "inline":
+        data: list[Any] = []
+        placed: Placed | None = None
+        if via in ("cuda_ipc", "nccl") or via == "auto" and pairs and all(on_gpu(tensor) for _, tensor in pairs):
             try:
-                return self._share(arrays)
+                data, placed = self._place_on_gpu(pairs, via)
+            except SourceUnreachable:
+                if via != "auto":
+                    raise
+        if placed is None:
+            data = [tensor_bytes(tensor) for _, tensor in pairs]
+            placed = self._place(data, via)
+        manifest = [msgspec.structs.replace(info, digest=digest) for info, digest in zip(infos, placed.digests, strict=True)]
+        return Prepared(manifest, data, placed.offer, placed.sender)
+
+    def _place(self, arrays: list[np.ndarray], via: Via) -> Placed:
+        if via in ("auto", "shm"):
+            try:
+                return Placed(*self._share(arrays))
             except SourceUnreachable:
                 if via == "shm":
                     raise
-        return InlineOffer(), [xxhash.xxh3_128_hexdigest(array.data) for array in arrays]
+        digests = [xxhash.xxh3_128_hexdigest(array.data) for array in arrays]
+        if via == "gloo":
+            self._check_backend(via)
+            sender = Sender("gloo", self._host, sum(map(len, arrays)))
+            return Placed(sender.offer, digests, sender)
+        return Placed(InlineOffer(), digests)
 
     def _share(self, arrays: list[np.ndarray]) -> tuple[Offer, list[str]]:
-        assert self._link.welcome is not None
         key = host_key()
-        if key is None or key not in self._link.welcome.capabilities:
+        if key is None or key not in self._capabilities:
             raise SourceUnreachable("this process and the service share no memory: another host, user or container")
         try:
             return self._segment.write(arrays)
         except OSError as error:
             raise SourceUnreachable(f"no shared memory for {sum(map(len, arrays))} bytes: {error}") from None
+
+    def _place_on_gpu(self, pairs: list[tuple[str, Any]], via: Via) -> tuple[list[Any], Placed]:
+        """The tensors' bytes, which stay where they are, and where that is."""
+        for name, tensor in pairs:
+            if not on_gpu(tensor):
+                raise WeightsRefused(
+                    f'tensor {name!r} is on {tensor.device}: via="{via}" takes tensors on a CUDA device; use "shm" on one '
+                    'host, "gloo" or "inline" on any'
+                )
+        devices = {tensor.device for _, tensor in pairs}
+        if via == "nccl":
+            self._check_backend(via)
+        elif not {gpu_key(device) for device in devices} <= set(self._capabilities):
+            raise SourceUnreachable("this process and the service share no GPU: another host, or a service on another device")
+        tensors = [tensor.detach().contiguous() for _, tensor in pairs]
+        synchronize(devices)
+        data = [as_bytes(tensor) for tensor in tensors]
+        if via == "nccl":
+            sender = Sender("nccl", self._host, sum(map(len, data)), min(devices, key=str))
+            return data, Placed(sender.offer, [digest(one) for one in data], sender)
+        offer = self._exports.offer(tensors)
+        return data, Placed(offer, [digest(one) for one in data])
+
+    @property
+    def _capabilities(self) -> tuple[str, ...]:
+        assert self._link.welcome is not None
+        return self._link.welcome.capabilities
+
+    def _check_backend(self, via: Via) -> None:
+        if via not in self._capabilities:
+            raise SourceUnreachable(f'the service has no {via} here; via="inline" takes no more than the connection')
 
     def _push(
         self,
@@ -171,14 +232,16 @@ class Pusher:
         return msgspec.structs.replace(refreshed, seconds=time.monotonic() - started)
 
     def _transact(self, begin: m.Begin, prepared: Prepared, end: float) -> Refreshed:
-        push_id, digest, request = secrets.token_hex(16), manifest_digest(prepared.manifest), self._link.request
+        push_id, whole, request = secrets.token_hex(16), manifest_digest(prepared.manifest), self._link.request
         try:
             begun = request(lambda id: msgspec.structs.replace(begin, request_id=id, push_id=push_id))
             if isinstance(begin.offer, InlineOffer):
                 lease: m.Lease = answer(begun, end - time.monotonic(), "lease")
-                self._send_chunks(push_id, prepared.arrays, lease.window_bytes, end)
-            committed = request(lambda id: m.Commit(id, push_id, digest))
+                self._send_chunks(push_id, on_host(prepared.data), lease.window_bytes, end)
+            committed = request(lambda id: m.Commit(id, push_id, whole))
             answer(begun, end - time.monotonic(), "lease")
+            if prepared.sender is not None:
+                _broadcast(prepared.sender, prepared.data, committed, end)
             applied: m.Applied = answer(committed, end - time.monotonic(), "refresh; weights_status() tells what came of it")
         except BaseException:
             request(lambda id: m.Abandon(id, push_id))  # harmless where nothing is left of it
@@ -198,6 +261,42 @@ class Pusher:
                 in_flight -= landed
             flying.append((self._link.request(_chunk(push_id, offset, views)), size))
             in_flight += size
+
+
+def _broadcast(sender: Sender, data: list[Any], committed: Future[m.Applied], end: float) -> None:
+    """When the service does not take it all, its answer to Commit says why, and comes when this end has left the group."""
+    try:
+        sender.send(data, committed.done, end)
+    except SourceUnreachable as error:
+        sender.close()
+        try:
+            answer(committed, end - time.monotonic(), "refresh")
+        except SourceUnreachable as theirs:
+            raise error from theirs
+
+
+def on_gpu(tensor: Any) -> bool:
+    return bool(tensor.is_cuda)
+
+
+def synchronize(devices: Iterable[Any]) -> None:
+    """Wait until all that was issued on these CUDA devices is done, on whatever streams."""
+    import torch
+
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def as_bytes(tensor: Any) -> Any:
+    """[bytes] uint8 view of a contiguous tensor."""
+    import torch
+
+    return tensor.view(-1).view(torch.uint8)
+
+
+def on_host(data: list[Any]) -> list[np.ndarray]:
+    """[bytes] uint8 arrays, copied from tensors that stayed on their device."""
+    return [one if isinstance(one, np.ndarray) else one.cpu().numpy() for one in data]
 
 
 def _chunk(push_id: str, offset: int, views: list[np.ndarray]) -> Callable[[int], m.Chunk]:

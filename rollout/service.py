@@ -31,7 +31,7 @@ from transport.frames import Decoder, Frame, pack
 from transport.sockets import ServiceEnd, ServiceTransport
 
 IDLE_POLL_S = 0.1
-UNSENT_POLL_S = 0.005
+SOON_POLL_S = 0.005
 HEARTBEAT_S = 1.0
 
 log = logging.getLogger("rollout.service")
@@ -120,8 +120,8 @@ class Service:
 
     def turn(self) -> None:
         """Once around the loop. Waits up to IDLE_POLL_S if there is nothing to do."""
-        unsent = any(session.pending for session in self._sessions)
-        wait = 0.0 if self._engine.has_work or self._pushes.has_work else UNSENT_POLL_S if unsent else IDLE_POLL_S
+        soon = self._pushes.unannounced or any(session.pending for session in self._sessions)
+        wait = 0.0 if self._engine.has_work or self._pushes.has_work else SOON_POLL_S if soon else IDLE_POLL_S
         for peer, frames in self._transport.receive(wait):
             self._take(peer, frames)
         self._pushes.work(self._clock, busy=self._engine.has_work)

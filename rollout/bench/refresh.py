@@ -28,7 +28,7 @@ from rollout.config import Config
 from rollout.process import service_process
 
 NAME = "refresh"
-WAYS = ("files", "inline", "shm")
+WAYS = ("files", "gloo", "inline", "shm")
 PROMPTS, PROMPT_TOKENS, N = 2, 256, 8
 STEADY_S, WINDOW_S = 2.0, 1.0
 MEDIANS = ("copy_seconds", "seconds", "staged_seconds", "paused_seconds", "pause_ratio", "total_ratio", "throughput_ratio")

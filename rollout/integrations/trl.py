@@ -16,7 +16,8 @@
 with `token_budget` set in its args, or it asks a vLLM server for one.
 
 Versions. `GroupRollouts` pushes the trainer's weights before each generation as version `global_step + 1`: what TRL logs as
-step k was sampled by version k. `ServiceWeights` counts its pushes from 1, as the trainer counts `model_version`.
+step k was sampled by version k. A service that is further already, since it has seen another training, gets that much higher
+ones. `ServiceWeights` counts its pushes from the service's version, as the trainer counts `model_version` from 0.
 
 This module imports neither trl nor torch.
 """
@@ -80,6 +81,8 @@ class GroupRollouts:
         self._client = client
         self._kv, self._via, self._timeout = kv, via, timeout
         self._pushed = -1
+        self._ahead: int | None = None
+        """how far the service was ahead of the trainer's steps at the first push"""
         self._calls = 0
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
@@ -122,7 +125,10 @@ class GroupRollouts:
         accelerator = trainer.accelerator
         weights = full_parameters(accelerator.unwrap_model(trainer.model))
         if accelerator.is_main_process:
-            self._client.refresh(weights, version=step + 1, kv=self._kv, via=self._via, timeout=self._timeout)
+            if self._ahead is None:
+                self._ahead = max(0, int(self._client.status()["version"]) - step)
+            version = self._ahead + step + 1
+            self._client.refresh(weights, version=version, kv=self._kv, via=self._via, timeout=self._timeout)
         else:
             for _ in weights:  # gathering a sharded parameter takes every process
                 pass

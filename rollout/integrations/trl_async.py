@@ -27,13 +27,17 @@ from transport.errors import RequestTimeout
 
 
 class ServiceWeights:
-    """`WeightTransferProtocol`: the trainer's weights go to the service as one transaction, while generation goes on."""
+    """`WeightTransferProtocol`: the trainer's weights go to the service as one transaction, while generation goes on.
+
+    The trainer counts its pushes from 1. The service's versions only grow, and it may have seen another training, so they are
+    counted from the version that is live when this is made; `ServiceRolloutWorker` takes the same number off again. Make both
+    before the training begins."""
 
     def __init__(self, client: RolloutClient, *, kv: KVPolicy = "keep", via: Via = "auto", timeout: float = 1800.0) -> None:
         self._client = client
         self._kv, self._via, self._timeout = kv, via, timeout
-        self.version = 0
-        """of the last push"""
+        self.version = int(client.status()["version"])
+        """of the last push, by the service's count"""
 
     def init_weight_transfer(self) -> None:
         """Raises ServiceLost or RequestTimeout if the service does not answer."""
@@ -74,7 +78,8 @@ class RolloutSample:
 
 
 class ServiceRolloutWorker:
-    """`RolloutWorkerProtocol`: keeps groups running on the service and puts scored samples into `rollout_buffer`.
+    """`RolloutWorkerProtocol`: keeps groups running on the service and puts scored samples into `rollout_buffer`. Their
+    `model_version` is the trainer's count: 0 for the weights that are live when this is made.
 
     Args:
         dataset: rows with a "prompt" (text or messages); read over and over.
@@ -101,6 +106,7 @@ class ServiceRolloutWorker:
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(buffer)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.model_version = 0
+        self._first_version = int(client.status()["version"])
         self._client, self._tokenizer, self._sampling = client, tokenizer, sampling
         self._rewards = list(reward_funcs)
         self._rows = enumerate(itertools.cycle(dataset))
@@ -206,7 +212,7 @@ class ServiceRolloutWorker:
                     completion_mask=np.repeat(np.array([0, 1], np.int64), [n, m]),
                     old_log_probs=np.concatenate([np.zeros(n, np.float32), sample.logprobs]),
                     advantage=float(advantages[i]),
-                    model_version=sample.weight_versions[0][1],
+                    model_version=sample.weight_versions[0][1] - self._first_version,
                     group_id=number,
                     metrics={
                         "reward": float(rewards[i]),

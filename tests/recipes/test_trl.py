@@ -141,6 +141,17 @@ def test_weights_are_pushed_once_a_step_before_the_generation() -> None:
     assert client.names == ["a", "b.c"]
 
 
+@pytest.mark.parametrize(("live", "step", "versions"), [(7, 0, [8, 9]), (7, 7, [8, 9]), (7, 9, [10, 11]), (0, 100, [101, 102])])
+def test_a_service_that_has_seen_another_training(live: int, step: int, versions: list[int]) -> None:
+    """Versions only grow, whatever the trainer's steps are; they are those of the steps where that is possible."""
+    client, it = FakeClient(), trainer()
+    client.version = live
+    rollouts = integration.GroupRollouts(client)  # type: ignore[arg-type]
+    for it.state.global_step in (step, step + 1):
+        rollouts(["a"], it)
+    assert [version for kind, version in client.events if kind == "refresh"] == versions
+
+
 def test_only_the_main_process_pushes_and_all_gather() -> None:
     client, gathered = FakeClient(), []
     model = SimpleNamespace(
@@ -217,8 +228,8 @@ def make_worker(client: FakeClient, rewards: Any = None, **options: Any) -> inte
 
 def test_the_worker_delivers_scored_samples() -> None:
     client = FakeClient()
-    client.version = 4
     worker = make_worker(client, groups_in_flight=2)
+    client.version = 4
     worker.start()
     samples = [worker.rollout_buffer.get(timeout=10) for _ in range(9)]
     worker.stop()
@@ -315,6 +326,17 @@ def test_weight_transfer_counts_what_went_live() -> None:
     weights.send_weights(iter([("w", 1)]))
     weights.destroy()
     assert weights.version == client.version == 3
+
+
+def test_the_trainer_s_count_begins_at_the_service_s_version() -> None:
+    client = FakeClient()
+    client.version = 7
+    worker, weights = make_worker(client), integration.ServiceWeights(client)  # type: ignore[arg-type]
+    weights.send_weights(iter([("w", 1)]))
+    assert weights.version == client.version == 8
+    worker.start()
+    assert worker.rollout_buffer.get(timeout=10).model_version == 1
+    worker.stop()
 
 
 # against TRL itself

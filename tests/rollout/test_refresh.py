@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,14 @@ from rollout.service import Service
 from tests.engine.test_weights import fail_commit
 from tests.engine.watermark import check_marks, token_of, watermark_engine, weights_of
 from tests.rollout.faulty_link import Proxy
+from tests.transport.test_weights_cuda_ipc import FakeGPU
 from transport import messages as m
 from transport.errors import Busy, ClientClosed, InvalidRequest, RequestTimeout, SourceUnreachable, StaleWeights, WeightsRefused
 from transport.frames import Decoder, pack
 from transport.loopback import LoopbackService
-from transport.weights import inline
+from transport.weights import capabilities, distributed, inline
+from transport.weights.cuda_ipc import CudaIpcPayload, Exports
+from transport.weights.distributed import Sender
 from transport.weights.inline import InlineOffer, chunks
 from transport.weights.manifest import pack_manifest
 from transport.weights.shm import Segment, ShmOffer, host_key
@@ -335,9 +339,10 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Callable[..
     engine.check()
 
 
-@pytest.mark.parametrize("via", ["auto", pytest.param("shm", marks=needs_shm), "inline"])
+@pytest.mark.parametrize("via", ["auto", pytest.param("shm", marks=needs_shm), "inline", "gloo"])
 def test_refresh_under_running_samples(served: Any, via: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inline, "CHUNK_BYTES", 700_001)
+    monkeypatch.setattr(distributed, "SLOT_BYTES", 700_001)
     engine, connect = served
     client = connect()
     handle = client.submit([1, 2, 3], SAMPLING)
@@ -425,7 +430,7 @@ def test_wrong_tensors_are_told_by_name(served: Any) -> None:
         ({**weights_of(1), "w0": [1, 2]}, "'w0': cannot be sent"),
         (iter([]), "no tensors at all"),
     ):
-        for via in ("auto", "inline"):
+        for via in ("auto", "inline", "gloo"):
             with pytest.raises(WeightsRefused, match=message):
                 client.refresh(named, via=via)  # type: ignore[arg-type]
     assert client.weights_status()["version"] == 0
@@ -457,6 +462,110 @@ def test_auto_falls_back_to_inline(served: Any, monkeypatch: pytest.MonkeyPatch)
         client.refresh(weights_of(4), via="shm")
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
+    """All tensors lie on a GPU that the service sees as well."""
+    gpu = FakeGPU(live=True)
+    monkeypatch.setattr("rollout.refresh.on_gpu", lambda tensor: True)
+    monkeypatch.setattr("rollout.refresh.synchronize", lambda devices: None)
+    monkeypatch.setattr("rollout.refresh.gpu_key", lambda device: "cuda_ipc:fake")
+    monkeypatch.setattr("rollout.refresh.Exports", lambda: Exports(gpu.export))
+    monkeypatch.setattr("rollout.admission.capabilities", lambda device: (*capabilities(device), "cuda_ipc:fake"))
+    monkeypatch.setattr("transport.weights.CudaIpcPayload", partial(CudaIpcPayload, open_memory=gpu.open, copy_out=gpu.copy))
+    return gpu
+
+
+@pytest.mark.parametrize("via", ["auto", "cuda_ipc"])
+def test_tensors_on_a_gpu_of_both_are_read_where_they_lie(gpu: FakeGPU, served: Any, via: Any) -> None:
+    engine, connect = served
+    client, new = connect(), weights_of(0)
+    handle = client.submit([1, 2, 3], SAMPLING)
+    wait_for(lambda: engine.counters.steps > 3)
+    for version in (1, 2):
+        for tensor in new.values():
+            tensor.fill_(version)
+        refreshed = client.refresh(new, via=via)
+        assert refreshed.via == "cuda_ipc" and refreshed.digest == digest_of(version)
+    assert len(gpu.storages) == 6 and len(gpu.opened) == 12, "exported once, opened once a refresh"
+    handle.cancel()
+    check_marks(handle.result(20))
+
+
+def test_memory_that_does_not_open_travels_in_messages(gpu: FakeGPU, served: Any) -> None:
+    _, connect = served
+    client = connect()
+    gpu.refuse = b"all"
+    assert client.refresh(weights_of(1)).via == "inline"
+    with pytest.raises(SourceUnreachable, match="cannot be opened"):
+        client.refresh(weights_of(2), via="cuda_ipc")
+    assert client.weights_status(verify=True)["live_digest"] == digest_of(1)
+
+
+def test_another_gpu_or_a_service_on_the_cpu(gpu: FakeGPU, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, connect = served
+    client = connect()
+    monkeypatch.setattr("rollout.refresh.gpu_key", lambda device: "cuda_ipc:another")
+    assert client.refresh(weights_of(1)).via == ("shm" if host_key() else "inline")
+    with pytest.raises(SourceUnreachable, match="share no GPU"):
+        client.refresh(weights_of(2), via="cuda_ipc")
+    assert not gpu.storages
+
+
+def test_gpu_memory_that_changes_while_it_is_read_is_refused(
+    gpu: FakeGPU, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, connect = served
+    client, new = connect(), weights_of(1)
+    copy = gpu.copy
+
+    def change(memory: np.ndarray, data: np.ndarray) -> None:
+        copy(memory, data)
+        new["w5"][-1, -1] += 1
+
+    monkeypatch.setattr(gpu, "copy", change)
+    monkeypatch.setattr("transport.weights.CudaIpcPayload", partial(CudaIpcPayload, open_memory=gpu.open, copy_out=change))
+    with pytest.raises(WeightsRefused, match="'w5'.*digest"):
+        client.refresh(new, via="cuda_ipc")
+
+
+@pytest.mark.parametrize("via", ["cuda_ipc", "nccl"])
+def test_tensors_that_are_on_no_gpu_are_told_by_name(served: Any, via: Any) -> None:
+    _, connect = served
+    with pytest.raises(WeightsRefused, match=rf"""'w0' is on cpu: via="{via}" takes tensors on a CUDA device; use "shm" """):
+        connect().refresh(weights_of(1), via=via)
+
+
+def test_a_backend_that_the_service_does_not_have(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, connect = served
+    monkeypatch.setattr("rollout.admission.capabilities", lambda device: ())
+    with pytest.raises(SourceUnreachable, match="the service has no gloo here"):
+        connect().refresh(weights_of(1), via="gloo")
+
+
+def test_a_meeting_place_that_is_not_here(served: Any) -> None:
+    _, connect = served
+    with pytest.raises(SourceUnreachable, match="192.0.2.1"):
+        connect(refresh_host="192.0.2.1").refresh(weights_of(1), via="gloo")
+    assert connect(refresh_host="localhost").refresh(weights_of(1), via="gloo").via == "gloo"
+
+
+def test_a_service_that_cannot_reach_the_trainer(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so at once, the trainer hears it, and the staging is free."""
+    _, connect = served
+    client = connect()
+    init = Sender.__init__
+
+    def elsewhere(self: Sender, *arguments: Any) -> None:
+        init(self, *arguments)
+        self.offer = msgspec.structs.replace(self.offer, port=1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sender, "__init__", elsewhere)
+        with pytest.raises(SourceUnreachable, match="no group with the trainer at 127.0.0.1:1: .*refused"):
+            client.refresh(weights_of(1), via="gloo", timeout=20)
+    assert client.refresh(weights_of(1), via="gloo").version == 1
+
+
 def _no_memory(self: Segment, arrays: Any) -> tuple[ShmOffer, list[str]]:
     raise OSError(28, "No space left on device")
 
@@ -472,8 +581,9 @@ def test_tensors_that_change_while_they_are_sent_are_refused(served: Any, monkey
         return prepared
 
     monkeypatch.setattr(Pusher, "_prepare", change)
-    with pytest.raises(WeightsRefused, match="'w5'.*digest"):
-        client.refresh(new, via="inline")
+    for via in ("inline", "gloo"):
+        with pytest.raises(WeightsRefused, match="'w5'.*digest"):
+            client.refresh(new, via=via)
     if host_key():
         assert client.refresh(new, via="shm").version == 1, "what lies in shared memory is the trainer's no more"
 

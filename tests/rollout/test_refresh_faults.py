@@ -97,7 +97,7 @@ def field(tmp_path: Path) -> Iterator[Field]:
             yield Field(tmp_path, pushers, client)
 
 
-WAYS = ["inline", "shm"] if host_key() else ["inline"]
+WAYS = ["inline", "gloo", "shm"] if host_key() else ["inline", "gloo"]
 FAULTS = ["die", "die", "die", "flip", "missing", "apply", "none"]
 
 

@@ -27,16 +27,16 @@ from rollout.client import RolloutClient
 from rollout.link import Link
 from rollout.refresh import Pusher
 from tests.engine.watermark import weights_of
-from transport.weights import inline
+from transport.weights import distributed, inline
 from transport.weights.shm import NONCE_BYTES
 
-MESSAGES = {"inline": 17, "shm": 2}
+MESSAGES = {"inline": 17, "shm": 2, "gloo": 2}
 """of a push: Begin, chunks of half a megabyte, Commit"""
 
 
 def push(address: str, job: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    inline.CHUNK_BYTES = 500_000
+    inline.CHUNK_BYTES = distributed.SLOT_BYTES = 500_000
     named, where = weights_of(job["version"]), job["where"]
     if job["fault"] == "missing":
         del named[f"w{int(where * len(named))}"]
@@ -56,11 +56,11 @@ def flip(where: float) -> None:
     place = Pusher._place
 
     def damaged(self: Pusher, arrays: list[np.ndarray], via: Any) -> Any:
-        offer, digests = place(self, arrays, via)
+        placed = place(self, arrays, via)
         byte = int(where * sum(map(len, arrays)))
         flipped = self._segment._memory[NONCE_BYTES:] if via == "shm" else arrays[byte // len(arrays[0])]
-        flipped[byte % len(flipped) if via == "inline" else byte] ^= 1 << byte % 8
-        return offer, digests
+        flipped[byte if via == "shm" else byte % len(flipped)] ^= 1 << byte % 8
+        return placed
 
     Pusher._place = damaged  # type: ignore[method-assign]
 

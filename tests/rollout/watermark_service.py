@@ -18,11 +18,13 @@ from rollout.process import write_atomically
 from rollout.service import Service
 from tests.engine.test_weights import Failing
 from tests.engine.watermark import watermark_engine
+from transport.weights import distributed
 
 
 def main() -> None:
     ready, fault = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
+    distributed.SLOT_BYTES = 500_000  # as the pushers
     slices = Weights._slices
 
     def failing(self: Weights, name: str) -> Iterator[Any]:

@@ -11,6 +11,8 @@ import numpy as np
 from engine.request import Limits, Refreshed, Sample, Sampling
 from transport import messages as m
 from transport.frames import DTYPES, pack
+from transport.weights.cuda_ipc import CudaIpcOffer
+from transport.weights.distributed import DistributedOffer
 from transport.weights.files import FilesOffer
 from transport.weights.inline import InlineOffer
 from transport.weights.shm import ShmOffer
@@ -32,6 +34,8 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     m.Begin(1, "ab" * 16, np.arange(9, dtype=np.uint8), InlineOffer(), 7, True, "recompute"),
     m.Begin(1, "ab" * 16, np.zeros(0, np.uint8), ShmOffer(1, 2, 3, 4, "00")),
     m.Begin(1, "ab" * 16, np.zeros(0, np.uint8), FilesOffer("/checkpoints/7")),
+    m.Begin(1, "ab" * 16, np.zeros(0, np.uint8), DistributedOffer("gloo", "127.0.0.1", 1, "cd" * 16, 4)),
+    m.Begin(1, "ab" * 16, np.zeros(0, np.uint8), CudaIpcOffer(np.arange(9, dtype=np.uint8), np.zeros((2, 3), np.int64))),
     m.Chunk(2, "ab" * 16, 2**40, [np.arange(5, dtype=np.uint8), np.zeros(0, np.uint8)]),
     m.Commit(3, "ab" * 16, "00ff"),
     m.Abandon(4, "ab" * 16),

@@ -138,6 +138,8 @@ class FilesPayload:
     """The service's end."""
 
     via = "files"
+    ready = True
+    unannounced = False
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans = list(reversed(spans))

@@ -31,6 +31,7 @@ class InlineOffer(msgspec.Struct, frozen=True, tag="inline", forbid_unknown_fiel
 
 class InlinePayload:
     via = "inline"
+    unannounced = False
 
     def __init__(self, total: int) -> None:
         self.read_bytes = 0
@@ -40,7 +41,7 @@ class InlinePayload:
         self._views: deque[np.ndarray] = deque()
 
     @property
-    def waiting(self) -> bool:
+    def ready(self) -> bool:
         """Something has come that was not read yet."""
         return bool(self._views)
 

@@ -137,6 +137,8 @@ class ShmPayload:
     """The service's end of one payload."""
 
     via = "shm"
+    ready = True
+    unannounced = False
 
     def __init__(self, payload: np.ndarray) -> None:
         self._left = payload

@@ -1,0 +1,348 @@
+"""Tensors by gloo: every byte arrives, nothing blocks, and whatever breaks is typed and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.transport.test_weights_ways import ARRAYS, MANIFEST, WHOLE
+from transport.errors import InvalidRequest, RequestTimeout, SourceUnreachable
+from transport.weights import capabilities, distributed, open_payload
+from transport.weights.distributed import DistributedOffer, DistributedPayload, Sender
+from transport.weights.shm import SegmentView
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+NEVER: Callable[[], bool] = lambda: False  # noqa: E731
+
+
+def wait_for(condition: Callable[[], bool], timeout: float = 20.0) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.002)
+
+
+def held() -> tuple[int, int, int]:
+    """Descriptors, threads of Python, threads of the process."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_has_what_it_keeps() -> None:
+    """The first store of a process opens a pipe that stays."""
+    Sender("gloo", "127.0.0.1", 10).close()
+
+
+@pytest.fixture(autouse=True)
+def small_slots_and_nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(distributed, "SLOT_BYTES", 70_001)
+    before = held()
+    yield
+    wait_for(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
+
+
+class Sending:
+    """A trainer's end in a thread."""
+
+    def __init__(self, arrays: list[np.ndarray], total: int, over: Callable[[], bool] = NEVER, seconds: float = 20) -> None:
+        self.sender = Sender("gloo", "127.0.0.1", total)
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(arrays, over, time.monotonic() + seconds))
+        self._thread.start()
+
+    def _run(self, arrays: list[np.ndarray], over: Callable[[], bool], end: float) -> None:
+        try:
+            self.sender.send(arrays, over, end)
+        except BaseException as error:
+            self.error = error
+
+    def join(self) -> None:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    def close(self) -> None:
+        self.join()
+        self.sender.close()
+
+
+def read(payload: DistributedPayload, size: int, piece: int = 50_003) -> bytes:
+    """Polled as the service does; each call returns at once."""
+    got, memory, end, slowest = b"", np.empty(piece, np.uint8), time.monotonic() + 20, 0.0
+    while len(got) < size:
+        assert time.monotonic() < end, f"{len(got)} of {size} bytes came"
+        started = time.monotonic()
+        count = payload.read(memory)
+        slowest = max(slowest, time.monotonic() - started)
+        got += memory[:count].tobytes()
+        if not count:
+            time.sleep(0.001)
+    assert slowest < 1.0
+    return got
+
+
+def test_round_trip_again_and_again() -> None:
+    for arrays in (ARRAYS, ARRAYS[::-1], ARRAYS[:2], [np.ones(1, np.uint8)]):
+        whole = b"".join(array.tobytes() for array in arrays)
+        trainer = Sending(arrays, len(whole))
+        payload = open_payload(trainer.sender.offer, MANIFEST, len(whole), SegmentView(), CPU)
+        assert isinstance(payload, DistributedPayload) and payload.via == "gloo" and payload.unannounced
+        assert read(payload, len(whole)) == whole
+        assert not payload.ready and payload.read(np.empty(9, np.uint8)) == 0, "nothing is left"
+        trainer.close()
+        assert trainer.error is None
+        payload.close()
+        payload.close()
+
+
+def test_an_offer_of_another_size_is_refused() -> None:
+    offer = DistributedOffer("gloo", "127.0.0.1", 1, "0" * 32, 10)
+    with pytest.raises(InvalidRequest, match="10 bytes are offered, the manifest's tensors have 11"):
+        open_payload(offer, MANIFEST, 11, SegmentView(), CPU)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"port": 0}, {"port": 70_000}, {"host": ""}, {"group": "../x"}, {"backend": "mpi"}, {"x": 1}]
+)
+def test_offers_that_are_none(wrong: dict[str, Any]) -> None:
+    fields = {"type": "distributed", "backend": "gloo", "host": "h", "port": 1, "group": "0" * 32, "total": 1}
+    assert msgspec.convert(fields, DistributedOffer).port == 1
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({**fields, **wrong}, DistributedOffer)
+
+
+def test_bytes_that_come_late_hold_nothing_up() -> None:
+    sender = Sender("gloo", "127.0.0.1", len(WHOLE))
+    payload = DistributedPayload(sender.offer, CPU)
+    memory = np.empty(10, np.uint8)
+    joined = f"{sender.offer.group}/joined"
+    wait_for(lambda: sender._store.check([joined]))
+    for _ in range(1000):
+        assert not payload.ready and payload.read(memory) == 0
+    thread = threading.Thread(target=sender.send, args=(ARRAYS, NEVER, time.monotonic() + 20))
+    thread.start()
+    assert read(payload, len(WHOLE)) == WHOLE
+    thread.join(20)
+    payload.close()
+    sender.close()
+
+
+def failure_of(payload: DistributedPayload) -> str:
+    memory = np.empty(1 << 20, np.uint8)
+
+    def failed() -> bool:
+        try:
+            payload.read(memory)
+        except SourceUnreachable as error:
+            told.append(error.message)
+        return bool(told)
+
+    told: list[str] = []
+    wait_for(failed)
+    payload.close()
+    return told[0]
+
+
+def test_nobody_listens() -> None:
+    sender = Sender("gloo", "127.0.0.1", 10)
+    sender.close()
+    started = time.monotonic()
+    assert "refused" in failure_of(DistributedPayload(sender.offer, CPU))
+    assert time.monotonic() - started < 5, "a closed port is told at once"
+
+
+def test_a_trainer_that_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "JOIN_S", 0.3)
+    sender = Sender("gloo", "127.0.0.1", 10)
+    assert f"no group with the trainer at 127.0.0.1:{sender.offer.port}" in failure_of(DistributedPayload(sender.offer, CPU))
+    sender.close()
+
+
+def test_a_port_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service gives the refresh up in time, its thread when the port is closed."""
+    monkeypatch.setattr(distributed, "REACH_S", 0.3)
+    with distributed._listen("127.0.0.1") as mute:
+        offer = DistributedOffer("gloo", "127.0.0.1", mute.getsockname()[1], "0" * 32, 10)
+        payload = DistributedPayload(offer, CPU)
+        assert "does not answer" in failure_of(payload)
+    payload._thread.join(20)
+    assert not payload._thread.is_alive()
+
+
+def test_a_service_that_is_gone_before_it_has_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close` does not wait for the helper thread, which goes when it has given up."""
+    monkeypatch.setattr(distributed, "JOIN_S", 0.3)
+    sender = Sender("gloo", "127.0.0.1", 10)
+    payload = DistributedPayload(sender.offer, CPU)
+    started = time.monotonic()
+    payload.close()
+    assert time.monotonic() - started < 0.2
+    payload._thread.join(20)
+    assert not payload._thread.is_alive()
+    sender.close()
+
+
+def test_a_trainer_that_goes_before_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service is told by a connection of its own."""
+    monkeypatch.setattr(distributed, "REACH_S", 1.5)
+    mute = distributed._listen("127.0.0.1")
+    payload = DistributedPayload(DistributedOffer("gloo", "127.0.0.1", mute.getsockname()[1], "0" * 32, 10), CPU)
+    first, _ = mute.accept()
+    started = time.monotonic()
+    assert not payload.ready and payload.read(np.empty(9, np.uint8)) == 0
+    first.close()
+    assert "it is gone" in failure_of(payload)
+    assert time.monotonic() - started < 0.7
+    mute.close()
+    payload._thread.join(20)
+
+
+def test_a_trainer_that_sends_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "STALL_S", 0.3)
+    trainer = Sending(ARRAYS[:1], len(WHOLE))
+    message = failure_of(DistributedPayload(trainer.sender.offer, CPU))
+    assert "the trainer was lost while it sent the weights" in message and "Timed out" in message
+    trainer.close()
+
+
+def test_a_trainer_that_is_killed() -> None:
+    program = (
+        "import sys, msgspec, numpy as np, time\n"
+        "from transport.weights import distributed\n"
+        "distributed.SLOT_BYTES = 70_001\n"
+        "sender = distributed.Sender('gloo', '127.0.0.1', 10_000_000)\n"
+        "print(msgspec.json.encode(sender.offer).decode(), flush=True)\n"
+        "sender.send([np.full(14 * 70_001, 7, np.uint8)], lambda: False, time.monotonic() + 20)\n"
+        "print('sent', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdin is not None and child.stdout is not None
+    with child.stdin, child.stdout:
+        offer = msgspec.json.decode(child.stdout.readline(), type=DistributedOffer)
+        payload = DistributedPayload(offer, CPU)
+        assert read(payload, 14 * 70_001) == bytes([7]) * 14 * 70_001
+        assert child.stdout.readline() == "sent\n"
+        child.send_signal(signal.SIGKILL)
+        child.wait(20)
+        assert "the trainer was lost" in failure_of(payload)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_service_that_wants_no_more(told: bool) -> None:
+    """It leaves the group in the middle. A sender that has its answer stops; one that has none is told by the group."""
+    over = threading.Event()
+    trainer = Sending([np.zeros(5_000_000, np.uint8)], 5_000_000, over.is_set if told else NEVER)
+    payload = DistributedPayload(trainer.sender.offer, CPU)
+    read(payload, 500_000, 10_000)
+    over.set()
+    if told:
+        trainer.join()
+    payload.close()
+    trainer.close()
+    if told:
+        assert trainer.error is None
+    else:
+        assert isinstance(trainer.error, SourceUnreachable) and "did not take the weights by gloo" in trainer.error.message
+
+
+def test_a_service_that_does_not_read() -> None:
+    trainer = Sending([np.zeros(5_000_000, np.uint8)], 5_000_000, seconds=0.5)
+    payload = DistributedPayload(trainer.sender.offer, CPU)
+    trainer.close()
+    assert isinstance(trainer.error, RequestTimeout)
+    payload.close()
+
+
+def test_a_service_that_does_not_come() -> None:
+    trainer = Sending(ARRAYS, len(WHOLE), seconds=0.1)
+    trainer.close()
+    assert isinstance(trainer.error, RequestTimeout)
+
+
+def test_an_address_of_another_machine() -> None:
+    with pytest.raises(SourceUnreachable, match=r"192\.0\.2\.1.*of this machine"):
+        Sender("gloo", "192.0.2.1", 10)
+
+
+def listening() -> set[str]:
+    """Addresses, as /proc writes them, at which this process listens."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(f"/proc/self/fd/{fd}")))
+        except OSError:
+            pass  # of the listing itself
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def test_only_the_chosen_address_listens() -> None:
+    before = listening()
+    trainer = Sending([np.zeros(5_000_000, np.uint8)], 5_000_000)
+    payload = DistributedPayload(trainer.sender.offer, CPU)
+    some = len(read(payload, 100_000))
+    assert listening() - before <= {"0100007F"} and "0100007F" in listening()
+    read(payload, 5_000_000 - some)
+    trainer.close()
+    payload.close()
+    wide = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)  # as torch makes it by itself
+    assert listening() - before - {"0100007F"}, "an address that is not loopback would be seen"
+    del wide
+
+
+def test_the_trainer_s_default_group_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        before = dist.distributed_c10d._world.pg_map.copy()
+        trainer = Sending(ARRAYS, len(WHOLE))
+        payload = DistributedPayload(trainer.sender.offer, CPU)
+        assert read(payload, len(WHOLE)) == WHOLE
+        trainer.close()
+        payload.close()
+        assert dist.distributed_c10d._world.pg_map == before
+        value = torch.ones(3)
+        dist.all_reduce(value)
+        assert value.tolist() == [1, 1, 1]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_a_service_says_it_can_do() -> None:
+    assert "gloo" in capabilities(CPU) and "nccl" not in capabilities(CPU)
+    assert not {"gloo", "nccl"} & set(capabilities(None)), "without torch there is no torch.distributed"
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_nccl_that_is_not_there_is_told() -> None:
+    sender = Sender("nccl", "127.0.0.1", 10)
+    assert "without NCCL" in failure_of(DistributedPayload(msgspec.structs.replace(sender.offer), CPU))
+    sender.close()
+
+
+def test_errors_of_nccl_are_told_only_to_groups_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    for before in (None, "3"):
+        monkeypatch.delenv(name, raising=False)
+        if before:
+            monkeypatch.setenv(name, before)
+        with distributed._errors_are_told():
+            assert os.environ[name] == "0"
+        assert os.environ.get(name) == before

@@ -1,0 +1,226 @@
+"""Tensors that stay on the GPU: the service opens the trainer's memory by CUDA IPC and copies from there. Linux, one host.
+
+    trainer   storage ─┬─ Memory: GPU, handle of the allocation, offset, size     exported once in a storage's life
+                       └─ spans [tensors, 3]: which memory, first byte, bytes
+    service   opens each memory once ──→ slices, device → staging ──→ closes all
+
+What travels is bytes and integers in a Struct. The trainer holds the tensors until the version is live; what it writes to them
+meanwhile is noticed by the digests, which are those of the bytes that it found.
+
+torch counts the readers of a storage in shared memory, for senders that do not wait for their readers, and keeps the memory of
+one whose readers never came. This sender waits, so the count is given back at once, and the service is told of none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from engine.request import TensorInfo
+from transport.errors import InvalidRequest, SourceUnreachable
+from transport.frames import MALFORMED
+
+DIGEST_BYTES = 4 << 20
+"""that come to the host at once for a digest"""
+EVENT_BYTES = 64
+"""of a CUDA event's handle"""
+NO_COUNTER = b"/rollout-counts-no-readers"
+"""names no shared memory, so torch has nothing to count down when the service closes a storage"""
+
+
+class Memory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A storage of the trainer's."""
+
+    gpu: str
+    """its UUID: the two ends may number their devices differently"""
+    handle: bytes
+    """of the allocation that it lies in"""
+    size: int
+    """bytes"""
+    offset: int
+    """in the allocation"""
+
+
+class CudaIpcOffer(msgspec.Struct, frozen=True, eq=False, tag="cuda_ipc", forbid_unknown_fields=True):
+    """Memory on a GPU of this host."""
+
+    memory: np.ndarray
+    """[bytes] uint8: MessagePack of a list of Memory"""
+    spans: np.ndarray
+    """[tensors, 3] int64, in the manifest's order: index into `memory`, first byte, bytes"""
+
+
+def gpu_key(device: Any) -> str:
+    """Equal at two ends that can share the memory of this CUDA device."""
+    import torch
+
+    return f"cuda_ipc:{torch.cuda.get_device_properties(device).uuid}"
+
+
+def gpu_keys() -> list[str]:
+    """`gpu_key` of every GPU that this process sees."""
+    import torch
+
+    return [gpu_key(index) for index in range(torch.cuda.device_count())]
+
+
+# the trainer's end
+
+
+def export(storage: Any) -> Memory:
+    """`storage`: torch.UntypedStorage on a CUDA device. Raises RuntimeError where the driver cannot share its memory."""
+    import torch
+
+    _, handle, size, offset, counter, place, _, _ = storage._share_cuda_()
+    torch.UntypedStorage._release_ipc_counter(counter, place, device=storage.device)
+    return Memory(str(torch.cuda.get_device_properties(storage.device).uuid), handle, size, offset)
+
+
+class _Known(NamedTuple):
+    alive: Any
+    """a weak reference"""
+    address: int
+    memory: Memory
+
+
+class Exports:
+    """The trainer's end of all refreshes. `export` turns a storage into a Memory.
+
+    A storage is exported once: torch wraps its memory anew each time, and keeps the wrappers as long as the storage."""
+
+    def __init__(self, export: Callable[[Any], Memory] = export) -> None:
+        self._export = export
+        self._known: dict[int, _Known] = {}
+        """by the storage's identity"""
+
+    def offer(self, tensors: Sequence[Any]) -> CudaIpcOffer:
+        """Contiguous `tensors`, which the caller holds, and does not write, until the refresh is over. Whatever was issued to
+        write them is done: synchronize first. Raises SourceUnreachable where their memory cannot be shared."""
+        self._known = {key: known for key, known in self._known.items() if not known.alive.expired()}
+        memories: dict[int, tuple[int, Memory]] = {}
+        spans = np.zeros((len(tensors), 3), np.int64)
+        for row, tensor in zip(spans, tensors, strict=True):
+            assert tensor.is_contiguous()
+            if tensor.numel():
+                storage = tensor.untyped_storage()
+                index, _ = memories.setdefault(storage._cdata, (len(memories), self._of(storage)))
+                row[:] = index, tensor.storage_offset() * tensor.element_size(), tensor.nbytes
+        packed = msgspec.msgpack.encode([memory for _, memory in memories.values()])
+        return CudaIpcOffer(np.frombuffer(packed, np.uint8), spans)
+
+    def _of(self, storage: Any) -> Memory:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        known = self._known.get(storage._cdata)
+        if known is None or known.address != storage.data_ptr() or known.memory.size != storage.nbytes():
+            try:
+                memory = self._export(storage)
+            except RuntimeError as error:
+                raise SourceUnreachable(f"this process cannot share CUDA memory: {error}") from None
+            known = self._known[storage._cdata] = _Known(StorageWeakRef(storage), storage.data_ptr(), memory)
+        return known.memory
+
+
+def digest(data: Any) -> str:
+    """xxh3-128 (hex) of a [bytes] uint8 tensor, which comes to the host slice by slice."""
+    state = xxhash.xxh3_128()
+    for piece in data.split(DIGEST_BYTES):
+        state.update(piece.cpu().numpy())
+    return state.hexdigest()
+
+
+# the service's end
+
+
+def open_memory(memory: Memory) -> Any:
+    """[bytes] uint8 tensor on the device; the memory is closed with the last view of it. Raises SourceUnreachable."""
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == memory.gpu:
+            break
+    else:
+        raise SourceUnreachable(f"the service does not see the trainer's GPU {memory.gpu:.60}: another host or container?")
+    counter, event = (NO_COUNTER, 0), (bytes(EVENT_BYTES), False)
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(index, memory.handle, memory.size, memory.offset, *counter, *event)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    except (RuntimeError, OverflowError) as error:
+        raise SourceUnreachable(f"the trainer's CUDA memory cannot be opened here: {str(error)[:300]}") from None
+
+
+def copy_out(memory: np.ndarray, data: Any) -> None:
+    """[n] uint8 of the device to [n] uint8 of the host; returns when they are there."""
+    import torch
+
+    torch.from_numpy(memory).copy_(data)
+
+
+class CudaIpcPayload:
+    """The service's end of one payload. `open_memory` and `copy_out` are what there is of CUDA in it.
+
+    Raises InvalidRequest, with the tensor, for spans that are not in their memory or not the manifest's."""
+
+    via = "cuda_ipc"
+    ready = True
+    unannounced = False
+
+    def __init__(
+        self,
+        offer: CudaIpcOffer,
+        manifest: Sequence[TensorInfo],
+        total: int,
+        open_memory: Callable[[Memory], Any] = open_memory,
+        copy_out: Callable[[np.ndarray, Any], None] = copy_out,
+    ) -> None:
+        self._memories, spans = _checked(offer, manifest, total)
+        self._spans = [(index, first, size) for index, first, size in reversed(spans) if size]
+        self._open_memory, self._copy_out = open_memory, copy_out
+        self._opened: dict[int, Any] = {}
+
+    def read(self, memory: np.ndarray) -> int:
+        """Raises SourceUnreachable for memory that cannot be opened."""
+        if not self._spans or not len(memory):
+            return 0
+        index, first, size = self._spans.pop()
+        if index not in self._opened:
+            self._opened[index] = self._open_memory(self._memories[index])
+        count = min(size, len(memory))
+        self._copy_out(memory[:count], self._opened[index][first : first + count])
+        if count < size:
+            self._spans.append((index, first + count, size - count))
+        return count
+
+    def close(self) -> None:
+        self._opened.clear()
+        self._spans.clear()
+
+
+_decoder = msgspec.msgpack.Decoder(list[Memory])
+
+
+def _checked(
+    offer: CudaIpcOffer, manifest: Sequence[TensorInfo], total: int
+) -> tuple[list[Memory], list[tuple[int, int, int]]]:
+    if offer.memory.dtype != np.uint8 or offer.memory.ndim != 1:
+        raise InvalidRequest(f"the list of memories is {offer.memory.dtype} {offer.memory.shape}: must be uint8 [bytes]")
+    try:
+        memories = _decoder.decode(offer.memory.data)
+    except MALFORMED as error:
+        raise InvalidRequest(f"not a list of memories: {str(error)[:300]}") from None
+    if offer.spans.dtype != np.int64 or offer.spans.shape != (len(manifest), 3):
+        raise InvalidRequest(f"the spans are {offer.spans.dtype} {offer.spans.shape}: must be int64 [{len(manifest)}, 3]")
+    spans = [(int(index), int(first), int(size)) for index, first, size in offer.spans]
+    for info, (index, first, size) in zip(manifest, spans, strict=True):
+        empty = size == 0 and math.prod(info.shape) == 0
+        inside = 0 <= index < len(memories) and 0 <= first <= first + size <= memories[index].size
+        if not (empty or inside):
+            raise InvalidRequest(f"tensor {info.name!r:.200}: bytes {first} to {first + size} are not in memory {index}")
+    if sum(size for _, _, size in spans) != total:
+        raise InvalidRequest(f"the spans have {sum(size for _, _, size in spans)} bytes, the manifest's tensors {total}")
+    return memories, spans

@@ -1,0 +1,372 @@
+"""Tensors by torch.distributed: gloo between CPUs, NCCL between GPUs, on one host or on two.
+
+    trainer, rank 0                               service, rank 1
+    TCPStore at host:port         ←────────────   a helper thread connects and opens the group
+    slots ┌ 4 MiB ┬ 4 MiB ┬ … ┐    broadcasts     slots ┌ 4 MiB ┬ 4 MiB ┬ … ┐
+          filled from the tensors ────────────→         posted ahead, polled by `read`, copied into the staging
+
+The group has two members and lives for one refresh. It is made of torch's objects themselves, without `init_process_group`, so
+a trainer's default group is neither needed nor touched; opening it takes milliseconds with gloo. Broadcasts and not receives,
+because gloo's receives do not tell that they are done until somebody waits for them (pytorch issue 30723).
+
+Everything that can block is done by the helper thread: connecting, and leaving the group, which waits for gloo's threads. The
+service's loop only asks whether a broadcast is done. Both ends listen on one address only, the one that `host` names or is
+reached from. torch is imported when a refresh comes this way.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+
+from transport.errors import RequestTimeout, RolloutError, SourceUnreachable
+
+SLOT_BYTES = 4 << 20
+"""of a broadcast; the last one of a payload is shorter"""
+SLOTS = 8
+REACH_S = 5.0
+"""longest that the service tries to reach the store; torch's own time-outs are longer than what they are given, or none"""
+JOIN_S = 30.0
+"""longest that either end then waits for the group; NCCL may take seconds"""
+STALL_S = 60.0
+"""longest that the service waits for a broadcast: by then its trainer hangs"""
+NEVER_S = 86_400.0
+"""of the trainer's broadcasts, which wait for the service's loop: the refresh has a time-out of its own"""
+POLL_S = 0.001
+
+Backend = Literal["gloo", "nccl"]
+
+
+class DistributedOffer(msgspec.Struct, frozen=True, tag="distributed", forbid_unknown_fields=True):
+    """Join this group as rank 1; rank 0 broadcasts the payload in pieces of SLOT_BYTES."""
+
+    backend: Backend
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    """of the TCPStore, as the service can reach it"""
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    group: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+    """prefix of its keys in the store; made by the trainer for one refresh"""
+    total: int
+    """bytes of the payload"""
+
+
+def backends(device: Any) -> list[Backend]:
+    """Those that a process whose model is on `device` (a torch.device) can use."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return []
+    gloo, nccl = dist.is_gloo_available(), device.type == "cuda" and dist.is_nccl_available()
+    return [*(["gloo"] if gloo else []), *(["nccl"] if nccl else [])]  # type: ignore[list-item]
+
+
+class Sender:
+    """The trainer's end of one refresh.
+
+    Example:
+        sender = Sender("gloo", "127.0.0.1", total)
+        …                       # sender.offer goes to the service
+        sender.send(pieces, over, end)
+        …                       # the service answers that it has everything
+        sender.close()
+
+    Args:
+        host: an address of this machine that the service can reach.
+        device: torch.device of the slots, for NCCL; None: this process's CPU.
+
+    Raises SourceUnreachable where the address or the backend is not to be had."""
+
+    def __init__(self, backend: Backend, host: str, total: int, device: Any = None) -> None:
+        import torch.distributed as dist
+
+        self._device = device
+        self._group: Any = None
+        try:
+            listener = _listen(host)
+        except OSError as error:
+            raise SourceUnreachable(f"no address {host!r} of this machine to meet the service at: {error}") from None
+        port, wait = listener.getsockname()[1], timedelta(seconds=JOIN_S)
+        # a socket that the store makes itself listens on every address of the machine
+        self._store: Any = dist.TCPStore(host, port, 2, True, wait, False, master_listen_fd=listener.detach())
+        self.offer = DistributedOffer(backend, host, port, secrets.token_hex(16), total)
+
+    def send(self, pieces: Sequence[Any], over: Callable[[], bool], end: float) -> None:
+        """Send [bytes] uint8 `pieces`, numpy arrays or tensors on the device. They must not change before the service has
+        everything. Returns early when `over` says that the service wants no more; it has said why elsewhere.
+
+        Raises SourceUnreachable if the service does not join or leaves, RequestTimeout at `end` (time.monotonic)."""
+        failure: RolloutError | None = None
+        try:
+            self._send(deque(pieces), over, end)
+        except RuntimeError as error:
+            failure = SourceUnreachable(f"the service did not take the weights by {self.offer.backend}: {_first_line(error)}")
+        except RequestTimeout as error:
+            failure = RequestTimeout(error.message)
+        if failure is not None:
+            raise failure  # out here, so that no traceback holds a broadcast, and with it the connections of the group
+
+    def _send(self, left: deque[Any], over: Callable[[], bool], end: float) -> None:
+        slots = _slots(self._device, self.offer.total)
+        flying: deque[tuple[Any, tuple[Any, Any]]] = deque()
+        while not self._store.check([_joined(self.offer)]):
+            if _waited(over, end):
+                return
+        self._group = _open(self._store, self.offer, 0, self.offer.host, self._device)
+        while left or flying:
+            if not left or not slots:
+                work, slot = flying.popleft()
+                if not _landed(work, over, end):
+                    return
+                slots.append(slot)
+                continue
+            tensor, view = slot = slots.pop()
+            if count := _fill(view, left):
+                flying.append((self._group.broadcast(tensor[:count], 0, timedelta(seconds=NEVER_S)), slot))
+
+    def close(self) -> None:
+        """Leave the group and close the store. May be repeated."""
+        group, self._group, self._store = self._group, None, None
+        if group is not None:
+            _leave(group, self.offer.backend)
+
+
+class DistributedPayload:
+    """The service's end of one payload. `device`: torch.device of the model, where NCCL receives."""
+
+    unannounced = True
+
+    def __init__(self, offer: DistributedOffer, device: Any) -> None:
+        self.via: str = offer.backend
+        self._offer = offer
+        self._device = device if offer.backend == "nccl" else None
+        self._unasked = offer.total
+        """bytes that no broadcast was posted for"""
+        self._read = 0
+        """of the oldest slot"""
+        self._group: Any = None
+        self._flying: deque[tuple[Any, Any, tuple[Any, Any]]] = deque()
+        """(work, bytes, slot) of the broadcasts that were posted, in their order"""
+        self._failure: str | None = None
+        self._line: socket.socket | None = None
+        """an idle connection to the trainer's store, which ends with the trainer: torch tries on for seconds"""
+        self._next_by = time.monotonic() + REACH_S
+        """when the helper thread must have come on, or it is given up"""
+        self._joined = threading.Event()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._hold, name="rollout-weights-group", daemon=True)
+        self._thread.start()
+
+    @property
+    def ready(self) -> bool:
+        if not self._joined.is_set():
+            return self._given_up
+        return self._failure is not None or bool(self._flying) and bool(self._flying[0][0].is_completed())
+
+    def read(self, memory: np.ndarray) -> int:
+        """Raises SourceUnreachable if the trainer cannot be reached, or was lost."""
+        where = f"{self._offer.host}:{self._offer.port}"
+        if not self._joined.is_set():
+            if self._given_up:
+                raise SourceUnreachable(f"no group with the trainer at {where}: it is gone, or does not answer")
+            return 0
+        if self._failure is not None:
+            raise SourceUnreachable(f"no group with the trainer at {where}: {self._failure}")
+        if not self.ready or not len(memory):
+            return 0
+        if (lost := _error_of(self._flying[0][0])) is not None:
+            self._flying.clear()  # errors are kept, with their frames: none may hold a broadcast
+            raise SourceUnreachable(f"the trainer was lost while it sent the weights: {lost}")
+        _, size, slot = self._flying[0]
+        count = min(len(memory), size - self._read)
+        _copy_out(memory[:count], slot[1][self._read : self._read + count])
+        self._read += count
+        if self._read == size:
+            self._flying.popleft()
+            self._read = 0
+            self._post(slot)
+        return count
+
+    def close(self) -> None:
+        """The helper thread leaves the group: at once, or when connecting has failed."""
+        self._closed.set()
+        if self._joined.is_set():
+            self._flying.clear()
+            self._group = None
+
+    @property
+    def _given_up(self) -> bool:
+        """There is no use in waiting for the group any longer."""
+        if self._line is not None:
+            try:
+                return not self._line.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                pass
+            except OSError:
+                return True
+        return time.monotonic() > self._next_by
+
+    def _post(self, slot: tuple[Any, Any]) -> None:
+        if size := min(SLOT_BYTES, self._unasked):
+            self._unasked -= size
+            work = self._group.broadcast(slot[0][:size], 0, timedelta(seconds=STALL_S))
+            self._flying.append((work, size, slot))
+
+    def _hold(self) -> None:
+        """The helper thread. Until `_joined` it alone touches the group, from then on the loop; after `_closed` it leaves."""
+        import torch.distributed as dist
+
+        offer, group = self._offer, None
+        try:
+            line = socket.create_connection((offer.host, offer.port), REACH_S)
+            line.setblocking(False)
+            self._line = line
+            store = dist.TCPStore(offer.host, offer.port, 2, False, timedelta(seconds=REACH_S), False)
+            self._next_by = time.monotonic() + JOIN_S
+            store.set(_joined(offer), "1")
+            group = self._group = _open(store, offer, 1, line.getsockname()[0], self._device)
+            for slot in _slots(self._device, offer.total):
+                self._post(slot)
+        except Exception as error:
+            self._failure = _first_line(error)  # not the error itself, whose traceback holds sockets
+        self._joined.set()
+        self._closed.wait()
+        if self._line is not None:
+            self._line.close()
+        self._flying.clear()
+        self._group = None
+        if group is not None:
+            _leave(group, offer.backend)
+
+
+def _joined(offer: DistributedOffer) -> str:
+    """The key that the service sets when it has reached the store."""
+    return f"{offer.group}/joined"
+
+
+def _listen(host: str) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family)
+
+
+def _open(store: Any, offer: DistributedOffer, rank: int, own_address: str, device: Any) -> Any:
+    """The group; returns when both are in it. Raises RuntimeError after JOIN_S."""
+    import torch.distributed as dist
+
+    store = dist.PrefixStore(offer.group, store)
+    options: Any
+    if offer.backend == "gloo":
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=JOIN_S)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]  # it would listen on another by itself
+        return dist.ProcessGroupGloo(store, rank, 2, options)
+    if not dist.is_nccl_available():
+        raise RuntimeError("this torch is built without NCCL")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=STALL_S)
+    with _errors_are_told():
+        group = dist.ProcessGroupNCCL(store, rank, 2, options)
+        group.eager_connect_single_device(device)
+    return group
+
+
+@contextmanager
+def _errors_are_told() -> Iterator[None]:
+    """A group of NCCL's that is made in here leaves its errors to us. By default its watchdog ends the process when the other
+    end dies, and a service outlives its trainers."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _leave(group: Any, backend: Backend) -> None:
+    """Break the group off, so that what is still posted ends now, here and at the other end, and its threads can stop."""
+    import torch
+
+    if backend == "nccl":
+        group.abort()
+        return
+    try:
+        # gloo has no abort; a wait that times out makes it close all its connections
+        group.recv([torch.empty(1, dtype=torch.uint8)], 1 - group.rank(), 0).wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        pass
+
+
+def _slots(device: Any, total: int) -> list[tuple[Any, Any]]:
+    """As many as a payload of `total` bytes can use: pairs of a [SLOT_BYTES] uint8 tensor and what reads and writes it, on the
+    CPU numpy, whose copies have no threads to wait for."""
+    import torch
+
+    count = max(1, min(SLOTS, -(-total // SLOT_BYTES)))
+    tensors = [torch.empty(SLOT_BYTES, dtype=torch.uint8, device=device) for _ in range(count)]
+    return [(tensor, tensor if tensor.is_cuda else tensor.numpy()) for tensor in tensors]
+
+
+def _fill(view: Any, pieces: deque[Any]) -> int:
+    """Move the next bytes of the pieces to the beginning of a slot. Returns how many."""
+    filled = 0
+    while pieces and filled < len(view):
+        piece = pieces.popleft()
+        count = min(len(piece), len(view) - filled)
+        view[filled : filled + count] = piece[:count]
+        filled += count
+        if count < len(piece):
+            pieces.appendleft(piece[count:])
+    return filled
+
+
+def _copy_out(memory: np.ndarray, view: Any) -> None:
+    if isinstance(view, np.ndarray):
+        memory[:] = view
+    else:
+        import torch
+
+        torch.from_numpy(memory).copy_(view)
+
+
+def _error_of(work: Any) -> str | None:
+    """What went wrong with a broadcast that is done."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return _first_line(error)
+    return None
+
+
+def _landed(work: Any, over: Callable[[], bool], end: float) -> bool:
+    """True when it has; False if `over` comes first. Raises RuntimeError for what went wrong with it, RequestTimeout."""
+    while not work.is_completed():
+        if _waited(over, end):
+            return False
+    work.wait()
+    return True
+
+
+def _waited(over: Callable[[], bool], end: float) -> bool:
+    """Waits a moment. True if there is nothing to wait for any more; raises RequestTimeout at `end`."""
+    if time.monotonic() > end:
+        raise RequestTimeout("the service did not take all of the weights in time")
+    time.sleep(POLL_S)
+    return over()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:300] or type(error).__name__
