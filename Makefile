@@ -8,7 +8,7 @@ PACKAGES := engine transport rollout
 SOURCES := $(PACKAGES) $(wildcard recipes) tests
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test check format bench clean
+.PHONY: help venv model demo test test-gpu check format bench bench-gpu clean
 .SUFFIXES:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make check   format, lint, types, import directions"
 	@echo "make bench   throughput of the named workloads; WORKLOADS='fanout long' and ARGS='--scale 0.25' pick"
 	@echo "make format  let ruff rewrite the sources"
+	@echo "make test-gpu, bench-gpu   the CUDA paths: their tests, and figures as JSON lines; MODELS='qwen3-8b' and ARGS pick"
 
 venv: $(STAMP)
 
@@ -50,6 +51,11 @@ format: $(STAMP)
 
 bench: model
 	@$(BIN)/rollout bench $(or $(WORKLOADS),fanout long pressure shared_prefix fork_latency single_stream) $(ARGS)
+
+bench-gpu: $(STAMP)
+	@failed=0; for model in $(or $(MODELS),qwen3-0.6b qwen3-8b); do \
+		$(BIN)/python -m recipes.bench.gpu --model $$model --json bench-gpu-$$model.jsonl $(ARGS) || failed=1; \
+	done; exit $$failed
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

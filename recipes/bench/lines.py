@@ -1,7 +1,8 @@
 """What the drivers share: a setup and runs come as JSON lines on standard input, results leave as JSON lines on the file
 descriptor that RESULTS_FD names.
 
-in    {"model", "dtype", "threads", "kv_tokens", "block_size", "max_num_seqs", "context"}       once
+in    {"model", "random_weights", "dtype", "device", "threads", "kv_tokens", "block_size",
+       "max_num_seqs", "context", "prompts", "prompt_tokens", "n"}                                once
       {"prompts": [[ids]], "n", "new_tokens", "seed"}                                           for each run
 out   {"ready": version}, then {"seconds", "generated_tokens"} for each run
 
@@ -15,7 +16,8 @@ import time
 
 
 def serve(start):
-    """`start(setup)` returns (version, generate); `generate(prompts, n, new_tokens, seed)` returns how many tokens it made."""
+    """`start(setup)` returns (version, generate); `generate(prompts, n, new_tokens, seed)` returns how many tokens it made, or
+    that and the seconds that count."""
     out = os.fdopen(int(os.environ["RESULTS_FD"]), "w")
 
     def send(row):
@@ -26,5 +28,6 @@ def serve(start):
     send({"ready": version})
     for line in sys.stdin:
         started = time.perf_counter()
-        tokens = generate(**json.loads(line))
-        send({"seconds": time.perf_counter() - started, "generated_tokens": tokens})
+        made = generate(**json.loads(line))
+        tokens, seconds = made if isinstance(made, tuple) else (made, time.perf_counter() - started)
+        send({"seconds": seconds, "generated_tokens": tokens})

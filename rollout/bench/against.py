@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,15 +45,19 @@ class Peer:
         self.version = version
         self._to, self._back = to, back
 
-    def run(self, prompts: list[np.ndarray], n: int, new_tokens: int, seed: int) -> dict[str, Any]:
-        """{"seconds", "generated_tokens"} of one run. Raises PeerFailed."""
+    def run(
+        self, prompts: list[np.ndarray], n: int, new_tokens: int, seed: int, limit_s: float | None = None
+    ) -> dict[str, Any]:
+        """{"seconds", "generated_tokens"} of one run. Raises PeerFailed, after `limit_s` seconds as well."""
         request = {"prompts": [prompt.tolist() for prompt in prompts], "n": n, "new_tokens": new_tokens, "seed": seed}
         self._to.write(json.dumps(request) + "\n")
         self._to.flush()
-        return read(self.name, self._back)
+        return read(self.name, self._back, limit_s)
 
 
-def read(name: str, back: IO[str]) -> dict[str, Any]:
+def read(name: str, back: IO[str], limit_s: float | None = None) -> dict[str, Any]:
+    if not select.select([back], [], [], limit_s)[0]:
+        raise PeerFailed(f"{name} did not answer within {limit_s:.0f} s")
     line = back.readline()
     if not line:
         raise PeerFailed(f"{name} ended; what it said is on standard error")
@@ -63,8 +68,8 @@ def read(name: str, back: IO[str]) -> dict[str, Any]:
 
 
 @contextmanager
-def peer(name: str, python: str, setup: dict[str, Any]) -> Iterator[Peer]:
-    """Starts a peer and ends it with the block."""
+def peer(name: str, python: str, setup: dict[str, Any], limit_s: float | None = None) -> Iterator[Peer]:
+    """Starts a peer, within `limit_s` seconds, and ends it with the block."""
     theirs, back = os.pipe()[::-1]
     command = [python, str(DRIVERS / SCRIPTS[name])]
     inherited = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}  # ours, not theirs
@@ -78,7 +83,10 @@ def peer(name: str, python: str, setup: dict[str, Any]) -> Iterator[Peer]:
         with os.fdopen(back) as results:
             child.stdin.write(json.dumps(setup) + "\n")
             child.stdin.flush()
-            yield Peer(name, str(read(name, results)["ready"]), child.stdin, results)
+            yield Peer(name, str(read(name, results, limit_s)["ready"]), child.stdin, results)
+    except BaseException:
+        child.kill()
+        raise
     finally:
         child.stdin.close()
         try:

@@ -5,6 +5,7 @@ For what the scheduler would take minutes to get to, or never would: all sequenc
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -112,8 +113,9 @@ def warm_graphs(engine: Engine) -> None:
 
 
 def fill(kv: PagedKV) -> None:
-    """Random numbers for the whole pool."""
-    base = torch.randn((PATTERN, *kv.data.shape[1:]), dtype=kv.data.dtype, device=kv.data.device)
+    """Random numbers for the whole pool, always the same ones."""
+    generator = torch.Generator(kv.data.device).manual_seed(0)
+    base = kv.data.new_empty((PATTERN, *kv.data.shape[1:])).normal_(generator=generator)
     for start in range(0, len(kv.data), PATTERN):
         part = kv.data[start : start + PATTERN]
         part.copy_(base[: len(part)])
@@ -145,3 +147,10 @@ def synchronize(device: torch.device) -> None:
 def free_on(device: torch.device) -> int:
     """Bytes that a pool on this device may take."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+
+
+def release(device: torch.device) -> None:
+    """Engines hold on to themselves in cycles; call this before the next one asks for memory."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -17,7 +17,7 @@ from engine.request import Sample, Sampling
 from rollout.bench.against import Peer, peer
 from rollout.bench.record import Recording
 from rollout.bench.target import OpenTarget, Target
-from rollout.bench.text import PromptText
+from rollout.bench.text import Prompts, PromptText
 from rollout.bench.workloads import Workload
 from rollout.config import Config
 
@@ -103,29 +103,32 @@ def variants(workload: Workload, engine: EngineConfig, compare: bool, unshared: 
     return configs
 
 
-def peer_setup(workload: Workload, engine: EngineConfig) -> dict[str, Any]:
-    """What a peer is told: the same model, precision and memory."""
+def peer_setup(workload: Workload, engine: EngineConfig, random_weights: bool = False) -> dict[str, Any]:
+    """What a peer is told: the same model, precision, device and memory. `random_weights`: its folder has none."""
     return {
         "model": engine.model,
+        "random_weights": random_weights,
         "dtype": engine.dtype,
+        "device": engine.device,
         "threads": engine.threads or len(os.sched_getaffinity(0)),
         "kv_tokens": engine.kv_tokens if workload.tight else None,
         "block_size": engine.block_size,
         "max_num_seqs": engine.max_num_seqs,
         "context": workload.tokens + engine.block_size,
+        "prompts": workload.prompts,
+        "prompt_tokens": workload.prompt_tokens,
+        "n": workload.n,
     }
 
 
-def peer_run_arguments(
-    workload: Workload, text: PromptText, run: int, new_tokens: int
-) -> tuple[list[np.ndarray], int, int, int]:
+def peer_run_arguments(workload: Workload, text: Prompts, run: int, new_tokens: int) -> tuple[list[np.ndarray], int, int, int]:
     start = run * workload.prompts * workload.prompt_tokens
     return text.slices(start, workload.prompts, workload.prompt_tokens), workload.n, new_tokens, run
 
 
-def peer_run(workload: Workload, text: PromptText, one: Peer, run: int) -> dict[str, Any]:
-    """Raises BenchFailed if the peer did less than it was asked for."""
-    row = one.run(*peer_run_arguments(workload, text, run, workload.new_tokens))
+def peer_run(workload: Workload, text: Prompts, one: Peer, run: int, limit_s: float | None = None) -> dict[str, Any]:
+    """Raises BenchFailed if the peer did less than it was asked for; PeerFailed."""
+    row = one.run(*peer_run_arguments(workload, text, run, workload.new_tokens), limit_s=limit_s)
     if row["generated_tokens"] != workload.prompts * workload.n * workload.new_tokens:
         raise BenchFailed(f"{one.name} made {row['generated_tokens']} tokens of {workload.name}")
     speed = round(row["generated_tokens"] / row["seconds"], 2)
@@ -162,9 +165,7 @@ def warm_up(target: Target, text: PromptText, length: int) -> None:
         pass
 
 
-def one_run(
-    workload: Workload, text: PromptText, target: Target, run: int, recording: Recording | None = None
-) -> dict[str, Any]:
+def one_run(workload: Workload, text: Prompts, target: Target, run: int, recording: Recording | None = None) -> dict[str, Any]:
     start = run * workload.prompts * workload.prompt_tokens
     prompts = text.slices(start, workload.prompts, workload.prompt_tokens)
     sampling = Sampling(n=workload.n, max_tokens=workload.new_tokens, temperature=1.0, ignore_eos=True, seed=run)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from importlib import resources
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+
+
+class Prompts(Protocol):
+    def slices(self, start: int, count: int, length: int) -> list[np.ndarray]:
+        """`count` prompts of [length] int32 ids; others for another `start`."""
+        ...
 
 
 class PromptText:
@@ -21,3 +27,13 @@ class PromptText:
         get other prompts than it, so that no run finds another's prompts in the prefix index."""
         index = (start + np.arange(count * length)) % len(self.ids)
         return list(self.ids[index].reshape(count, length))
+
+
+class RandomText:
+    """Ids for a model without a tokenizer."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+
+    def slices(self, start: int, count: int, length: int) -> list[np.ndarray]:
+        return list(np.random.default_rng(start).integers(3, self._vocabulary, (count, length), np.int32))

@@ -1,0 +1,274 @@
+"""The parts of `recipes.bench.gpu`: each takes a `Bench` and yields rows."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import transformers
+
+from engine.batch import Batch
+from engine.config import WeightOffload
+from engine.engine import Engine
+from engine.model import Model
+from engine.pool import Moves
+from engine.request import Group, Sampling
+from engine.sampler import sample
+from engine.streaming import Streamed
+from rollout.bench import sharing as sharing_by_hand
+from rollout.bench.against import parse, peer
+from rollout.bench.by_hand import batch_of, fill, forward, median_ms, own_blocks, release, warm_graphs
+from rollout.bench.runner import one_run, peer_run, peer_setup
+from rollout.bench.target import EngineTarget
+from rollout.bench.workloads import Workload
+
+if TYPE_CHECKING:
+    from recipes.bench.gpu import Bench
+
+Rows = Iterator[dict[str, Any]]
+OFFLOAD = WeightOffload(group_size=4, num_in_group=1, prefetch_step=1)
+SETTLE = 8
+"""decode steps that do not count yet"""
+PEER_START_S, PEER_RUN_S = 180.0, 200.0
+
+
+def machine(bench: Bench) -> Rows:
+    """What everything else is compared with."""
+    cuda = bench.device.type == "cuda"
+    yield {
+        "device": torch.cuda.get_device_name(bench.device) if cuda else "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "dtype": bench.dtype,
+        "weight_bytes": sum(parameter.nbytes for parameter in bench.module.parameters()),
+        "kv_bytes_per_token": bench.model().geometry.bytes_per_token,
+        **bench.rates,
+    }
+
+
+def decode(bench: Bench) -> Rows:
+    """A decode step of many sequences: the forward alone at some lengths, and whole steps of the engine; beside the time that
+    reading the weights and the KV takes."""
+    rows, size = bench.sizes.rows, 32
+    longest = max(bench.sizes.contexts)
+    engine = bench.engine(kv_tokens=rows * -(-longest // size) * size, max_num_seqs=rows, block_size=size)
+    fill(engine.kv)
+    for context in bench.sizes.contexts:
+        batch = batch_of(engine, own_blocks(rows, context, size), context)
+        logits = forward(engine, batch)
+        read = bench.read_bytes + rows * context * engine.model.geometry.bytes_per_token
+        yield {
+            "what": "forward",
+            "context": context,
+            **beside_limit(bench, read, median_ms(bench.device, partial(forward, engine, batch), bench.sizes.turns)),
+            "sample_ms": median_ms(bench.device, lambda x=logits, b=batch: sample(x, b.sampling), bench.sizes.turns),
+            "rows": rows,
+            "attention": engine.backend.name,
+            "graphs": engine.graphs is not None,
+        }
+    yield {"what": "engine", **whole_steps(bench, engine)}
+
+
+def whole_steps(bench: Bench, engine: Engine) -> dict[str, Any]:
+    """Sequences with a prompt each, `Engine.step` until all of them decode, then `steps` of those."""
+    rows, prompt, wanted = bench.sizes.rows, bench.sizes.prompt, bench.sizes.steps
+    longest = max(bench.sizes.contexts) - prompt
+    for i, ids in enumerate(bench.text.slices(0, rows, prompt)):
+        engine.submit(Group(f"decode{i}", ids, Sampling(n=1, max_tokens=longest, ignore_eos=True, seed=i)))
+    seconds, read, marks, decoding = [], [], [], 0
+    while len(seconds) < wanted:
+        before, held = msgspec.to_builtins(engine.counters), rows * prompt + engine.counters.generated_tokens
+        started = time.perf_counter()
+        if engine.step() or not engine.has_work:
+            raise RuntimeError(f"samples ended after {len(seconds)} of {wanted} steps of {rows} sequences")
+        elapsed = time.perf_counter() - started
+        decoding += engine.counters.decode_tokens == before["decode_tokens"] + rows
+        if decoding > SETTLE:
+            seconds.append(elapsed)
+            read.append(bench.read_bytes + held * engine.model.geometry.bytes_per_token)
+            marks.append((before, msgspec.to_builtins(engine.counters)))
+    for i in range(rows):
+        engine.abort(f"decode{i}")
+    parts = ("plan_seconds", "build_seconds", "commit_seconds", "model_seconds", "sample_seconds")
+    figures = {
+        name.replace("_seconds", "_ms"): 1e3 * statistics.median(after[name] - before[name] for before, after in marks)
+        for name in parts
+    }
+    return {
+        **beside_limit(bench, statistics.mean(read), 1e3 * statistics.median(seconds)),
+        "host_ms": figures["plan_ms"] + figures["build_ms"] + figures["commit_ms"],
+        **figures,
+        "tokens_per_second": rows / statistics.median(seconds),
+        "steps": len(seconds),
+    }
+
+
+def beside_limit(bench: Bench, read: float, ms: float) -> dict[str, float]:
+    limit = 1e3 * read / bench.rates["bytes_per_second"]
+    return {"ms": ms, "read_bytes": read, "limit_ms": limit, "fraction_of_limit": limit / ms}
+
+
+def sharing(bench: Bench) -> Rows:
+    """`rollout bench sharing` for these shapes."""
+    for shape in bench.sizes.shapes:
+        yield from sharing_by_hand.measure(bench.model(), bench.settings(), shape, bench.sizes.turns)
+
+
+def workloads(bench: Bench) -> Rows:
+    """Named workloads through the engine, in turn with another one in a process of its own."""
+    for workload in bench.sizes.workloads:
+        at_once = min(bench.sizes.workload_rows, workload.prompts * workload.n)
+        runs = [run_workload(bench, workload, kv_tokens=workload.kv_tokens(32), max_num_seqs=at_once)]
+        yield runs[0]
+        for name, python in parse(bench.against).items():
+            settings = bench.settings(kv_tokens=workload.kv_tokens(32))
+            with bench.folder() as folder:
+                setup = peer_setup(workload, msgspec.structs.replace(settings, model=folder), random_weights=True)
+                with peer(name, python, setup, min(PEER_START_S, max(1.0, bench.seconds_left))) as one:
+                    limit = min(PEER_RUN_S, max(1.0, bench.seconds_left))
+                    runs.append(peer_run(workload, bench.text, one, 0, limit))
+                    yield runs[-1]
+            speed = runs[0]["tokens_per_second"] / runs[-1]["tokens_per_second"]
+            yield {"workload": workload.name, "summary": True, f"ratio_to_{name}": speed, "peer": one.version}
+
+
+def run_workload(
+    bench: Bench, workload: Workload, change: Callable[[Engine], None] = lambda engine: None, **config: Any
+) -> dict[str, Any]:
+    """One run in an engine of its own, warm: captures are no part of it. `change`: something else about the engine."""
+    engine = bench.engine(**config)
+    warm_graphs(engine)
+    change(engine)
+    target = EngineTarget(engine)
+    for _ in target.generate(bench.text.slices(10**6, 1, 64), Sampling(n=2, max_tokens=8, ignore_eos=True)):
+        pass
+    row = one_run(workload, bench.text, target, 0)
+    del engine, target
+    release(bench.device)
+    return row
+
+
+def offload(bench: Bench) -> Rows:
+    """KV for half of the need, the rest in host memory. Beside it the same without the copies: the same schedule over blocks
+    that hold anything, so that the difference is what the copies cost; a roomy pool; copies ahead; no offload."""
+    workload = bench.sizes.pressure
+    needed = workload.needed_kv_tokens(32) * bench.model().geometry.bytes_per_token
+    tight: dict[str, Any] = {
+        "kv_tokens": workload.kv_tokens(32),
+        "max_num_seqs": workload.prompts * workload.n,
+        "cpu_offload_gib": needed / 2**30,
+    }
+    alone = {**tight, "cpu_offload_gib": 0}
+    speeds = {}
+    for name, config in {
+        "offload": tight,
+        "no_copies": {**tight, "change": without_copies},
+        "roomy": {**alone, "kv_tokens": workload.roomy().kv_tokens(32)},
+        "mirror_ahead": {**tight, "mirror_ahead": True},
+        "no_offload": alone,
+    }.items():
+        row = run_workload(bench, workload, **config)
+        speeds[name] = row["tokens_per_second"]
+        yield row | {"variant": name}
+    own = speeds.pop("offload")
+    yield {"summary": True, **{f"ratio_to_{name}": own / speed for name, speed in speeds.items()}}
+
+
+def without_copies(engine: Engine) -> None:
+    """The pools move nothing but the copies of forks; what is drawn means nothing."""
+    move = engine.kv.move
+    engine.kv.move = lambda moves: move(Moves(copies=moves.copies))  # type: ignore[method-assign]
+
+
+def refresh(bench: Bench) -> Rows:
+    """New weights from a state dict on the device, while sequences run."""
+    engine = bench.engine(kv_tokens=bench.sizes.rows * 1024, max_num_seqs=bench.sizes.rows)
+    new = {name: tensor.detach().clone() for name, tensor in bench.module.named_parameters()}
+    plain = plain_copy_ms(bench.device, list(new.values()))
+    for i, ids in enumerate(bench.text.slices(0, 2, bench.sizes.prompt)):
+        engine.submit(Group(f"run{i}", ids, Sampling(n=bench.sizes.rows // 2, max_tokens=256, ignore_eos=True, seed=i)))
+    for _ in range(SETTLE):
+        engine.step()
+    for turn in range(bench.sizes.refreshes):
+        steady = median_ms(bench.device, engine.step, 3)
+        refreshed = engine.refresh(new)
+        after = median_ms(bench.device, engine.step, 3)
+        assert engine.has_work, "no sequence was running"
+        yield {
+            "turn": turn,
+            "bytes": refreshed.bytes,
+            "seconds": refreshed.seconds,
+            "staged_seconds": refreshed.staged_seconds,
+            "paused_seconds": refreshed.paused_seconds,
+            "copy_to_device_seconds": refreshed.bytes / bench.rates["to_device_per_second"],
+            "plain_copy_seconds": plain / 1e3,
+            "step_ms_before": steady,
+            "step_ms_after": after,
+        }
+
+
+def plain_copy_ms(device: torch.device, tensors: list[torch.Tensor]) -> float:
+    """Of all tensors into others of the same kind, on the device."""
+    targets = [torch.empty_like(tensor) for tensor in tensors]
+
+    def work() -> None:
+        for target, tensor in zip(targets, tensors, strict=True):
+            target.copy_(tensor)
+
+    return median_ms(device, work, 3)
+
+
+def weights(bench: Bench) -> Rows:
+    """Some layers in host memory: a decode step and a prefill, beside what bounds them: the forward with all layers on the
+    device, or the copies, whichever takes longer."""
+    rows, (prefills, tokens) = bench.sizes.rows, bench.sizes.prefill
+    context = bench.sizes.contexts[0]
+    config = {"max_num_seqs": rows, "kv_tokens": (rows * (-(-context // 32)) + prefills * -(-tokens // 32)) * 32}
+
+    def times(engine: Engine) -> dict[str, tuple[float, torch.Tensor]]:
+        fill(engine.kv)
+        made: dict[str, Batch] = {
+            "decode": batch_of(engine, own_blocks(rows, context, 32), context),
+            "prefill": batch_of(engine, own_blocks(prefills, tokens, 32), tokens, count=tokens),
+        }
+        timed: dict[str, tuple[float, torch.Tensor]] = {}
+        for name, batch in made.items():
+            work: Callable[[], torch.Tensor] = partial(forward, engine, batch)
+            logits = work().clone()
+            timed[name] = median_ms(bench.device, work, bench.sizes.turns), logits
+        return timed
+
+    resident = times(bench.engine(**config))
+    release(bench.device)
+    streamed = Streamed(bench.module, bench.name, OFFLOAD, bench.device)
+    assert len(streamed.indices) > streamed.ring.slots, "each layer has a slot of its own"
+    settings = bench.settings(**config, weight_offload=OFFLOAD)
+    engine = Engine(settings, Model(bench.module, bench.name, streamed))
+    try:
+        for name, (ms, logits) in times(engine).items():
+            copies = 1e3 * streamed.offloaded_bytes / bench.rates["to_device_per_second"]
+            limit = max(copies, resident[name][0])
+            yield {
+                "what": name,
+                "ms": ms,
+                "resident_ms": resident[name][0],
+                "copies_ms": copies,
+                "fraction_of_limit": limit / ms,
+                "same_logits": torch.equal(logits, resident[name][1]),
+                "offloaded_bytes": streamed.offloaded_bytes,
+                "resident_bytes": engine.weights.resident_bytes,
+                **msgspec.to_builtins(OFFLOAD),
+            }
+    finally:
+        del engine
+        bench.forget_module()  # its layers lie in the slots
+
+
+PARTS: dict[str, Callable[[Bench], Rows]] = {
+    part.__name__: part for part in (machine, decode, sharing, workloads, offload, refresh, weights)
+}
