@@ -39,6 +39,10 @@ demo: $(STAMP)
 test: model
 	@$(BIN)/python -m pytest $(ARGS)
 
+test-gpu: $(STAMP)
+	@$(BIN)/python -m pytest -m "gpu or not long" -W default tests/gpu tests/engine/test_triton_attention.py \
+		tests/engine/test_sampler_triton.py tests/engine/test_graphs.py tests/engine/test_streaming.py $(ARGS)
+
 check: $(STAMP)
 	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/ruff check $(SOURCES)

@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
     shapes: tuple[Shape, ...] = (FANOUT, LONG_PREFIX, MANY_LONG)
     workloads: tuple[Workload, ...] = (find("multi_return_seq"), find("rollouts_2048"))
     workload_rows: int = 512
-    pressure: Workload = Workload(name="half_pool", prompts=8, prompt_tokens=512, n=16, new_tokens=512, kv_share=0.5)
+    pressure: Workload = Workload(name="half_pool", prompts=8, prompt_tokens=512, n=16, new_tokens=384, kv_share=0.5)
     refreshes: int = 2
     prefill: tuple[int, int] = (8, 1024)
     """rows and tokens of each in a forward that only prefills"""
@@ -81,7 +81,7 @@ QUICK = Sizes(
 
 
 class Args(msgspec.Struct, kw_only=True):
-    """Measure decode, prefix sharing, workloads, offload, refresh and weight offload of one model on one device."""
+    """Measure decode, prefix sharing, workloads, KV and weight offload, refresh and compiled layers of one model."""
 
     model: str = "qwen3-0.6b"
     """qwen3-8b, qwen3-0.6b or tiny: shapes, with random weights"""
@@ -95,7 +95,7 @@ class Args(msgspec.Struct, kw_only=True):
     """file that gets one JSON object a line; - is standard output"""
     quick: bool = False
     """sizes for trying it out, not for figures"""
-    minutes: float = 9.0
+    minutes: float = 8.0
     """no part begins later than this"""
     against: str = "transformers_cb"
     """the engine beside ours, NAME or NAME=PYTHON as for `rollout bench`; empty = none"""

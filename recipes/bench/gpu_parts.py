@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from engine.batch import Batch
+from engine.compiled import compile_layers
 from engine.config import WeightOffload
 from engine.engine import Engine
 from engine.model import Model
@@ -22,7 +23,7 @@ from engine.sampler import sample
 from engine.streaming import Streamed
 from rollout.bench import sharing as sharing_by_hand
 from rollout.bench.against import parse, peer
-from rollout.bench.by_hand import batch_of, fill, forward, median_ms, own_blocks, release, warm_graphs
+from rollout.bench.by_hand import batch_of, fill, forward, median_ms, own_blocks, release, replayed, warm_graphs
 from rollout.bench.runner import one_run, peer_run, peer_setup
 from rollout.bench.target import EngineTarget
 from rollout.bench.workloads import Workload
@@ -34,7 +35,7 @@ Rows = Iterator[dict[str, Any]]
 OFFLOAD = WeightOffload(group_size=4, num_in_group=1, prefetch_step=1)
 SETTLE = 8
 """decode steps that do not count yet"""
-PEER_START_S, PEER_RUN_S = 180.0, 200.0
+PEER_START_S, PEER_RUN_S = 120.0, 150.0
 
 
 def machine(bench: Bench) -> Rows:
@@ -54,9 +55,26 @@ def machine(bench: Bench) -> Rows:
 def decode(bench: Bench) -> Rows:
     """A decode step of many sequences: the forward alone at some lengths, and whole steps of the engine; beside the time that
     reading the weights and the KV takes."""
-    rows, size = bench.sizes.rows, 32
-    longest = max(bench.sizes.contexts)
-    engine = bench.engine(kv_tokens=rows * -(-longest // size) * size, max_num_seqs=rows, block_size=size)
+    engine = bench.engine(kv_tokens=bench.sizes.rows * max(bench.sizes.contexts))
+    yield from forwards(bench, engine)
+    yield {"what": "engine", **whole_steps(bench, engine)}
+
+
+def compiled(bench: Bench) -> Rows:
+    """The forwards of `decode` again, with `compile_layers`."""
+    try:
+        model = Model(bench.module, bench.name, native=False)
+        began = time.perf_counter()
+        compile_layers(model)
+        yield {"what": "compilation", "compile_seconds": time.perf_counter() - began}
+        settings = bench.settings(kv_tokens=bench.sizes.rows * max(bench.sizes.contexts), compile_layers=True)
+        yield from forwards(bench, Engine(settings, model))
+    finally:
+        bench.forget_module()  # its layers are compiled
+
+
+def forwards(bench: Bench, engine: Engine) -> Rows:
+    rows, size = bench.sizes.rows, engine.config.block_size
     fill(engine.kv)
     for context in bench.sizes.contexts:
         batch = batch_of(engine, own_blocks(rows, context, size), context)
@@ -66,12 +84,11 @@ def decode(bench: Bench) -> Rows:
             "what": "forward",
             "context": context,
             **beside_limit(bench, read, median_ms(bench.device, partial(forward, engine, batch), bench.sizes.turns)),
-            "sample_ms": median_ms(bench.device, lambda x=logits, b=batch: sample(x, b.sampling), bench.sizes.turns),
+            "sample_ms": median_ms(bench.device, partial(sample, logits, batch.sampling), bench.sizes.turns),
             "rows": rows,
             "attention": engine.backend.name,
-            "graphs": engine.graphs is not None,
+            "graphs": replayed(engine, batch),
         }
-    yield {"what": "engine", **whole_steps(bench, engine)}
 
 
 def whole_steps(bench: Bench, engine: Engine) -> dict[str, Any]:
@@ -245,30 +262,27 @@ def weights(bench: Bench) -> Rows:
 
     resident = times(bench.engine(**config))
     release(bench.device)
-    streamed = Streamed(bench.module, bench.name, OFFLOAD, bench.device)
-    assert len(streamed.indices) > streamed.ring.slots, "each layer has a slot of its own"
-    settings = bench.settings(**config, weight_offload=OFFLOAD)
-    engine = Engine(settings, Model(bench.module, bench.name, streamed))
     try:
+        streamed = Streamed(bench.module, bench.name, OFFLOAD, bench.device)
+        assert len(streamed.indices) > streamed.ring.slots, "each layer has a slot of its own"
+        engine = Engine(bench.settings(**config, weight_offload=OFFLOAD), Model(bench.module, bench.name, streamed))
         for name, (ms, logits) in times(engine).items():
             copies = 1e3 * streamed.offloaded_bytes / bench.rates["to_device_per_second"]
-            limit = max(copies, resident[name][0])
             yield {
                 "what": name,
                 "ms": ms,
                 "resident_ms": resident[name][0],
                 "copies_ms": copies,
-                "fraction_of_limit": limit / ms,
+                "fraction_of_limit": max(copies, resident[name][0]) / ms,
                 "same_logits": torch.equal(logits, resident[name][1]),
                 "offloaded_bytes": streamed.offloaded_bytes,
                 "resident_bytes": engine.weights.resident_bytes,
                 **msgspec.to_builtins(OFFLOAD),
             }
     finally:
-        del engine
         bench.forget_module()  # its layers lie in the slots
 
 
 PARTS: dict[str, Callable[[Bench], Rows]] = {
-    part.__name__: part for part in (machine, decode, sharing, workloads, offload, refresh, weights)
+    part.__name__: part for part in (machine, decode, sharing, workloads, offload, refresh, weights, compiled)
 }

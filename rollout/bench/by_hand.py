@@ -71,8 +71,14 @@ def forward(engine: Engine, batch: Batch) -> torch.Tensor:
     """[S, vocabulary] logits, as a step of the engine computes them: replayed where it would be. The next call may write over
     them."""
     batch = replace(batch, attention=engine.backend.prepare(batch, engine.kv))
-    run = engine.graphs if engine.graphs is not None and engine.graphs.covers(batch) else engine.model
+    run = engine.graphs if replayed(engine, batch) else engine.model
+    assert run is not None
     return run.forward(batch, engine.kv, engine.backend)
+
+
+def replayed(engine: Engine, batch: Batch) -> bool:
+    """Its forward runs from a CUDA graph."""
+    return engine.graphs is not None and engine.graphs.covers(batch)
 
 
 @torch.inference_mode()

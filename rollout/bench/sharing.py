@@ -23,7 +23,7 @@ from rich.console import Console
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.engine import Engine, ModelLike
-from rollout.bench.by_hand import attention_alone, batch_of, fill, forward, free_on, milliseconds, own_blocks
+from rollout.bench.by_hand import attention_alone, batch_of, fill, forward, free_on, milliseconds, own_blocks, replayed
 from rollout.bench.longer import long_enough
 from rollout.bench.runner import BenchFailed
 from rollout.models import hide_progress_bars
@@ -107,7 +107,8 @@ def measure(model: ModelLike, config: EngineConfig, shape: Shape, repeat: int) -
     steps = milliseconds(model.device, {name: partial(forward, engine, batch) for name, batch in batches.items()}, turns)
     attention = milliseconds(model.device, {name: partial(alone, batch) for name, batch in batches.items()}, turns)
     left_out = None if copied <= room else f"copies: {copied / 2**30:.0f} GiB of KV"
-    yield from figures(shape, engine, steps, attention, left_out)
+    about = {"left_out": left_out, "graphs": replayed(engine, batches["shared"])}
+    yield from figures(shape, engine, steps, attention, about)
 
 
 def tables(shape: Shape, block_size: int, copies: bool) -> dict[str, np.ndarray]:
@@ -143,7 +144,7 @@ def compare(engine: Engine, batches: dict[str, Batch]) -> None:
 
 
 def figures(
-    shape: Shape, engine: Engine, steps: dict[str, list[float]], alone: dict[str, list[float]], left_out: str | None
+    shape: Shape, engine: Engine, steps: dict[str, list[float]], alone: dict[str, list[float]], about: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     base = {"workload": NAME, **shape._asdict()}
     step, attention = ({name: statistics.median(each) for name, each in times.items()} for times in (steps, alone))
@@ -162,12 +163,11 @@ def figures(
             summary[f"ratio_to_{name}"] = round(step[name] / step["shared"], 4)
             summary[f"attention_ratio_to_{name}"] = round(attention[name] / attention["shared"], 4)
     yield summary | {
-        "left_out": left_out,
+        **about,
         "kv_bytes": engine.kv.data.nbytes,
         "attention": engine.backend.name,
         "dtype": engine.config.dtype,
         "device": engine.config.device,
-        "graphs": engine.graphs is not None,
     }
 
 

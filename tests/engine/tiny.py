@@ -53,12 +53,16 @@ def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrid
     return model
 
 
-def tiny_engine(name: str = "llama", dtype: str = "float32", model: PreTrainedModel | None = None, **config: object) -> Engine:
+def tiny_engine(
+    name: str = "llama", dtype: str = "float32", model: PreTrainedModel | None = None, device: str = "cpu", **config: object
+) -> Engine:
     options = {"block_size": 8, "kv_tokens": 4096, "max_num_seqs": 64, "max_batch_tokens": 128, "cpu_offload_gib": 0, **config}
     module = model if model is not None else tiny(name, getattr(torch, dtype))
-    settings = EngineConfig(dtype=dtype, **options)  # type: ignore[arg-type]
+    settings = EngineConfig(dtype=dtype, device=device, **options)  # type: ignore[arg-type]
     offload = settings.weight_offload
-    streamed = None if offload is None else Streamed(module, name, offload, torch.device("cpu"))
+    streamed = None if offload is None else Streamed(module, name, offload, torch.device(device))
+    if streamed is None:
+        module.to(device)
     return Engine(settings, Model(module, name, streamed))
 
 
@@ -66,5 +70,6 @@ def plain_logprobs(model: PreTrainedModel, prompt: np.ndarray, sample: Sample, t
     """[tokens] log-probs of a sample by one full forward of the transformers model, as a trainer computes them."""
     ids = torch.from_numpy(np.concatenate([prompt, sample.token_ids]).astype(np.int64))[None]
     with torch.inference_mode():
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
+        output = model(input_ids=ids.to(model.device), use_cache=False)
+        logits = output.logits[0, len(prompt) - 1 : -1].float().cpu() / temperature
     return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()

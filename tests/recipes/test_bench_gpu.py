@@ -53,7 +53,10 @@ def by_part(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return {name: [row for row in rows if row["part"] == name] for name in gpu_parts.PARTS}
 
 
-def test_every_part_runs(stand_in: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_part_runs(
+    stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_parts, "compile_layers", lambda model: None)  # tests/engine/test_compiled.py has the real one
     out = tmp_path / "rows.jsonl"
     assert main([*OPTIONS, "--json", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -79,6 +82,7 @@ def test_every_part_runs(stand_in: None, tmp_path: Path, capfd: pytest.CaptureFi
     assert parts["refresh"][0]["bytes"] == parts["machine"][0]["weight_bytes"]
     assert {row["what"] for row in parts["weights"][:-1]} == {"decode", "prefill"}
     assert all(row["same_logits"] for row in parts["weights"][:-1])
+    assert [row["what"] for row in parts["compiled"][:-1]] == ["compilation", "forward", "forward"]
     assert "tiny decode: what forward, context 64, ms" in capfd.readouterr().out
 
 

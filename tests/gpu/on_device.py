@@ -1,0 +1,44 @@
+"""Engines of tiny models on the device that there is, and what two runs of them must have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.engine import Engine
+from engine.request import Group, Sample
+from tests.engine.tiny import tiny_engine
+from tests.engine.toy import group
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="streams, graphs and memory of a CUDA device")
+Samples = dict[tuple[str, int], Sample]
+
+
+def engine(**options: Any) -> Engine:
+    return tiny_engine(**{"device": DEVICE, "attention": "triton" if DEVICE == "cuda" else "reference", **options})
+
+
+def lockstep(tag: str = "", seed: int = 0) -> list[Group]:
+    """Sixteen children of one prompt that all make as many tokens. Every decode step has sixteen rows, a batch size that is
+    captured and that nobody pads: whatever else differs, the matrix products are the same, and so must the bits be."""
+    return [group(f"lockstep{tag}", [3 + i % 190 for i in range(41)], n=16, max_tokens=24, seed=seed, ignore_eos=True)]
+
+
+def agree(one: Samples, other: Samples, atol: float = 1e-4, alike: float = 0.9) -> None:
+    """The same samples up to the rounding of matrix products, whose kernels cuBLAS picks by the size of the batch: log-probs
+    within `atol` as far as the tokens are the same, which in nearly all samples they are to the end. (A draw whose number
+    falls within the rounding of an edge goes to the neighbour, and the sample goes another way from there.)"""
+    assert one.keys() == other.keys()
+    same = 0
+    for key, sample in one.items():
+        mine, theirs = sample.token_ids, other[key].token_ids
+        length = min(len(mine), len(theirs))
+        differ = np.flatnonzero(mine[:length] != theirs[:length])
+        common = int(differ[0]) if len(differ) else length
+        np.testing.assert_allclose(sample.logprobs[:common], other[key].logprobs[:common], atol=atol, rtol=0)
+        same += common == len(mine) == len(theirs)
+    assert same >= alike * len(one), f"{same} of {len(one)} samples have the same tokens"

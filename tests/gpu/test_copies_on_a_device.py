@@ -1,0 +1,82 @@
+"""KV offload with the real copy stream: blocks, and whole samples under pressure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.kv import KVGeometry, PagedKV
+from engine.lanes import Beside, Copied, Work
+from engine.pool import Moves
+from tests.engine.test_equivalence import groups
+from tests.engine.toy import run
+from tests.gpu.on_device import DEVICE, agree, engine, needs_cuda
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+BUSY_CYCLES = 5_000_000
+"""of the device: some milliseconds"""
+
+
+@pytest.mark.parametrize("mirror_ahead", [False, True])
+def test_under_pressure_as_with_room(mirror_ahead: bool) -> None:
+    tight = engine(kv_tokens=320, cpu_offload_gib=0.01, mirror_ahead=mirror_ahead)
+    agree(run(engine(kv_tokens=16_384), groups()), run(tight, groups()))
+    counters = tight.counters
+    assert counters.offloads > 0 and counters.restored_blocks > 0 and counters.recomputed_tokens == 0
+    assert counters.move_seconds > 0 and counters.copy_blocks_per_second > 0
+    assert isinstance(tight.kv.lane, Beside) == (DEVICE == "cuda")
+
+
+def wrong_blocks(kv: PagedKV, rounds: int = 12) -> int:
+    """The compute stream is kept busy, so that copies which do not wait for it come too early, and work that does not wait
+    for copies writes over what they read. Returns how many blocks came back other than they went."""
+    wrong = 0
+    for i in range(rounds):
+        value, host = float(i + 1), i % 4
+        torch.cuda._sleep(BUSY_CYCLES)
+        kv.data[0].fill_(value)
+        kv.move(Moves(offloads=[(0, host)]))
+        kv.data[0].fill_(-1)  # its slot is somebody else's now
+        kv.move(Moves(restores=[(host, 1)], copies=[(1, 2)]))
+        back, copied = kv.data[1].clone(), kv.data[2].clone()
+        torch.cuda._sleep(BUSY_CYCLES)
+        kv.data[3].fill_(value)
+        kv.move(Moves(mirrors=[(3, 4 + host)]))
+        kv.move(Moves())  # only from here on may the slot of a mirrored block be given to anybody
+        kv.data[3].fill_(-2)
+        kv.move(Moves(restores=[(4 + host, 5)]))
+        wrong += sum(not bool((block == value).all()) for block in (back, copied, kv.data[5].clone()))
+    kv.lane.finish()
+    return wrong
+
+
+class Hasty(Beside):
+    """The negative control: copies that wait for nobody, and for which nobody waits."""
+
+    def run(self, first: Work, beside: Work, blocks: int) -> Copied:
+        with torch.cuda.stream(self._stream):
+            first()
+            beside()
+        return Copied(0, 0.0)
+
+
+@needs_cuda
+def test_copies_wait_for_the_compute_and_it_for_them() -> None:
+    device = torch.device(DEVICE)
+    kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, device)
+    assert wrong_blocks(kv) == 0
+    kv.lane = Hasty(device)
+    assert wrong_blocks(kv) > 0
+
+
+@needs_cuda
+def test_copies_from_host_memory_do_not_hold_the_host_up() -> None:
+    """Where it is not pinned, a copy waits for the device: then the compute is done when `move` returns."""
+    kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, torch.device(DEVICE))
+    done = torch.cuda.Event()
+    torch.cuda._sleep(100 * BUSY_CYCLES)
+    done.record()
+    kv.move(Moves(offloads=[(0, 0)], restores=[(1, 1)], copies=[(2, 3)], mirrors=[(4, 4)]))
+    assert not done.query(), "the host waited for the device"
+    torch.cuda.synchronize()
+    assert kv.lane.run(lambda: None, lambda: None, 0).blocks == 4

@@ -1,0 +1,88 @@
+"""Real CUDA graphs: replayed is eager, to the bit at the same padded size; a refresh keeps them, and they follow it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import WeightOffload
+from engine.engine import Engine
+from tests.engine.test_equivalence import assert_same
+from tests.engine.tiny import tiny
+from tests.engine.toy import group, run
+from tests.gpu.on_device import agree, engine, lockstep, needs_cuda
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), needs_cuda]
+
+
+def addresses(made: Engine) -> list[int]:
+    attention: Any = made.backend
+    tensors = [*made.model.module.parameters(), made.kv.data, attention._arrays, attention.partial, attention.sums]  # type: ignore[attr-defined]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replayed_is_eager(dtype: str) -> None:
+    eager, graphed = engine(dtype=dtype, cuda_graphs=False), engine(dtype=dtype)
+    assert eager.graphs is None and graphed.graphs is not None
+    assert_same(run(eager, lockstep()), run(graphed, lockstep()))
+    assert list(graphed.graphs._replays) == [16] and graphed.graphs._works
+    assert_same(run(eager, lockstep("again", 1)), run(graphed, lockstep("again", 1)))
+    with pytest.raises(AssertionError):
+        assert_same(run(eager, lockstep("other", 2)), run(graphed, lockstep("other", 3)))
+
+
+def test_padded_sizes_agree() -> None:
+    """Twenty-one rows at first, then fewer and fewer: graphs of several sizes take turns, each over the last one's arrays."""
+    some = [group(f"g{i}", range(5, 15 + 7 * i), n=3, max_tokens=6 + 5 * i, seed=i, ignore_eos=True) for i in range(7)]
+    graphed = engine(max_num_seqs=24)
+    agree(run(engine(cuda_graphs=False, max_num_seqs=24), some), run(graphed, some))
+    assert graphed.graphs is not None and len(graphed.graphs._replays) > 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_refresh_keeps_the_graphs_and_they_follow_it(dtype: str) -> None:
+    made = [engine(dtype=dtype, cuda_graphs=False), engine(dtype=dtype)]
+    samples = []
+    for each in made:
+        each.submit(lockstep()[0])
+        for _ in range(8):
+            each.step()
+        before, replays = addresses(each), dict(each.graphs._replays) if each.graphs else {}
+        each.refresh({name: tensor * 1.5 for name, tensor in each.model.module.state_dict().items()})  # type: ignore[attr-defined]
+        samples.append(run(each))
+        assert addresses(each) == before, "a refresh in place moved something"
+        if each.graphs is not None:
+            assert each.graphs._replays == replays and list(replays) == [16], "a refresh captured anew"
+    assert_same(*samples)
+    assert all([version for _, version in sample.weight_versions] == [0, 1] for sample in samples[1].values())
+    with pytest.raises(AssertionError):
+        assert_same(samples[1], run(engine(dtype=dtype), lockstep()))
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("offload", [(1, 1, 1), (1, 1, 3), (3, 2, 2)])
+def test_weight_offload_is_resident_to_the_bit(offload: tuple[int, int, int], graphs: bool) -> None:
+    group_size, num_in_group, prefetch_step = offload
+    settings = WeightOffload(group_size=group_size, num_in_group=num_in_group, prefetch_step=prefetch_step)
+    options = {"cuda_graphs": graphs, "cpu_offload_gib": 0}
+    resident = engine(model=tiny("llama", num_hidden_layers=6), **options)
+    streamed = engine(model=tiny("llama", num_hidden_layers=6), weight_offload=settings, **options)
+    assert streamed.weights.resident_bytes < resident.weights.resident_bytes
+    assert_same(run(resident, lockstep()), run(streamed, lockstep()))
+    new = dict(tiny("llama", num_hidden_layers=6, seed=1).named_parameters())
+    for each in (resident, streamed):
+        each.refresh(new)
+    assert_same(run(resident, lockstep("2")), run(streamed, lockstep("2")))
+    for each in (resident, streamed):
+        each.sleep(1)
+        each.wake()
+    assert_same(run(resident, lockstep("3")), run(streamed, lockstep("3")))
+    assert streamed.weights.live_digest() == streamed.weights.digest == resident.weights.digest
+    torch.cuda.synchronize()
+    for master in streamed.model.streamed.masters.values():  # type: ignore[attr-defined]
+        master.data.mul_(1.5)
+    with pytest.raises(AssertionError):  # it is the masters that are computed with
+        assert_same(run(resident, lockstep("4")), run(streamed, lockstep("4")))

@@ -1,0 +1,91 @@
+"""Sleep and wake on a device: memory that really goes, samples that go on, graphs that are captured again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.engine import Engine
+from tests.engine.tiny import tiny
+from tests.engine.toy import group, run
+from tests.gpu.on_device import DEVICE, Samples, agree, engine, lockstep, needs_cuda
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+MIB = 2**20
+LARGE: dict[str, Any] = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+def large(seed: int = 0) -> PreTrainedModel:
+    """240 MiB of weights."""
+    return tiny("llama", seed=seed, **LARGE)
+
+
+def run_with_naps(made: Engine, naps: set[int]) -> Samples:
+    for i in range(3):
+        made.submit(group(f"g{i}", range(5, 40 + 9 * i), n=4, max_tokens=30, seed=i, ignore_eos=True))
+    samples, step = {}, 0
+    while made.has_work:
+        if step in naps:
+            assert made.sleep(1) >= 0 and made.status()["state"] == "asleep" and made.step() == []
+            made.wake()
+        samples |= {(sample.group_id, sample.index): sample for sample in made.step()}
+        made.check()
+        step += 1
+    return samples
+
+
+@pytest.mark.parametrize("host", [0.01, 0], ids=["parked", "prefilled again"])
+def test_samples_do_not_notice(host: float) -> None:
+    napping = engine(cpu_offload_gib=host, max_batch_tokens=64)
+    agree(run_with_naps(engine(max_batch_tokens=64), set()), run_with_naps(napping, {0, 1, 3, 9, 10, 20}))
+    assert (napping.counters.recomputed_tokens > 0) == (not host)
+
+
+@needs_cuda
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_memory_goes_and_comes_back(level: int) -> None:
+    def free() -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.mem_get_info()[0]
+
+    made = engine(model=large(), kv_tokens=None, kv_gib=1.0, cpu_offload_gib=0, prefix_cache=False)
+    weights = made.weights.resident_bytes
+    assert weights > 200 * MIB
+    first = run(made, lockstep())
+    assert made.graphs is not None and made.graphs._replays
+    before = free()
+    freed = made.sleep(level)
+    gone = free() - before
+    assert gone > 1024 * MIB + 0.95 * weights and freed > 1024 * MIB + 0.95 * weights, "it is still held"
+    assert not made.graphs._replays
+    made.wake()
+    if level == 2:
+        assert made.status()["state"] == "without weights" and not made.has_work
+        made.refresh(dict(large().named_parameters()))
+    assert abs(free() - before) < 256 * MIB, "more or less than it was before"
+    assert not made.kv.data.count_nonzero()
+    again = run(made, lockstep("2"))
+    assert list(made.graphs._replays) == [16], "captured anew"
+    for (_, index), sample in first.items():
+        assert sample.logprobs.tobytes() == again["lockstep2", index].logprobs.tobytes()
+    made.sleep(level)
+    assert free() - before > 1024 * MIB + 0.95 * weights, "the second time as well"
+
+
+def test_dropped_weights_come_with_the_next_refresh() -> None:
+    made = engine(cpu_offload_gib=0.01)
+    made.submit(lockstep()[0])
+    for _ in range(8):
+        made.step()
+    made.sleep(2)
+    assert all(not parameter.numel() for parameter in made.model.module.parameters())  # type: ignore[attr-defined]
+    made.wake()
+    assert not made.has_work and made.step() == []
+    made.refresh({name: tensor.to(DEVICE) for name, tensor in tiny("llama", seed=1).named_parameters()}, kv="recompute")
+    assert {sample.weight_versions[-1][1] for sample in run(made).values()} == {1}
+    agree(run(engine(model=tiny("llama", seed=1)), lockstep("2")), run(made, lockstep("2")))
