@@ -114,6 +114,7 @@ class Bench:
         self.config = transformers.AutoConfig.for_model("qwen3", **MODELS[args.model])
         self.text = RandomText(self.config.vocab_size)
         self.rates = rates(self.device, self.sizes.probe_bytes)
+        release(self.device)
         self._ends = time.perf_counter() + 60 * args.minutes
         self._module: Any = None
 

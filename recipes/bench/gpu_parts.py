@@ -23,7 +23,7 @@ from engine.sampler import sample
 from engine.streaming import Streamed
 from rollout.bench import sharing as sharing_by_hand
 from rollout.bench.against import parse, peer
-from rollout.bench.by_hand import batch_of, fill, forward, median_ms, own_blocks, release, replayed, warm_graphs
+from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed, warm_graphs
 from rollout.bench.runner import one_run, peer_run, peer_setup
 from rollout.bench.target import EngineTarget
 from rollout.bench.workloads import Workload
@@ -77,13 +77,14 @@ def forwards(bench: Bench, engine: Engine) -> Rows:
     rows, size = bench.sizes.rows, engine.config.block_size
     fill(engine.kv)
     for context in bench.sizes.contexts:
-        batch = batch_of(engine, own_blocks(rows, context, size), context)
-        logits = forward(engine, batch)
+        batch = prepared(engine, batch_of(engine, own_blocks(rows, context, size), context))
+        logits = forward_of(engine, batch)
         read = bench.read_bytes + rows * context * engine.model.geometry.bytes_per_token
         yield {
             "what": "forward",
             "context": context,
-            **beside_limit(bench, read, median_ms(bench.device, partial(forward, engine, batch), bench.sizes.turns)),
+            **beside_limit(bench, read, median_ms(bench.device, partial(forward_of, engine, batch), bench.sizes.turns)),
+            "prepare_ms": median_ms(bench.device, partial(prepared, engine, batch), bench.sizes.turns),
             "sample_ms": median_ms(bench.device, partial(sample, logits, batch.sampling), bench.sizes.turns),
             "rows": rows,
             "attention": engine.backend.name,
@@ -255,7 +256,7 @@ def weights(bench: Bench) -> Rows:
         }
         timed: dict[str, tuple[float, torch.Tensor]] = {}
         for name, batch in made.items():
-            work: Callable[[], torch.Tensor] = partial(forward, engine, batch)
+            work: Callable[[], torch.Tensor] = partial(forward_of, engine, prepared(engine, batch))
             logits = work().clone()
             timed[name] = median_ms(bench.device, work, bench.sizes.turns), logits
         return timed

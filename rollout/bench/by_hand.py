@@ -67,13 +67,22 @@ def own_blocks(rows: int, context: int, block_size: int) -> np.ndarray:
 
 
 @torch.inference_mode()
-def forward(engine: Engine, batch: Batch) -> torch.Tensor:
-    """[S, vocabulary] logits, as a step of the engine computes them: replayed where it would be. The next call may write over
-    them."""
-    batch = replace(batch, attention=engine.backend.prepare(batch, engine.kv))
+def prepared(engine: Engine, batch: Batch) -> Batch:
+    """With what the attention wants. On a device the arrays lie where the next batch's will lie."""
+    return replace(batch, attention=engine.backend.prepare(batch, engine.kv))
+
+
+@torch.inference_mode()
+def forward_of(engine: Engine, batch: Batch) -> torch.Tensor:
+    """[S, vocabulary] logits of a prepared batch, as a step of the engine computes them: replayed where it would be. The next
+    call may write over them."""
     run = engine.graphs if replayed(engine, batch) else engine.model
     assert run is not None
     return run.forward(batch, engine.kv, engine.backend)
+
+
+def forward(engine: Engine, batch: Batch) -> torch.Tensor:
+    return forward_of(engine, prepared(engine, batch))
 
 
 def replayed(engine: Engine, batch: Batch) -> bool:
@@ -91,21 +100,18 @@ def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Ten
 
     query, key, value = random(engine.model.q_heads), random(geometry.kv_heads), random(geometry.kv_heads)
 
-    def prepared(batch: Batch) -> Batch:
-        return replace(batch, attention=engine.backend.prepare(batch, engine.kv))
-
     def layers(batch: Batch) -> torch.Tensor:
         for layer in range(geometry.layers):
             out = engine.backend.attend(layer, query, key, value, batch, engine.kv, geometry.head_dim**-0.5, 0)
         return out
 
     if engine.graphs is None:
-        return torch.inference_mode()(lambda batch: layers(prepared(batch)))
-    first = prepared(batch)
+        return torch.inference_mode()(lambda batch: layers(prepared(engine, batch)))
+    first = prepared(engine, batch)
     replay = cuda_capture()(lambda: layers(first))  # the index arrays of every batch lie at the same addresses
 
     def again(batch: Batch) -> torch.Tensor:
-        prepared(batch)
+        prepared(engine, batch)
         return replay()
 
     return torch.inference_mode()(again)
