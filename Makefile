@@ -40,8 +40,9 @@ test: model
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-gpu: $(STAMP)
-	@$(BIN)/python -m pytest -m "gpu or not long" -W default tests/gpu tests/engine/test_triton_attention.py \
-		tests/engine/test_sampler_triton.py tests/engine/test_graphs.py tests/engine/test_streaming.py $(ARGS)
+	@$(BIN)/python -m pytest -m gpu -W default tests $(ARGS)
+	@$(BIN)/python -m pytest -W default tests/engine/test_triton_attention.py tests/engine/test_sampler_triton.py \
+		tests/engine/test_graphs.py $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check $(SOURCES)
