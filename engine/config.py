@@ -65,7 +65,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """keep full blocks of ended samples while there is room, and find them again by their tokens"""
 
     cpu_offload_gib: float | None = None
-    """host memory for parked KV in GiB, taken at start; 0 = off; None = the safety threshold of what is free, as used"""
+    """host memory for parked KV in GiB, taken at start; 0 = off; None = the safety threshold of what is free, as used; on CUDA,
+    where it is pinned, a quarter of what is free"""
     cpu_offload_safety_threshold: float = 0.8
     """largest share of the free host memory that cpu_offload_gib may take"""
     lookahead_blocks: int = 4

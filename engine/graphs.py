@@ -58,12 +58,13 @@ class DecodeGraphs:
         self._positions = torch.zeros((1, largest), dtype=torch.int64, device=device)
         self._at = torch.arange(largest, device=device)
         self._replays: dict[int, Run] = {}
-        self._works = True
 
     def covers(self, batch: Batch) -> bool:
         """Every row has one token and wants its logits. Nothing is covered once a capture has failed, as it does where the host
         must wait for the device in the middle of a forward (some mixtures of experts)."""
-        return self._works and batch.num_tokens == len(batch.context_lens) == batch.num_logits
+        return (
+            self._sizes[-1:] >= [batch.input_ids.shape[1]] and batch.num_tokens == len(batch.context_lens) == batch.num_logits
+        )
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
         """[S, vocabulary] logits, which the next call overwrites."""
@@ -74,9 +75,13 @@ class DecodeGraphs:
         if size not in self._replays:
             try:
                 self._replays[size] = self._captured(size, batch, kv, backend)
+            except torch.OutOfMemoryError:
+                log.warning("no memory is left to capture the forward of %d sequences; larger steps run without graphs", size)
+                self._sizes = [smaller for smaller in self._sizes if smaller < size]
+                return self._forward(batch, kv, backend)
             except RuntimeError as error:
                 log.warning("decode runs without CUDA graphs, the forward cannot be captured: %s", error)
-                self._works = False
+                self._sizes = []
                 return self._forward(batch, kv, backend)
         if self._ring is not None:
             self._ring.join()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import mmap
-import weakref
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
 from torch import nn
 
+Map = TypeVar("Map", bound=mmap.mmap)
 ALIGNMENT = 64
 """of a tensor, in bytes: a line of the cache"""
 CGROUP = Path("/sys/fs/cgroup")
@@ -42,10 +44,10 @@ def taken_memory(device: torch.device) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def anonymous(size: int) -> mmap.mmap:
+def anonymous(size: int, kind: type[Map] = mmap.mmap) -> Map:
     """Memory that costs nothing until it is written, is zero, page-aligned, and lies in huge pages if it can: with 4 KiB
     pages, reads that are scattered miss the TLB. Private: a shared map, Python's default, gets none. Raises OSError."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = kind(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
@@ -54,14 +56,24 @@ def anonymous(size: int) -> mmap.mmap:
 def pinned(size: int, cudart: Any = None) -> mmap.mmap:
     """The same, locked in its place, so that a CUDA device copies from and to it by itself. torch's `pin_memory` would round up
     to a power of two, and keep what is given back. Raises OSError. `cudart`: torch.cuda.cudart(), tests have another one."""
-    memory = anonymous(size)
+    memory = anonymous(size, _Pinned)
     cudart = cudart or torch.cuda.cudart()
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     status = int(cudart.cudaHostRegister(address, size, 0))
     if status:
         raise OSError(f"CUDA cannot pin {size / 2**30:.1f} GiB of host memory (cudaHostRegister: error {status})")
-    weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
+    memory.unpin = partial(cudart.cudaHostUnregister, address)
     return memory
+
+
+class _Pinned(mmap.mmap):
+    """Unpinned before it is unmapped: a weak reference would only tell afterwards."""
+
+    unpin: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unpin is not None and not sys.is_finalizing():
+            self.unpin()
 
 
 def host_buffer(size: int, pin: bool) -> torch.Tensor:

@@ -39,12 +39,14 @@ def blocks_on_device(config: EngineConfig, bytes_per_block: int, device: torch.d
 
 
 def blocks_in_host_memory(config: EngineConfig, bytes_per_block: int, taken: int) -> int:
-    """Blocks of the pool in host memory; 0 = offload is off. `taken`: bytes of this memory that the device pool will have.
+    """Blocks of the pool in host memory; 0 = offload is off. `taken`: bytes of this memory that the device pool will have. On
+    CUDA the pool is pinned, so all of it is taken at once: a quarter of what is free, unless more is asked for.
     Raises ValueError for a size that holds none; one that is too large is cut to the threshold, which the log says."""
     if config.cpu_offload_gib == 0:
         return 0
     most = max(0, free_memory() - taken) * config.cpu_offload_safety_threshold
-    size = most if config.cpu_offload_gib is None else config.cpu_offload_gib * 2**30
+    unasked = most if config.device == "cpu" else min(most, free_memory() / 4)
+    size = unasked if config.cpu_offload_gib is None else config.cpu_offload_gib * 2**30
     if size > most:
         log.warning(
             "cpu_offload_gib=%s is more than %s of the free memory; using %.2f GiB",

@@ -142,3 +142,17 @@ def test_a_forward_that_cannot_be_captured_runs_without_graphs() -> None:
     refused, stub = small_engine(Refusing)
     assert stub is not None
     assert same(some(eager), some(refused)) and stub.captures == 1
+
+
+class Full(Captured):
+    def __call__(self, forward: Run) -> Run:
+        self.captures += 1
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_without_memory_for_a_graph_smaller_steps_keep_theirs() -> None:
+    eager, _ = small_engine(None)
+    full, stub = small_engine(Full)
+    assert stub is not None and full.graphs is not None
+    assert same(some(eager), some(full)) and stub.captures == 1
+    assert full.graphs._sizes == [1, 2, 4, 8]

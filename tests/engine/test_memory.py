@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 
 import pytest
@@ -21,6 +22,7 @@ class FakeRuntime:
         return self.status
 
     def cudaHostUnregister(self, address: int) -> int:
+        ctypes.string_at(address, 1)  # it is still mapped, or this process is gone
         del self.registered[address]
         return 0
 
