@@ -35,6 +35,9 @@ from transport.errors import RequestTimeout, RolloutError, SourceUnreachable
 SLOT_BYTES = 4 << 20
 """of a broadcast; the last one of a payload is shorter"""
 SLOTS = 8
+"""of the trainer"""
+POSTED = 16
+"""slots of the service, which empties them between two steps only"""
 REACH_S = 5.0
 """longest that the service tries to reach the store; torch's own time-outs are longer than what they are given, or none"""
 JOIN_S = 30.0
@@ -117,7 +120,7 @@ class Sender:
             raise failure  # out here, so that no traceback holds a broadcast, and with it the connections of the group
 
     def _send(self, left: deque[Any], over: Callable[[], bool], end: float) -> None:
-        slots = _slots(self._device, self.offer.total)
+        slots = _slots(self._device, SLOTS, self.offer.total)
         flying: deque[tuple[Any, tuple[Any, Any]]] = deque()
         while not self._store.check([_joined(self.offer)]):
             if _waited(over, end):
@@ -235,7 +238,7 @@ class DistributedPayload:
             self._next_by = time.monotonic() + JOIN_S
             store.set(_joined(offer), "1")
             group = self._group = _open(store, offer, 1, line.getsockname()[0], self._device)
-            for slot in _slots(self._device, offer.total):
+            for slot in _slots(self._device, POSTED, offer.total):
                 self._post(slot)
         except Exception as error:
             self._failure = _first_line(error)  # not the error itself, whose traceback holds sockets
@@ -310,12 +313,12 @@ def _leave(group: Any, backend: Backend) -> None:
         pass
 
 
-def _slots(device: Any, total: int) -> list[tuple[Any, Any]]:
+def _slots(device: Any, most: int, total: int) -> list[tuple[Any, Any]]:
     """As many as a payload of `total` bytes can use: pairs of a [SLOT_BYTES] uint8 tensor and what reads and writes it, on the
     CPU numpy, whose copies have no threads to wait for."""
     import torch
 
-    count = max(1, min(SLOTS, -(-total // SLOT_BYTES)))
+    count = max(1, min(most, -(-total // SLOT_BYTES)))
     tensors = [torch.empty(SLOT_BYTES, dtype=torch.uint8, device=device) for _ in range(count)]
     return [(tensor, tensor if tensor.is_cuda else tensor.numpy()) for tensor in tensors]
 
