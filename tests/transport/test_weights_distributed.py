@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from tests.transport.test_weights_ways import ARRAYS, MANIFEST, WHOLE
 from transport.errors import InvalidRequest, RequestTimeout, SourceUnreachable
-from transport.weights import capabilities, distributed, open_payload
+from transport.weights import capabilities, distributed, group, open_payload
 from transport.weights.distributed import DistributedOffer, DistributedPayload, Sender
 from transport.weights.shm import SegmentView
 
@@ -175,7 +175,7 @@ def test_a_trainer_that_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_port_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The service gives the refresh up in time, its thread when the port is closed."""
     monkeypatch.setattr(distributed, "REACH_S", 0.3)
-    with distributed._listen("127.0.0.1") as mute:
+    with group.listen("127.0.0.1") as mute:
         offer = DistributedOffer("gloo", "127.0.0.1", mute.getsockname()[1], "0" * 32, 10)
         payload = DistributedPayload(offer, CPU)
         assert "does not answer" in failure_of(payload)
@@ -199,7 +199,7 @@ def test_a_service_that_is_gone_before_it_has_connected(monkeypatch: pytest.Monk
 def test_a_trainer_that_goes_before_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """The service is told by a connection of its own."""
     monkeypatch.setattr(distributed, "REACH_S", 1.5)
-    mute = distributed._listen("127.0.0.1")
+    mute = group.listen("127.0.0.1")
     payload = DistributedPayload(DistributedOffer("gloo", "127.0.0.1", mute.getsockname()[1], "0" * 32, 10), CPU)
     first, _ = mute.accept()
     started = time.monotonic()
@@ -343,6 +343,6 @@ def test_errors_of_nccl_are_told_only_to_groups_of_ours(monkeypatch: pytest.Monk
         monkeypatch.delenv(name, raising=False)
         if before:
             monkeypatch.setenv(name, before)
-        with distributed._errors_are_told():
+        with group.errors_are_told():
             assert os.environ[name] == "0"
         assert os.environ.get(name) == before

@@ -16,25 +16,27 @@ reached from. torch is imported when a refresh comes this way.
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from transport.errors import RequestTimeout, RolloutError, SourceUnreachable
+from transport.weights.group import Backend, join, leave, listen
 
 SLOT_BYTES = 4 << 20
 """of a broadcast; the last one of a payload is shorter"""
 SLOTS = 8
+"""of the trainer"""
+POSTED = 16
+"""slots of the service, which empties them between two steps only"""
 REACH_S = 5.0
 """longest that the service tries to reach the store; torch's own time-outs are longer than what they are given, or none"""
 JOIN_S = 30.0
@@ -44,8 +46,6 @@ STALL_S = 60.0
 NEVER_S = 86_400.0
 """of the trainer's broadcasts, which wait for the service's loop: the refresh has a time-out of its own"""
 POLL_S = 0.001
-
-Backend = Literal["gloo", "nccl"]
 
 
 class DistributedOffer(msgspec.Struct, frozen=True, tag="distributed", forbid_unknown_fields=True):
@@ -93,7 +93,7 @@ class Sender:
         self._device = device
         self._group: Any = None
         try:
-            listener = _listen(host)
+            listener = listen(host)
         except OSError as error:
             raise SourceUnreachable(f"no address {host!r} of this machine to meet the service at: {error}") from None
         port, wait = listener.getsockname()[1], timedelta(seconds=JOIN_S)
@@ -117,12 +117,12 @@ class Sender:
             raise failure  # out here, so that no traceback holds a broadcast, and with it the connections of the group
 
     def _send(self, left: deque[Any], over: Callable[[], bool], end: float) -> None:
-        slots = _slots(self._device, self.offer.total)
+        slots = _slots(self._device, SLOTS, self.offer.total)
         flying: deque[tuple[Any, tuple[Any, Any]]] = deque()
         while not self._store.check([_joined(self.offer)]):
             if _waited(over, end):
                 return
-        self._group = _open(self._store, self.offer, 0, self.offer.host, self._device)
+        self._group = _group(self.offer, self._store, 0, self.offer.host, self._device)
         while left or flying:
             if not left or not slots:
                 work, slot = flying.popleft()
@@ -138,7 +138,7 @@ class Sender:
         """Leave the group and close the store. May be repeated."""
         group, self._group, self._store = self._group, None, None
         if group is not None:
-            _leave(group, self.offer.backend)
+            leave(group, self.offer.backend)
 
 
 class DistributedPayload:
@@ -234,8 +234,8 @@ class DistributedPayload:
             store = dist.TCPStore(offer.host, offer.port, 2, False, timedelta(seconds=REACH_S), False)
             self._next_by = time.monotonic() + JOIN_S
             store.set(_joined(offer), "1")
-            group = self._group = _open(store, offer, 1, line.getsockname()[0], self._device)
-            for slot in _slots(self._device, offer.total):
+            group = self._group = _group(offer, store, 1, line.getsockname()[0], self._device)
+            for slot in _slots(self._device, POSTED, offer.total):
                 self._post(slot)
         except Exception as error:
             self._failure = _first_line(error)  # not the error itself, whose traceback holds sockets
@@ -246,7 +246,7 @@ class DistributedPayload:
         self._flying.clear()
         self._group = None
         if group is not None:
-            _leave(group, offer.backend)
+            leave(group, offer.backend)
 
 
 def _joined(offer: DistributedOffer) -> str:
@@ -254,69 +254,19 @@ def _joined(offer: DistributedOffer) -> str:
     return f"{offer.group}/joined"
 
 
-def _listen(host: str) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address[:2], family=family)
-
-
-def _open(store: Any, offer: DistributedOffer, rank: int, own_address: str, device: Any) -> Any:
-    """The group; returns when both are in it. Raises RuntimeError after JOIN_S."""
+def _group(offer: DistributedOffer, store: Any, rank: int, own_address: str, device: Any) -> Any:
     import torch.distributed as dist
 
-    store = dist.PrefixStore(offer.group, store)
-    options: Any
-    if offer.backend == "gloo":
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=JOIN_S)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]  # it would listen on another by itself
-        return dist.ProcessGroupGloo(store, rank, 2, options)
-    if not dist.is_nccl_available():
-        raise RuntimeError("this torch is built without NCCL")
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=STALL_S)
-    with _errors_are_told():
-        group = dist.ProcessGroupNCCL(store, rank, 2, options)
-        group.eager_connect_single_device(device)
-    return group
+    return join(offer.backend, dist.PrefixStore(offer.group, store), rank, own_address, device, JOIN_S)
 
 
-@contextmanager
-def _errors_are_told() -> Iterator[None]:
-    """A group of NCCL's that is made in here leaves its errors to us. By default its watchdog ends the process when the other
-    end dies, and a service outlives its trainers."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-def _leave(group: Any, backend: Backend) -> None:
-    """Break the group off, so that what is still posted ends now, here and at the other end, and its threads can stop."""
-    import torch
-
-    if backend == "nccl":
-        group.abort()
-        return
-    try:
-        # gloo has no abort; a wait that times out makes it close all its connections
-        group.recv([torch.empty(1, dtype=torch.uint8)], 1 - group.rank(), 0).wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        pass
-
-
-def _slots(device: Any, total: int) -> list[tuple[Any, Any]]:
+def _slots(device: Any, most: int, total: int) -> list[tuple[Any, Any]]:
     """As many as a payload of `total` bytes can use: pairs of a [SLOT_BYTES] uint8 tensor and what reads and writes it, on the
     CPU numpy, whose copies have no threads to wait for."""
     import torch
 
-    count = max(1, min(SLOTS, -(-total // SLOT_BYTES)))
-    tensors = [torch.empty(SLOT_BYTES, dtype=torch.uint8, device=device) for _ in range(count)]
+    count = max(1, min(most, -(-total // SLOT_BYTES)))
+    tensors = [torch.empty(SLOT_BYTES, dtype=torch.uint8, device=device or "cpu") for _ in range(count)]
     return [(tensor, tensor if tensor.is_cuda else tensor.numpy()) for tensor in tensors]
 
 

@@ -1,0 +1,69 @@
+"""Process groups of two, made of torch's objects and known to nobody else: joining, breaking off, whose errors are whose."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+Backend = Literal["gloo", "nccl"]
+
+
+def listen(host: str) -> socket.socket:
+    """At any free port of one address of this machine. Raises OSError."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family)
+
+
+def join(backend: Backend, store: Any, rank: int, own_address: str, device: Any, seconds: float) -> Any:
+    """The group; returns when both are in it. `own_address`: where gloo listens. `device`: torch.device that NCCL uses. Raises
+    RuntimeError, with gloo after so many `seconds`."""
+    import torch.distributed as dist
+
+    options: Any
+    if backend == "gloo":
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=seconds)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]  # it would listen on another by itself
+        return dist.ProcessGroupGloo(store, rank, 2, options)
+    if not dist.is_nccl_available():
+        raise RuntimeError("this torch is built without NCCL")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=seconds)
+    with errors_are_told():
+        group = dist.ProcessGroupNCCL(store, rank, 2, options)
+        group.eager_connect_single_device(device)
+    return group
+
+
+@contextmanager
+def errors_are_told() -> Iterator[None]:
+    """A group of NCCL's that is made in here leaves its errors to us. By default its watchdog ends the process when the other
+    end dies, and a service outlives its trainers."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def leave(group: Any, backend: Backend) -> None:
+    """Break the group off, so that what is still posted ends now, here and at the other end, and its threads can stop."""
+    import torch
+
+    if backend == "nccl":
+        group.abort()
+        return
+    try:
+        # gloo has no abort; a wait that times out makes it close all its connections
+        group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], 1 - group.rank(), 0).wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        pass
