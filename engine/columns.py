@@ -59,13 +59,12 @@ class Columns:
     def check(self, running: list[Sequence]) -> None:
         """Asserts that the arrays say what the sequences say."""
         assert sorted([*self._free, *(seq.place for seq in running)]) == list(range(len(self.table))), "places are lost"
+        wanted = np.zeros_like(self.table)
         for seq in running:
-            blocks = [block.device for block in seq.blocks]
-            assert self.table[seq.place, : len(blocks)].tolist() == blocks, "a table names other blocks than the sequence has"
-            assert self.drawing[seq.place] == np.array(drawing_of(seq), DRAWING)
-        ends = np.zeros(len(self.table), np.int64)
-        ends[[seq.place for seq in running]] = [len(seq.blocks) for seq in running]
-        assert not self.table[np.arange(self.table.shape[1]) >= ends[:, None]].any(), "a table goes on behind the blocks"
+            wanted[seq.place, : len(seq.blocks)] = [block.device for block in seq.blocks]
+        assert np.array_equal(self.table, wanted), "a table names other blocks than its sequence has, or goes on behind them"
+        drawing = np.array([drawing_of(seq) for seq in running], DRAWING)
+        assert self.drawing[[seq.place for seq in running]].tobytes() == drawing.tobytes()
 
 
 def drawing_of(seq: Sequence) -> tuple[object, ...]:

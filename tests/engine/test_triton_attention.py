@@ -116,7 +116,7 @@ def schedule(name: str, made: Tokens) -> list[list[Row]]:
         ("chunks", SMALL._replace(window=9)),
         ("decode", SMALL._replace(dtype=FP32)),
         ("decode", SMALL._replace(window=9)),
-        ("decode in another order", SMALL),
+        pytest.param("decode in another order", SMALL, marks=pytest.mark.long),
     ],
 )
 def test_the_same_bits_in_any_company(shape: Shape, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_backend("triton", torch.device("cpu"), None, Capacity(16, 2, 8, 4, 16))
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.long), 90])
 def test_the_kernels_compile(capability: int) -> None:
     """For GPUs that are not here, with Triton's own assembler: on tensor cores, K and V on their way before they are wanted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
