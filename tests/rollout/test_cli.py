@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -173,7 +174,10 @@ def ended(process: psutil.Process) -> bool:
 
 
 def test_the_demo_stops_what_it_started_on_ctrl_c(smollm2: Path) -> None:
-    process = subprocess.Popen([*ROLLOUT, "demo"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # these tests may run where Ctrl-C is ignored
+    process = subprocess.Popen(
+        [*ROLLOUT, "demo"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=heeding
+    )
     try:
         assert process.stdout is not None
         await_true(lambda: bool(psutil.Process(process.pid).children()), "the service was started", 60)
