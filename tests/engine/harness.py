@@ -158,7 +158,7 @@ class Harness:
             if not self.scheduler.groups:
                 break
             self.step()
-            if number % 4 == 0:
+            if number % 8 == 0:
                 self.check()
         assert not self.scheduler.groups, "no end in sight"
         for id, group in self.groups.items():
