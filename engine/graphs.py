@@ -38,8 +38,8 @@ def sizes(largest: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """`forward`: of a batch, on addresses that stay. `largest`: most rows of a step. `new_capture`: called at
-    the start and when all graphs are forgotten. `ring`: of weight offload, if it is on."""
+    """`forward`: of a batch, on addresses that stay. `largest`: most rows of a step. `new_capture`: called at the start
+    and when all graphs are forgotten. `ring`: of weight offload, if it is on."""
 
     def __init__(
         self,
@@ -62,9 +62,8 @@ class DecodeGraphs:
     def covers(self, batch: Batch) -> bool:
         """Every row has one token and wants its logits. Nothing is covered once a capture has failed, as it does where the host
         must wait for the device in the middle of a forward (some mixtures of experts)."""
-        return (
-            self._sizes[-1:] >= [batch.input_ids.shape[1]] and batch.num_tokens == len(batch.context_lens) == batch.num_logits
-        )
+        fits = bool(self._sizes) and batch.input_ids.shape[1] <= self._sizes[-1]
+        return fits and batch.num_tokens == len(batch.context_lens) == batch.num_logits
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
         """[S, vocabulary] logits, which the next call overwrites."""

@@ -44,9 +44,12 @@ def blocks_in_host_memory(config: EngineConfig, bytes_per_block: int, taken: int
     Raises ValueError for a size that holds none; one that is too large is cut to the threshold, which the log says."""
     if config.cpu_offload_gib == 0:
         return 0
-    most = max(0, free_memory() - taken) * config.cpu_offload_safety_threshold
-    unasked = most if config.device == "cpu" else min(most, free_memory() / 4)
-    size = unasked if config.cpu_offload_gib is None else config.cpu_offload_gib * 2**30
+    free = free_memory()
+    most = max(0, free - taken) * config.cpu_offload_safety_threshold
+    if config.cpu_offload_gib is not None:
+        size = config.cpu_offload_gib * 2**30
+    else:
+        size = most if config.device == "cpu" else min(most, free / 4)
     if size > most:
         log.warning(
             "cpu_offload_gib=%s is more than %s of the free memory; using %.2f GiB",

@@ -100,7 +100,8 @@ class TritonAttention:
         t, blocks = batch.num_tokens, batch.block_table
         tiles = self._cut(batch, kv, len(batch.shared) > 0)
         if max(tiles.small.size, tiles.large.size) > len(small):
-            tiles = self._cut(batch, kv, False)
+            tiles = self._cut(batch, kv, False)  # fewer of them, and the same numbers
+            assert max(tiles.small.size, tiles.large.size) <= len(small)
         counts[:] = len(tiles.small), len(tiles.large)
         lengths = np.diff(batch.query_starts)
         positions[:t] = np.arange(t) + np.repeat(batch.context_lens - batch.query_starts[1:], lengths)

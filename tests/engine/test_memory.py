@@ -8,7 +8,10 @@ import gc
 import pytest
 import torch
 
+from engine import sizes
+from engine.config import EngineConfig
 from engine.memory import host_buffer, pinned
+from engine.sizes import blocks_in_host_memory
 
 
 class FakeRuntime:
@@ -47,3 +50,11 @@ def test_memory_that_cannot_be_pinned() -> None:
 
 def test_nothing_needs_no_memory() -> None:
     assert host_buffer(0, pin=True).nbytes == 0 and host_buffer(100, pin=False).tolist() == [0] * 100
+
+
+@pytest.mark.parametrize(("device", "blocks"), [("cpu", 80), ("cuda", 25)])
+def test_less_is_taken_where_it_is_pinned(device: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of room for 100 blocks: the threshold of it, or a quarter; what is asked for is had on both."""
+    monkeypatch.setattr(sizes, "free_memory", lambda: 100 << 20)
+    assert blocks_in_host_memory(EngineConfig(device=device), 1 << 20, 0) == blocks
+    assert blocks_in_host_memory(EngineConfig(device=device, cpu_offload_gib=60 / 1024), 1 << 20, 0) == 60
