@@ -10,6 +10,7 @@ import torch
 
 from engine.plan import Plan
 from engine.sampler import SamplingBatch
+from engine.transfers import to_device
 
 MIN_ROWS = {torch.bfloat16: 2, torch.float16: 2}
 """Below this many rows a matrix product takes another path, and a token's numbers would depend on how many tokens stand
@@ -46,7 +47,10 @@ class Batch:
     """what the attention backend prepared for this step"""
 
     @staticmethod
-    def build(plan: Plan, block_size: int, device: torch.device, dtype: torch.dtype) -> Batch:
+    def build(
+        plan: Plan, block_size: int, device: torch.device, dtype: torch.dtype, drawn: torch.Tensor | None = None
+    ) -> Batch:
+        """drawn: [D] int32 on the device, what the step in flight draws: pending tokens are taken from it."""
         sequences, *numbers = zip(*plan.rows, strict=True)
         starts, counts, samples = (np.array(each, np.int32) for each in numbers)
         places = np.array([seq.place for seq in sequences])
@@ -65,16 +69,22 @@ class Batch:
         sampled = np.flatnonzero(samples)
         logits_at = query_starts[sampled + 1].astype(np.int64) - 1
         least = MIN_ROWS.get(dtype, 16)
+        wanted = logits_at if len(logits_at) else np.zeros(1, np.int64)
+        padded = [_pad(array, least) for array in (ids, positions, wanted)]
+        input_ids, position_ids, wanted_at = to_device(padded, device)
+        if ids.min() < 0:
+            assert drawn is not None, "a token is pending, and nothing is in flight"
+            input_ids = torch.where(input_ids < 0, drawn[(~input_ids).clamp(min=0)].long(), input_ids)
         return Batch(
-            input_ids=torch.from_numpy(_pad(ids, least))[None].to(device),
-            position_ids=torch.from_numpy(_pad(positions, least))[None].to(device),
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
             num_tokens=num_tokens,
             slots=torch.from_numpy(slots),
             query_starts=query_starts,
             context_lens=context_lens,
             block_table=table,
             shared=np.array(plan.shared, np.int32).reshape(-1, 3),
-            logits_at=torch.from_numpy(_pad(logits_at if len(logits_at) else np.zeros(1, np.int64), least)).to(device),
+            logits_at=wanted_at,
             num_logits=len(logits_at),
             sampling=SamplingBatch.build(plan, places, samples, context_lens),
         )

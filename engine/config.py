@@ -48,6 +48,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     eager forward to the bit. On the CPU the native decoder is faster (docs/decisions/native.md)"""
     cuda_graphs: bool = True
     """on CUDA, capture the forward of a decode step once for each batch size and replay it"""
+    overlap_steps: bool | None = None
+    """plan and launch a step while the last one runs, whose tokens are read one step late; the samples are the same. None = on
+    CUDA: on the CPU both would run on the same cores (docs/decisions/overlap.md)"""
     share_prefix: bool = True
     """attention reads a prefix that rows share once for all of them; the numbers are the same either way"""
 

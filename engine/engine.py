@@ -15,17 +15,20 @@ import torch
 from engine.attention import Backend, Capacity, TritonAttention, choose_backend
 from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.flight import Flight, Stopwatch
 from engine.graphs import DecodeGraphs, cuda_capture
+from engine.invariants import check
 from engine.kv import KVGeometry, PagedKV
 from engine.memory import taken_memory
 from engine.model import open_model
-from engine.plan import Drawn, Plan
+from engine.plan import Plan
 from engine.request import Group, KVPolicy, Limits, Refreshed, Sample, TensorInfo
-from engine.sampler import sample, uniform
+from engine.sampler import launch_draws, uniform
 from engine.scheduler import Scheduler
 from engine.sizes import blocks_in_host_memory, blocks_on_device
 from engine.staging import NamedTensors, Staging, describe, named_pairs, source_of, with_digest
-from engine.stats import Counters, stale_token_frac
+from engine.stats import Counters
+from engine.status import status
 from engine.weights import Weights, WeightsTorn
 
 log = logging.getLogger("rollout.engine")
@@ -98,11 +101,14 @@ class Engine:
         """True: no step computes anything; what was submitted waits"""
         self.asleep = False
         """True: the same, and memory was given back; see `sleep`"""
+        self.overlap = model.device.type == "cuda" if config.overlap_steps is None else config.overlap_steps
+        self._flight: Flight | None = None
+        """the step that was launched and is not committed; between two calls of `step` only where steps overlap"""
         self._seeded = 0
         self._ended: list[Sample] = []
         """samples that a refresh ended, for the next step to return"""
-        self._refreshes = 0
-        self._refreshed: Refreshed | None = None
+        self.refreshes = 0
+        self.refreshed: Refreshed | None = None
         """the last one"""
 
     @property
@@ -120,7 +126,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """`step` would do something."""
-        return bool(self._ended or (self.scheduler.has_work and self._computes))
+        return bool(self._ended or self._flight or (self.scheduler.has_work and self._computes))
 
     @property
     def _computes(self) -> bool:
@@ -145,36 +151,42 @@ class Engine:
         return self.scheduler.abort(group_id)
 
     def step(self) -> list[Sample]:
-        """One forward. Returns the samples that ended; [] when there is nothing to do. What goes wrong inside ends the groups
-        of that step with finish_reason "error", never the engine."""
+        """Launch one forward, and read what it drew; where steps overlap, what the one before drew. Returns the samples that
+        ended; [] when there is nothing to do. What goes wrong inside ends the groups of that step with finish_reason "error",
+        never the engine."""
         if self.weights.torn:
             raise WeightsTorn("the weights are torn: nothing may be sampled from them")
         if self._ended or not self._computes:
-            ended, self._ended = self._ended, []
+            ended, self._ended = [*self._ended, *self._land()], []
             return ended
         started = time.perf_counter()
+        samples = self._land() if self._flight is not None and self.scheduler.crowded else []
+        planning = time.perf_counter()
         plan = self.scheduler.plan()
         planned = time.perf_counter()
         if not self._move(plan):
-            return []
+            return samples
         if not plan.rows:
-            return self.scheduler.fail_stuck() if self._stuck() else []
+            if self._flight is not None:
+                return samples + self._land()
+            return samples or (self.scheduler.fail_stuck() if self._stuck() else [])
         try:
-            drawn = self._run(plan)
+            flight = self._launch(plan)
         except Exception as error:
-            log.exception("step failed")
-            self.counters.failed_steps += 1
-            return self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
-        ran = time.perf_counter()
-        samples = self.scheduler.commit(plan, drawn)
-        ended = time.perf_counter()
-        counters, tokens = self.counters, plan.num_tokens
+            return samples + self._land() + self._failed(plan, error)
+        launched_at = time.perf_counter()
+        self.scheduler.launched(plan)
+        self.counters.commit_seconds += time.perf_counter() - launched_at
+        last, self._flight = self._flight, flight
+        samples += self._commit(last)
+        if not self.overlap:
+            samples += self._land()
+        ended_at, counters, tokens = time.perf_counter(), self.counters, plan.num_tokens
         counters.steps += 1
-        counters.step_seconds += ended - started
-        counters.plan_seconds += planned - started
-        counters.commit_seconds += ended - ran
+        counters.step_seconds += ended_at - started
+        counters.plan_seconds += planned - planning
         if tokens == len(plan.rows):
-            counters.decode_seconds += ended - started
+            counters.decode_seconds += ended_at - started
             counters.decode_tokens += tokens
         counters.peak_used_blocks = max(counters.peak_used_blocks, self.scheduler.store.used)
         return samples
@@ -190,13 +202,14 @@ class Engine:
         next `step` returns the samples that this ends. Raises what went wrong, after everything is as it was."""
         if kv not in get_args(KVPolicy):
             raise ValueError(f"kv={kv!r}: must be one of {', '.join(get_args(KVPolicy))}")
+        self._ended += self._land()
         started = time.perf_counter()
         self.weights.commit(staging)
         self._ended += self.scheduler.refresh(self.version, kv)
         digest = self.weights.digest
         paused = time.perf_counter() - started
-        self._refreshes += 1
-        self._refreshed = Refreshed(
+        self.refreshes += 1
+        self.refreshed = Refreshed(
             version=self.version,
             via=via,
             bytes=staging.total,
@@ -205,7 +218,7 @@ class Engine:
             paused_seconds=paused,
             digest=digest,
         )
-        return self._refreshed
+        return self.refreshed
 
     def refresh(
         self,
@@ -260,6 +273,7 @@ class Engine:
             raise ValueError("the engine is asleep already; wake it first")
         if self.weights.staging:
             raise ValueError("a refresh is being staged; finish or abandon it first")
+        self._ended += self._land()
         before = taken_memory(self.model.device)
         self._move(self.scheduler.vacate())
         self.kv.release()
@@ -281,54 +295,11 @@ class Engine:
 
     def status(self) -> dict[str, Any]:
         """Everything there is to know, JSON-able. Names: docs/metrics.md."""
-        scheduler, store, counters = self.scheduler, self.scheduler.store, self.counters
-        return {
-            "model": self.model.name,
-            "version": self.version,
-            "attention": self.backend.name,
-            "dtype": str(self.model.geometry.dtype).removeprefix("torch."),
-            "state": self._state(),
-            "groups": len(scheduler.groups),
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
-            "offloaded": sum(any(b.device is None and not b.lost for b in seq.blocks) for seq in scheduler.waiting),
-            "clients": dict(+scheduler.running_of),
-            "weights": self._weights_status(),
-            "kv": {
-                "block_size": self.config.block_size,
-                "block_bytes": self.kv.block_bytes,
-                "stale_token_frac": stale_token_frac(
-                    (seq for state in scheduler.groups.values() for seq in state.sequences.values()),
-                    self.config.block_size,
-                    self.version,
-                ),
-                **store.counts(),
-            },
-            **msgspec.to_builtins(counters),
-        }
-
-    def _state(self) -> str:
-        if self.asleep:
-            return "asleep"
-        if self.weights.dropped:
-            return "without weights"
-        return "paused" if self.paused else "running" if self.scheduler.admitting else "draining"
-
-    def _weights_status(self) -> dict[str, Any]:
-        last = self._refreshed
-        return {
-            "version": self.version,
-            "refreshes": self._refreshes,
-            "stage_s": last.staged_seconds if last else 0.0,
-            "pause_s": last.paused_seconds if last else 0.0,
-            "bytes": last.bytes if last else 0,
-            "resident_bytes": self.weights.resident_bytes,
-            "offloaded_bytes": self.weights.offloaded_bytes,
-        }
+        return status(self)
 
     def check(self) -> None:
         """Asserts that every block is accounted for."""
-        self.scheduler.check()
+        check(self.scheduler)
 
     def _move(self, plan: Plan) -> bool:
         """The plan's copies. A failed one voids the plan: what cannot be trusted is prefilled again."""
@@ -336,28 +307,53 @@ class Engine:
             copied = self.kv.move(plan.moves)
         except Exception:
             log.exception("copying KV failed; the sequences concerned are prefilled again")
+            self._ended += self._land()
             self.scheduler.move_failed(plan)
             return False
         self.scheduler.moved()
         self.counters.moved(plan.moves, copied, self.kv.block_bytes)
         return True
 
-    def _run(self, plan: Plan) -> Drawn:
-        began = time.perf_counter()
+    def _launch(self, plan: Plan) -> Flight:
+        counters, geometry, began = self.counters, self.model.geometry, time.perf_counter()
         with torch.inference_mode():
-            batch = Batch.build(plan, self.config.block_size, self.model.device, self.model.geometry.dtype)
+            drawn = None if self._flight is None else self._flight.draws.tokens
+            batch = Batch.build(plan, self.config.block_size, self.model.device, geometry.dtype, drawn)
             batch = replace(batch, attention=self.backend.prepare(batch, self.kv))
-            started = time.perf_counter()
+            built = time.perf_counter()
             run = self.graphs if self.graphs is not None and self.graphs.covers(batch) else self.model
+            watch = Stopwatch(self.model.device)
             logits = run.forward(batch, self.kv, self.backend)
-            prefills = batch.num_tokens > 4 * len(plan.rows)
-            if prefills and self.model.device.type == "cuda":
-                torch.cuda.synchronize(self.model.device)  # so far the kernels are only launched, and their time is wanted
+            watch.mark()
             modelled = time.perf_counter()
-            drawn = sample(logits, batch.sampling)
-        self.counters.build_seconds += started - began
-        self.counters.computed(modelled - started, time.perf_counter() - modelled, batch.num_tokens if prefills else 0)
-        return drawn
+            draws = launch_draws(logits, batch.sampling)
+        counters.build_seconds += built - began
+        counters.model_seconds += modelled - built
+        counters.sample_seconds += time.perf_counter() - modelled
+        prefills = batch.num_tokens > 4 * len(plan.rows)
+        return Flight(plan, draws, batch.num_tokens if prefills else 0, watch.seconds)
+
+    def _land(self) -> list[Sample]:
+        """Commit the step in flight, if there is one. Returns the samples that ended."""
+        flight, self._flight = self._flight, None
+        return self._commit(flight)
+
+    def _commit(self, flight: Flight | None) -> list[Sample]:
+        if flight is None:
+            return []
+        try:
+            drawn = flight.land(self.counters)
+        except Exception as error:
+            return self._failed(flight.plan, error)
+        landed = time.perf_counter()
+        samples = self.scheduler.commit(flight.plan, drawn)
+        self.counters.commit_seconds += time.perf_counter() - landed
+        return samples
+
+    def _failed(self, plan: Plan, error: Exception) -> list[Sample]:
+        log.error("step failed", exc_info=error)
+        self.counters.failed_steps += 1
+        return self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
 
     def _stuck(self) -> bool:
         scheduler = self.scheduler

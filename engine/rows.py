@@ -19,12 +19,12 @@ class Rows:
         self.tables = tables
 
     def decode(self, running: list[Sequence], version: int) -> list[Row]:
-        """One for each sequence that has one token to compute; there is room for all of them. Blocks are touched only where one
-        begins, where the last one is still shared after a fork, and where other weights began it."""
+        """One for each sequence that has one token to compute and may draw another; there is room for all of them. Blocks are
+        touched only where one begins, where the last one is still shared after a fork, and where other weights began it."""
         size, rows = self.config.block_size, []
         for seq in running:
             cached = seq.cached
-            if seq.length - cached == 1:
+            if seq.length - cached == 1 and seq.length < seq.limit:
                 if cached % size == 0 or (last := seq.blocks[-1]).owners > 1 or last.version != version:
                     self.tables.extend(seq, cached + 1, version)
                 rows.append(Row(seq, cached, 1, seq.draws))

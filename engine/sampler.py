@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,6 +69,15 @@ class SamplingBatch:
         )
 
 
+class Draws(NamedTuple):
+    """Draws that were launched, not read."""
+
+    tokens: torch.Tensor
+    """[D] int32 on the device of the logits: the next step's input"""
+    read: Callable[[], Drawn]
+    """waits for them"""
+
+
 def uniform(seed: np.ndarray, index: np.ndarray, position: np.ndarray) -> np.ndarray:
     """[D] float64 in [0, 1) for [D] uint64 seeds, sample indices and positions."""
     with np.errstate(over="ignore"):
@@ -84,6 +93,16 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def launch_draws(logits: torch.Tensor, batch: SamplingBatch) -> Draws:
+    """`sample`, whose outcome is asked for later. On CUDA the host waits for nothing where no draw truncates or forbids."""
+    kernel = _triton_kernels() if logits.device.type == "cuda" else None
+    if kernel is not None and len(batch.logits_row) and not _special(batch).any():
+        tokens, read = kernel.launch(logits, batch.logits_row, batch.temperature, batch.uniform, batch.raw)
+        return Draws(tokens, lambda: Drawn(*read()))
+    drawn = sample(logits, batch)
+    return Draws(torch.from_numpy(drawn.tokens).to(logits.device), lambda: drawn)
+
+
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
     """Draw D tokens from [S, V] logits of any float dtype.
 
@@ -91,8 +110,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
     truncate nor forbid, plain torch the others. Log-probs are `log_softmax`'s: on the CPU to the bit in both.
     """
     draws = len(batch.logits_row)
-    special = (batch.temperature != 0) & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
-    special[[draw for draw, _ in batch.forbidden]] = True
+    special = _special(batch)
     draw = _kernel_for(logits)
     if draw is None or not draws:
         special[:] = True
@@ -111,21 +129,30 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
     return drawn
 
 
+def _special(batch: SamplingBatch) -> np.ndarray:
+    """[D] bool: the draw truncates or forbids."""
+    special = (batch.temperature != 0) & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
+    special[[draw for draw, _ in batch.forbidden]] = True
+    return special
+
+
 def _kernel_for(logits: torch.Tensor) -> Callable[..., tuple[Any, ...]] | None:
     """What draws from whole distributions fast: the C kernel on the CPU, Triton's on CUDA; None where it cannot be had."""
     if logits.device.type == "cuda":
-        return _triton_draw()
+        kernel = _triton_kernels()
+        return None if kernel is None else kernel.draw
     native = kernels() if logits.dtype in NATIVE_DTYPES and logits.shape[1] <= MAX_VOCABULARY else None
     return None if native is None else native.draw
 
 
 @cache
-def _triton_draw() -> Callable[..., tuple[Any, ...]] | None:
+def _triton_kernels() -> Any:
+    """The module `engine.sampler_triton`; None without Triton."""
     try:
-        from engine.sampler_triton import draw
+        from engine import sampler_triton
     except ImportError:
         return None
-    return draw
+    return sampler_triton
 
 
 def _sample_by(draw: Callable[..., tuple[Any, ...]], logits: torch.Tensor, batch: SamplingBatch, draws: np.ndarray) -> Drawn:

@@ -5,15 +5,22 @@
     3   the same sum again, up to the block where it passes uniform · total; the token is found inside
 
 Imported only where Triton is there. All that a draw hangs on goes to the device in one copy, all that it gives comes back in
-one, which is where the host waits for the step.
+one: the host waits for the step where it reads that.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+
+from engine.transfers import to_device, to_host
+
+Read = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]
+"""tokens, log-probs, log-probs at temperature 1, finite: the fields of `engine.plan.Drawn`"""
 
 BLOCK = 2048
 """logits of a row that are looked at together"""
@@ -75,17 +82,27 @@ def draw_kernel(logits, asked, drawn, draws, vocabulary, row_stride, N: tl.const
     tl.store(drawn + 3 * draws + i, finite.to(tl.float32))
 
 
-def draw(
-    logits: torch.Tensor, row: np.ndarray, temperature: np.ndarray, uniform: np.ndarray, raw: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
+def draw(logits: torch.Tensor, row: np.ndarray, temperature: np.ndarray, uniform: np.ndarray, raw: bool) -> Read:
     """D draws by inverse CDF from [S, V] logits on a device: as `Kernels.draw`, but log-probs are those of `log_softmax`
     up to rounding."""
+    return launch(logits, row, temperature, uniform, raw)[1]()
+
+
+def launch(
+    logits: torch.Tensor, row: np.ndarray, temperature: np.ndarray, uniform: np.ndarray, raw: bool
+) -> tuple[torch.Tensor, Callable[[], Read]]:
+    """The same, not waited for: the [D] int32 tokens on the device, and what reads all of it."""
     draws = len(row)
-    asked = torch.from_numpy(np.stack([row, temperature, uniform]).astype(np.float64)).to(logits.device)
+    (asked,) = to_device([np.concatenate([row, temperature, uniform], dtype=np.float64)], logits.device)
     out = torch.empty((4, draws), device=logits.device)
     logits = logits.contiguous()
     draw_kernel[(draws,)](
         logits, asked, out, draws, logits.shape[1], logits.stride(0), N=BLOCK, num_warps=8, enable_fp_fusion=False
     )
-    tokens, logprobs, plain, finite = out.cpu().numpy()
-    return tokens.view(np.int32), logprobs, plain if raw else None, finite > 0
+    wait = to_host(out)
+
+    def read() -> Read:
+        tokens, logprobs, plain, finite = wait()
+        return tokens.view(np.int32), logprobs, plain if raw else None, finite > 0
+
+    return out[0].view(torch.int32), read

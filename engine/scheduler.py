@@ -1,6 +1,7 @@
 """The scheduler: which tokens of which sequences the next step computes, and where their KV lives. Policy only, in ints.
 
-`plan()` decides, the engine executes, `commit()` takes note of what was drawn. One call of `plan()`:
+`plan()` decides, the engine launches that and says so (`launched()`), `commit()` takes note of what was drawn: at once, or
+after the next step has been planned and launched (`engine.flight`). One call of `plan()`:
 
     1. make room     the running sequences need blocks to grow; if there are too few, the newest are parked (engine.pressure);
                      all slots are taken and a client with less than its share waits: others give some up
@@ -23,7 +24,6 @@ from engine.blocks import BlockStore
 from engine.columns import Columns
 from engine.config import EngineConfig
 from engine.plan import Drawn, Plan, Row
-from engine.pool import Block
 from engine.pressure import Pressure
 from engine.queue import WaitingQueue
 from engine.request import FinishReason, Group, Sample
@@ -122,6 +122,13 @@ class Scheduler:
         shared = tuple(shared_prefixes(rows, self.block_size)) if self.config.share_prefix else ()
         return Plan(tuple(rows), shared, self.store.moves, self.columns)
 
+    @property
+    def crowded(self) -> bool:
+        """The next plan would stop somebody. What is in flight must be committed first: it may end some, and nobody stops while
+        a token of it is pending."""
+        seq = self.waiting.next(self.running_of, begun=not self.admitting)
+        return bool(self.pressure.short(self.running) or (seq and self._over_share(seq)))
+
     def vacate(self) -> Plan:
         """Everything stops and leaves the device, the first in rank first, as far as host memory has room. A plan of copies."""
         self.store.begin()
@@ -148,11 +155,9 @@ class Scheduler:
                 self.waiting.put(seq)
         self.store.discard(broken)
 
-    def commit(self, plan: Plan, drawn: Drawn) -> list[Sample]:
-        """Take note of a step: KV computed, tokens drawn, groups forked, children ended. Returns the ended ones."""
-        samples: list[Sample] = []
-        tokens, logprobs, finite = drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.finite.tolist()
-        raws = drawn.raw_logprobs
+    def launched(self, plan: Plan) -> None:
+        """The step is under way: from here on its KV counts as computed, since whatever reads it comes later on the device. The
+        tokens that it draws are pending."""
         size, at = self.block_size, 0
         for row in plan.rows:
             seq, start, count, draws = row
@@ -162,20 +167,37 @@ class Scheduler:
             seq.cached = cached = start + count
             if cached > seq.computed:
                 seq.computed = cached
-            if cached // size > start // size:
+            if cached // size > start // size and not seq.pending:
                 self.tables.fill(seq, start)
-            if draws:
-                for child in (seq,) if forked else self._fork(seq):
+            if draws and forked:
+                seq.expect(at)
+            at += draws
+
+    def commit(self, plan: Plan, drawn: Drawn) -> list[Sample]:
+        """Take note of what the oldest step in flight drew: tokens, forks, ends. Returns the children that ended. Rows of those
+        that ended while the step was under way are passed over."""
+        samples: list[Sample] = []
+        tokens, logprobs, finite = drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.finite.tolist()
+        raws = drawn.raw_logprobs
+        size, at = self.block_size, 0
+        for seq, start, count, draws in plan.rows:
+            if seq.ended:
+                self.counters.unused_draws += draws
+                at += draws
+            elif draws:
+                for child in (seq,) if seq.state.forked else self._fork(seq):
                     raw = None if raws is None else float(raws[at])
                     if ended := self._take_token(child, tokens[at], logprobs[at], raw, finite[at]):
                         samples.append(ended)
+                    elif child.pending and child.cached % size == 0:
+                        self.tables.fill(child, start + count)  # the next step computes the token that is known only now
                     at += 1
         assert at == len(tokens)
         return samples
 
     def fail(self, plan: Plan, reason: str) -> list[Sample]:
         """A step went wrong: the groups of its rows end with an error. What their blocks hold is not reused."""
-        states = {row.sequence.state.number: row.sequence.state for row in plan.rows}
+        states = {row.sequence.state.number: row.sequence.state for row in plan.rows if not row.sequence.ended}
         for row in plan.rows:
             self.tables.distrust(row.sequence)
         return [sample for state in states.values() for sample in self._end_group(state, "error", reason)]
@@ -208,23 +230,6 @@ class Scheduler:
                     self._soft_reset(seq)
         return samples
 
-    def check(self) -> None:
-        """Asserts that every block is accounted for. For tests and idle moments."""
-        owners: Counter[Block] = Counter()
-        users: Counter[Block] = Counter()
-        waiting = set(self.waiting)
-        for state in self.groups.values():
-            for seq in state.sequences.values():
-                owners.update(seq.blocks)
-                if seq.running:
-                    users.update(seq.blocks)
-                assert (seq in waiting) != seq.running, "a sequence is lost, or waits and runs"
-                assert seq.cached <= seq.length and len(seq.blocks) == self._blocks_for(seq.cached)
-        assert sorted(self.running, key=lambda seq: seq.age) == self.running
-        assert len(self.running) + len(waiting) == sum(len(state.sequences) for state in self.groups.values())
-        self.columns.check(self.running)
-        self.store.check(owners, users)
-
     # ── starting and stopping ─────────────────────────────────────────────────────────────────────────────────────────
     def _start(self, seq: Sequence, budget: int, planned: set[bytes]) -> bool:
         """Let a waiting sequence run if its blocks and the next chunk fit beside what runs."""
@@ -250,6 +255,7 @@ class Scheduler:
 
     def _stop(self, seq: Sequence) -> None:
         """From running to nowhere; the caller puts it into the queue or ends it. It keeps its blocks."""
+        assert not seq.pending, "a sequence stops whose last token is not known yet"
         self._leave_running(seq)
         for block in seq.blocks:
             self.store.unuse(block)
@@ -276,12 +282,17 @@ class Scheduler:
         seq = self.waiting.next(self.running_of, begun=not self.admitting)
         if seq is None:
             return
-        if len(self.running) >= self.config.max_num_seqs:
-            for last in self.pressure.over_share(seq.state.client, self.waiting.counts(), self.running_of, self.running):
-                self._stop(last)
-                self.waiting.put(last)
+        for last in self._over_share(seq):
+            self._stop(last)
+            self.waiting.put(last)
         if self.store.idle and len(self.running) < self.config.max_num_seqs:
             self.pressure.make_room(seq, self.running, self.config.max_batch_tokens - len(self.running))
+
+    def _over_share(self, seq: Sequence) -> list[Sequence]:
+        """Who gives its slot to the client of `seq`, which waits."""
+        if len(self.running) < self.config.max_num_seqs:
+            return []
+        return self.pressure.over_share(seq.state.client, self.waiting.counts(), self.running_of, self.running)
 
     def _soft_reset(self, seq: Sequence) -> None:
         """Give the KV up; it is prefilled again from whatever the prefix index still has."""
@@ -317,7 +328,7 @@ class Scheduler:
         self.counters.generated_tokens += 1
         if token in seq.state.eos and len(seq.output) > seq.state.group.sampling.min_tokens:
             return self._end(seq, "stop")
-        if seq.length == seq.limit:
+        if seq.num_prompt + len(seq.output) == seq.limit:
             return self._end(seq, "length")
         return None
 
@@ -330,6 +341,7 @@ class Scheduler:
         for block in reversed(seq.blocks):  # so that the least recently used end of a chain is its tail, not its root
             self.store.disown(block, used=seq_ran)
         seq.blocks.clear()
+        seq.ended = True
         state = seq.state
         del state.sequences[seq.index]
         if not state.sequences:

@@ -36,7 +36,8 @@ class Sequence:
                  └───── cached ────┘ └ to compute
         blocks   [ 0  ][ 1  ][ 2  ][             ceil(cached / block_size) blocks
 
-    `cached` tokens have their KV in `blocks`; a sequence that decodes has exactly one token more than that.
+    `cached` tokens have their KV in `blocks`; a sequence that decodes has exactly one token more than that. From the launch of
+    a step until its draws are read, that token is `pending`: it counts in `length`, and `newest` says where it will be.
     While the sequence runs it has a place in `engine.columns`, where `table` repeats the device slots of `blocks`.
     """
 
@@ -49,6 +50,7 @@ class Sequence:
         "limit",
         "draws",
         "newest",
+        "pending",
         "output",
         "logprobs",
         "raw_logprobs",
@@ -59,6 +61,7 @@ class Sequence:
         "computed",
         "begun",
         "running",
+        "ended",
         "drawn_before",
         "offloads",
         "mirrored",
@@ -73,13 +76,15 @@ class Sequence:
         """sorts oldest first; children of a group stand together"""
         self.num_prompt = len(state.group.prompt)
         self.length = self.num_prompt
-        """tokens it has, prompt and output"""
+        """tokens it has, prompt and output, pending ones included"""
         self.limit = self.num_prompt + state.group.sampling.max_tokens
         """the length that ends it"""
         self.draws = 1 if state.forked else state.group.sampling.n
         """tokens to draw once everything it has is cached: n where the group forks"""
         self.newest = int(state.group.prompt[-1])
-        """its last token"""
+        """its last token; ~i while that is draw i of the step in flight"""
+        self.pending = 0
+        """tokens whose draws are not read yet"""
         self.output: list[int] = []
         self.logprobs: list[float] = []
         self.raw_logprobs: list[float] = []
@@ -94,6 +99,8 @@ class Sequence:
         self.begun = False
         """ran before"""
         self.running = False
+        self.ended = False
+        """its sample was made"""
         self.drawn_before = 0
         """tokens drawn when it last started to run"""
         self.offloads = 0
@@ -159,8 +166,15 @@ class Sequence:
             child.begun = True
             yield child
 
+    def expect(self, draw: int) -> None:
+        """A step was launched that draws the next token, as its draw number `draw`."""
+        self.pending += 1
+        self.length += 1
+        self.newest = ~draw
+
     def append(self, token: int, logprob: float, raw_logprob: float | None, version: int) -> None:
-        """`raw_logprob` is kept if the group asks for it."""
+        """The oldest pending token is known, or the first one of a child that was just forked. `raw_logprob` is kept if the
+        group asks for it."""
         if version != self.version:
             self.version = version
             self.spans.append((len(self.output), version))
@@ -168,8 +182,12 @@ class Sequence:
         self.logprobs.append(logprob)
         if raw_logprob is not None and self.state.group.sampling.raw_logprobs:
             self.raw_logprobs.append(raw_logprob)
-        self.newest = token
-        self.length += 1
+        if self.pending:
+            self.pending -= 1
+        else:
+            self.length += 1
+        if not self.pending:
+            self.newest = token
 
     def sample(self, reason: FinishReason, seconds: float, error: str | None = None) -> Sample:
         return Sample(

@@ -34,6 +34,8 @@ class Counters:
     restored_blocks: int = 0
     """blocks copied host → device for sequences that came back"""
     soft_resets: int = 0
+    unused_draws: int = 0
+    """made for children that had ended by then: the price of steps that overlap"""
     failed_moves: int = 0
     failed_steps: int = 0
     bytes_to_host: int = 0
@@ -69,12 +71,9 @@ class Counters:
         if copied.blocks:
             self.copy_blocks_per_second = _smooth(self.copy_blocks_per_second, copied.blocks / copied.seconds)
 
-    def computed(self, model_seconds: float, sample_seconds: float, prefilled: int) -> None:
-        """A step's forward and draws. `prefilled`: its tokens, if nearly all of them were prefill."""
-        self.model_seconds += model_seconds
-        self.sample_seconds += sample_seconds
-        if prefilled:
-            self.prefill_tokens_per_second = _smooth(self.prefill_tokens_per_second, prefilled / model_seconds)
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """The forward of a step, nearly all of whose tokens were prefill."""
+        self.prefill_tokens_per_second = _smooth(self.prefill_tokens_per_second, tokens / seconds)
 
 
 def _smooth(old: float, new: float) -> float:

@@ -49,7 +49,7 @@ class BlockTables:
             seq.add_block(self.store.new(version))
 
     def fill(self, seq: Sequence, start: int) -> None:
-        """Blocks that became full get their key, and can be found from now on."""
+        """Blocks that became full, with tokens that are all known, get their key, and can be found from now on."""
         size = self.block_size
         for i in range(start // size, seq.cached // size):
             block = seq.blocks[i]

@@ -42,6 +42,7 @@ RATES: dict[str, Callable[[Counts], tuple[float, float]]] = {
 TOTALS: dict[str, str] = {
     "engine/steps": "steps",
     "engine/failed_steps": "failed_steps",
+    "engine/unused_draws": "unused_draws",
     "engine/generated_tokens": "generated_tokens",
     "engine/prefill_tokens": "prefill_tokens",
     "engine/recomputed_tokens": "recomputed_tokens",

@@ -94,14 +94,14 @@ class TritonAttention:
 
     def prepare(self, batch: Batch, kv: PagedKV) -> tuple[torch.Tensor, ...]:
         """Cut the step into tiles and send them to the device. Returns views of the static arrays, in the order drawn above."""
-        if self._sent is not None:
-            self._sent.synchronize()  # the last step's copy still reads what is written here
         counts, positions, parts, slots, small, large, table = self._views(self._host.numpy())
         t, blocks = batch.num_tokens, batch.block_table
         tiles = self._cut(batch, kv, len(batch.shared) > 0)
         if max(tiles.small.size, tiles.large.size) > len(small):
             tiles = self._cut(batch, kv, False)  # fewer of them, and the same numbers
             assert max(tiles.small.size, tiles.large.size) <= len(small)
+        if self._sent is not None:
+            self._sent.synchronize()  # the copy that reads what is written here: over when the step in flight has begun
         counts[:] = len(tiles.small), len(tiles.large)
         lengths = np.diff(batch.query_starts)
         positions[:t] = np.arange(t) + np.repeat(batch.context_lens - batch.query_starts[1:], lengths)

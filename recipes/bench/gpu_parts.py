@@ -53,11 +53,13 @@ def machine(bench: Bench) -> Rows:
 
 
 def decode(bench: Bench) -> Rows:
-    """A decode step of many sequences: the forward alone at some lengths, and whole steps of the engine; beside the time that
-    reading the weights and the KV takes."""
+    """A decode step of many sequences: the forward alone at some lengths, and whole steps of the engine, overlapped and one
+    after the other; beside the time that reading the weights and the KV takes."""
     engine = bench.engine(kv_tokens=bench.sizes.rows * max(bench.sizes.contexts))
     yield from forwards(bench, engine)
-    yield {"what": "engine", **whole_steps(bench, engine)}
+    for overlap in (True, False):
+        engine.overlap = overlap
+        yield {"what": "engine", "overlap": overlap, **whole_steps(bench, engine)}
 
 
 def compiled(bench: Bench) -> Rows:
@@ -98,7 +100,8 @@ def whole_steps(bench: Bench, engine: Engine) -> dict[str, Any]:
     longest = max(bench.sizes.contexts) - prompt
     for i, ids in enumerate(bench.text.slices(0, rows, prompt)):
         engine.submit(Group(f"decode{i}", ids, Sampling(n=1, max_tokens=longest, ignore_eos=True, seed=i)))
-    seconds, read, marks, decoding = [], [], [], 0
+    seconds: list[float] = []
+    read, marks, decoding = [], [], 0
     while len(seconds) < wanted:
         before, held = msgspec.to_builtins(engine.counters), rows * prompt + engine.counters.generated_tokens
         started = time.perf_counter()
@@ -112,6 +115,7 @@ def whole_steps(bench: Bench, engine: Engine) -> dict[str, Any]:
             marks.append((before, msgspec.to_builtins(engine.counters)))
     for i in range(rows):
         engine.abort(f"decode{i}")
+    engine.step()  # what is in flight lands
     parts = ("plan_seconds", "build_seconds", "commit_seconds", "model_seconds", "sample_seconds")
     figures = {
         name.replace("_seconds", "_ms"): 1e3 * statistics.median(after[name] - before[name] for before, after in marks)

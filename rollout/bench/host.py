@@ -5,14 +5,19 @@
 
 The forward is a stand-in that costs nothing and is left out; so few logits come of it that the sampler's arithmetic does not
 count either. Groups of 16 over 512 tokens decode; every sequence is there in each step that counts.
+
+Then the same beside a device that is busy for DEVICE_MS a step, of which the host only waits for the end: how long a whole step
+takes, one after the other and overlapped (`engine.flight`).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from rich.console import Console
@@ -21,13 +26,17 @@ from engine.attention import Backend, NativeAttention
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.flight import Flight
 from engine.kv import KVGeometry, PagedKV
+from engine.plan import Drawn, Plan
 from engine.request import Group, Sampling
+from engine.sampler import Draws
 
 NAME = "host"
 SEQUENCES = (128, 256)
 PROMPT_TOKENS, N, NEW_TOKENS = 512, 16, 256
 PARTS = ("plan", "build", "sample", "commit")
+DEVICE_MS = 2.0
 
 
 class NoModel:
@@ -53,32 +62,73 @@ class NoModel:
         return torch.zeros(batch.num_logits, self.vocab_size)
 
 
+class BesideDevice(Engine):
+    """Its steps take DEVICE_MS of a device each, one after the other."""
+
+    _free_at = 0.0
+
+    def _launch(self, plan: Plan) -> Flight:
+        flight = super()._launch(plan)
+        ready = self._free_at = max(time.perf_counter(), self._free_at) + DEVICE_MS / 1e3
+
+        def read() -> Drawn:
+            while time.perf_counter() < ready:
+                pass
+            return flight.draws.read()
+
+        return replace(flight, draws=Draws(flight.draws.tokens, read))
+
+
 def measure(sequences: int, scale: float = 1.0, threads: int | None = None) -> dict[str, Any]:
     """Medians over the steps in which all `sequences` decode. `scale`: factor on the tokens that each makes, at least 32."""
     config = EngineConfig(
         dtype="float32", kv_tokens=sequences * 1024, max_num_seqs=sequences, cpu_offload_gib=0, threads=threads
     )
-    model = NoModel()
-    engine = Engine(config, model)
+    engine = Engine(config, NoModel())
+    alone = _decode(engine, scale)
+    beside = {
+        overlap: _decode(BesideDevice(msgspec.structs.replace(config, overlap_steps=overlap), NoModel()), scale)
+        for overlap in (False, True)
+    }
+    return {
+        "workload": NAME,
+        "sequences": sequences,
+        "steps": len(alone),
+        **{f"{name}_ms": _median_ms(alone, name) for name in ("host", *PARTS)},
+        "attention": engine.backend.name,
+        "device_ms": DEVICE_MS,
+        "step_ms": _median_ms(beside[False], "step"),
+        "overlapped_step_ms": _median_ms(beside[True], "step"),
+    }
+
+
+def _median_ms(steps: list[dict[str, float]], part: str) -> float:
+    return round(1e3 * statistics.median(step[part] for step in steps), 4)
+
+
+def _decode(engine: Engine, scale: float) -> list[dict[str, float]]:
+    """Seconds of the parts of each step in which all sequences decode."""
+    sequences = engine.config.max_num_seqs
     new = max(32, round(NEW_TOKENS * scale))  # enough that the first group still runs when the last one forks
     random = np.random.default_rng(0)
     for i in range(sequences // N):
-        prompt = random.integers(0, model.vocab_size, PROMPT_TOKENS).astype(np.int32)
+        prompt = random.integers(0, engine.vocab_size, PROMPT_TOKENS).astype(np.int32)
         engine.submit(Group(f"g{i}", prompt, Sampling(n=N, max_tokens=new, seed=i)))
     steps = []
     while engine.has_work:
-        before, decoded = _seconds(engine, model), engine.counters.decode_tokens
+        before, decoded = _seconds(engine), engine.counters.decode_tokens
         engine.step()
         if engine.counters.decode_tokens == decoded + sequences:
-            steps.append({name: seconds - before[name] for name, seconds in _seconds(engine, model).items()})
-    medians = {f"{name}_ms": round(1e3 * statistics.median(step[name] for step in steps), 4) for name in ("host", *PARTS)}
-    return {"workload": NAME, "sequences": sequences, "steps": len(steps), **medians, "attention": engine.backend.name}
+            steps.append({name: seconds - before[name] for name, seconds in _seconds(engine).items()})
+    return steps
 
 
-def _seconds(engine: Engine, model: NoModel) -> dict[str, float]:
+def _seconds(engine: Engine) -> dict[str, float]:
     """What the engine has spent so far. `host` is more than the sum of the parts: `Engine.step` itself."""
+    model: Any = engine.model
     counters, index = engine.counters, model.index_seconds
     return {
+        "step": counters.step_seconds,
         "host": counters.step_seconds - counters.model_seconds + index,
         "plan": counters.plan_seconds,
         "build": counters.build_seconds + index,
@@ -90,3 +140,7 @@ def _seconds(engine: Engine, model: NoModel) -> dict[str, float]:
 def print_row(console: Console, row: dict[str, Any]) -> None:
     parts = ", ".join(f"{name} {row[f'{name}_ms']:.2f}" for name in PARTS)
     console.print(f"host: {row['host_ms']:.2f} ms a step of {row['sequences']} sequences ({parts}; {row['steps']} steps)")
+    console.print(
+        f"      beside a device that takes {row['device_ms']:.1f} ms: a step takes {row['step_ms']:.2f} ms, "
+        f"overlapped {row['overlapped_step_ms']:.2f} ms"
+    )

@@ -1,7 +1,8 @@
 """The scheduler and the block store under random schedules, without torch: KV cells are Python pairs (token id, version).
 
 A step executes the plan on these cells. A token is a hash of all ids that its row sees through the block table, so any wrong
-block shows in what comes out; the versions show KV of other weights. Copies fail on demand.
+block shows in what comes out; the versions show KV of other weights. Copies fail on demand. Where steps overlap, the scheduler
+plans the next one before it is told what the last one drew.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from engine.config import EngineConfig
+from engine.invariants import check
 from engine.plan import Drawn, Plan
 from engine.pool import Moves
 from engine.request import Group, Sample, Sampling
@@ -40,7 +42,7 @@ def expected(group: Group) -> list[list[int]]:
 
 
 class Harness:
-    def __init__(self, device_blocks: int, host_blocks: int, **config: Any) -> None:
+    def __init__(self, device_blocks: int, host_blocks: int, overlap: bool = False, **config: Any) -> None:
         self.config = EngineConfig(kv_tokens=1, **config)
         self.scheduler = Scheduler(
             self.config, device_blocks=device_blocks, host_blocks=host_blocks, max_blocks=device_blocks, counters=Counters()
@@ -52,6 +54,9 @@ class Harness:
         self.born: dict[str, int] = {}
         """oldest version whose KV a group may read"""
         self.got: dict[tuple[str, int], Sample] = {}
+        self.overlap = overlap
+        self.flight: tuple[Plan, Drawn] | None = None
+        """the step that was launched and is not committed"""
         self.copied_blocks = 0
         self.stamped: dict[bytes, list[Cell | None]] = {}
         add = self.scheduler.store.index.add
@@ -77,6 +82,7 @@ class Harness:
             self.got[sample.group_id, sample.index] = sample
 
     def refresh(self, kv: str) -> None:
+        self.land()
         version = self.scheduler.version + 1
         self.take(self.scheduler.refresh(version, kv))
         if kv == "recompute":
@@ -84,19 +90,36 @@ class Harness:
 
     def step(self, fail_copy: int | None = None) -> None:
         """`fail_copy`: the copies stop after that many of them."""
+        if self.flight and self.scheduler.crowded:
+            self.land()
         plan = self.scheduler.plan()
         for seq in self.scheduler.running:
             self.born.setdefault(seq.state.group.id, self.scheduler.version)
         if plan.moves and fail_copy is not None:
             self.move(plan.moves, fail_copy)
+            self.land()
             self.scheduler.move_failed(plan)
             return
         self.move(plan.moves, None)
         self.scheduler.moved()
         if not plan.rows:
-            assert self.scheduler.running or not self.scheduler.waiting, "stuck"
+            assert self.flight or self.scheduler.running or not self.scheduler.waiting, "stuck"
+            self.land()
             return
-        self.take(self.scheduler.commit(plan, self.compute(plan)))
+        drawn = self.compute(plan)
+        self.scheduler.launched(plan)
+        last, self.flight = self.flight, (plan, drawn)
+        self.commit(last)
+        if not self.overlap:
+            self.land()
+
+    def land(self) -> None:
+        flight, self.flight = self.flight, None
+        self.commit(flight)
+
+    def commit(self, flight: tuple[Plan, Drawn] | None) -> None:
+        if flight is not None:
+            self.take(self.scheduler.commit(*flight))
 
     def move(self, moves: Moves, stop: int | None) -> None:
         done = 0
@@ -121,7 +144,11 @@ class Harness:
         for row in plan.rows:
             seq = row.sequence
             assert [block.device for block in seq.blocks] == seq.table[: len(seq.blocks)].tolist()
-            for position, token in enumerate(seq.tokens(row.start, row.count).tolist(), row.start):
+            tokens = seq.tokens(row.start, row.count).tolist()
+            if seq.pending:
+                assert self.flight is not None and row.count == 1 and not tokens
+                tokens = [int(self.flight[1].tokens[~seq.newest])]
+            for position, token in enumerate(tokens, row.start):
                 block = seq.blocks[position // size]
                 assert block.owners == 1 or position // size < row.start // size or row.start % size == 0
                 self.device[seq.table[position // size]][position % size] = (token, version)
@@ -142,7 +169,7 @@ class Harness:
 
     def check(self) -> None:
         """Every invariant: the store's, and that what the index finds is there, on the device and in host memory."""
-        self.scheduler.check()
+        check(self.scheduler)
         store = self.scheduler.store
         for block in {*store.device.holder, *store.host.holder} - {None}:
             assert block is not None
@@ -161,6 +188,7 @@ class Harness:
             if number % 8 == 0:
                 self.check()
         assert not self.scheduler.groups, "no end in sight"
+        self.land()
         for id, group in self.groups.items():
             for index, want in enumerate(expected(group)):
                 sample = self.got[id, index]
@@ -187,6 +215,7 @@ def random_harness(r: random.Random) -> Harness:
         prefix_cache=r.random() < 0.7,
         lookahead_blocks=r.choice([1, 2, 4]),
         min_run_tokens=r.choice([0, 1, 8]),
+        overlap=r.random() < 0.5,
     )
 
 

@@ -26,8 +26,8 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-def plain(plan: Plan, size: int) -> dict[str, Any]:
-    """Fields of `Batch` and `SamplingBatch` by name, without padding."""
+def plain(plan: Plan, size: int, drawn: torch.Tensor | None) -> dict[str, Any]:
+    """Fields of `Batch` and `SamplingBatch` by name, without padding. drawn: by the step in flight."""
     made: dict[str, list[Any]] = {}
 
     def add(**values: Any) -> None:
@@ -38,7 +38,11 @@ def plain(plan: Plan, size: int) -> dict[str, Any]:
     tokens = rows = 0
     for row in plan.rows:
         seq, state, sampling = row.sequence, row.sequence.state, row.sequence.state.group.sampling
-        ids = [*state.group.prompt.tolist(), *seq.output]
+        output = list(seq.output)
+        if seq.pending:
+            assert drawn is not None
+            output.append(int(drawn[~seq.newest]))
+        ids = [*state.group.prompt.tolist(), *output]
         add(
             query_starts=tokens,
             context_lens=row.start + row.count,
@@ -52,9 +56,9 @@ def plain(plan: Plan, size: int) -> dict[str, Any]:
         if row.samples:
             add(logits_at=tokens - 1)
         for child in range(row.samples):
-            if len(seq.output) < sampling.min_tokens and state.eos:
+            if len(output) < sampling.min_tokens and state.eos:
                 add(forbidden=(len(made.get("logits_row", [])), sorted(state.eos)))
-            keys = (np.array([x], np.uint64) for x in (state.seed, seq.index + child, len(seq.output)))
+            keys = (np.array([x], np.uint64) for x in (state.seed, seq.index + child, len(output)))
             add(logits_row=rows, uniform=uniform(*keys)[0], raw=sampling.raw_logprobs)
             add(**{name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")})
         rows += bool(row.samples)
@@ -62,8 +66,8 @@ def plain(plan: Plan, size: int) -> dict[str, Any]:
     return {**made, "raw": any(made.get("raw", [])), "num_tokens": tokens, "num_logits": rows, "shared": plan.shared}
 
 
-def assert_plain(batch: Batch, plan: Plan, size: int) -> None:
-    want = plain(plan, size)
+def assert_plain(batch: Batch, plan: Plan, size: int, drawn: torch.Tensor | None) -> None:
+    want = plain(plan, size, drawn)
     lengths = {"input_ids": batch.num_tokens, "position_ids": batch.num_tokens, "logits_at": batch.num_logits}
     dtypes = {torch.int64: ("input_ids", "position_ids", "slots", "logits_at"), np.int32: ("query_starts", "context_lens")}
     dtypes |= {np.dtype(np.int32): ("block_table", "shared")}
@@ -97,12 +101,17 @@ def run_checked(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
         nonlocal compared
         compared += 1
         batch = build(plan, block_size, *rest)
-        assert_plain(batch, plan, block_size)
+        assert_plain(batch, plan, block_size, rest[-1])
         return batch
 
     monkeypatch.setattr(engine.engine.Batch, "build", staticmethod(checked))
-    offload = r.choice([0, 0.001])
-    e = toy_engine(block_size=size, kv_tokens=r.choice([96, 256]), max_num_seqs=r.choice([3, 16]), cpu_offload_gib=offload)
+    e = toy_engine(
+        block_size=size,
+        kv_tokens=r.choice([96, 256]),
+        max_num_seqs=r.choice([3, 16]),
+        cpu_offload_gib=r.choice([0, 0.001]),
+        overlap_steps=seed % 2 == 1,
+    )
     base = [r.randrange(1, 23) for _ in range(30)]
     for i in range(8):
         prompt = base[: r.randrange(30)] + [r.randrange(1, 23)]
@@ -110,7 +119,7 @@ def run_checked(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
     for kv in ("keep", "recompute"):
         for _ in range(r.randrange(12)):
             e.step()
-        e.scheduler.refresh(e.scheduler.version + 1, kv)
+        e.refresh({}, kv=kv)
     run(e)
     monkeypatch.setattr(engine.engine.Batch, "build", staticmethod(build))
     assert e.counters.failed_steps == 0, "a batch was not the plain one: see the log"

@@ -26,6 +26,8 @@ CLASSES: dict[str, dict[str, Any]] = {
     "offload, host memory for little": {"kv_tokens": 320, "cpu_offload_gib": 0.0002},
     "no prefix cache": {**ROOMY, "prefix_cache": False},
     "prefix not shared": {**ROOMY, "share_prefix": False},
+    "overlapped": {**ROOMY, "overlap_steps": True},
+    "overlapped, offload": {"kv_tokens": 320, "cpu_offload_gib": 0.01, "overlap_steps": True, "max_batch_tokens": 64},
 }
 
 

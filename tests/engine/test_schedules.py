@@ -51,6 +51,7 @@ def test_tight_pools_finish(seed: int) -> None:
         mirror_ahead=r.random() < 0.5,
         min_run_tokens=r.choice([0, 4]),
         lookahead_blocks=r.choice([1, 2]),
+        overlap=r.random() < 0.5,
     )
     for number in range(r.randrange(1, 5)):
         prompt = [r.randrange(1, 97) for _ in range(r.randrange(1, longest))]

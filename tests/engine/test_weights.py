@@ -413,12 +413,15 @@ def watermark_run(engine: Engine, refreshes: int, tokens: int, kv: str = "keep")
             samples += engine.step()
     for name in list(engine.scheduler.groups):
         samples += engine.abort(name)
+    while engine.has_work:
+        samples += engine.step()
     return samples, made
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapped"])
 @pytest.mark.parametrize("kv", ["keep", "recompute", "abort"])
-def test_good_refreshes_over_running_samples(kv: str) -> None:
-    engine = watermark_engine()
+def test_good_refreshes_over_running_samples(kv: str, overlap: bool) -> None:
+    engine = watermark_engine(overlap_steps=overlap)
     samples, groups = watermark_run(engine, 25, 4000, kv)
     assert check_marks(samples) >= 4000
     assert len(samples) == 4 * groups

@@ -22,6 +22,11 @@ def engine(**options: Any) -> Engine:
     return tiny_engine(**{"device": DEVICE, "attention": "triton" if DEVICE == "cuda" else "reference", **options})
 
 
+def module_of(engine: Engine) -> torch.nn.Module:
+    model: Any = engine.model
+    return model.module
+
+
 def lockstep(tag: str = "", seed: int = 0) -> list[Group]:
     """Sixteen children of one prompt that all make as many tokens. Every decode step has sixteen rows, a batch size that is
     captured and that nobody pads: whatever else differs, the matrix products are the same, and so must the bits be."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from engine.engine import Engine
 from tests.engine.tiny import tiny
 from tests.engine.toy import group, run
-from tests.gpu.on_device import DEVICE, Samples, agree, engine, lockstep, needs_cuda
+from tests.gpu.on_device import DEVICE, Samples, agree, engine, lockstep, module_of, needs_cuda
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 MIB = 2**20
@@ -28,7 +28,8 @@ def large(seed: int = 0) -> PreTrainedModel:
 def run_with_naps(made: Engine, naps: set[int]) -> Samples:
     for i in range(3):
         made.submit(group(f"g{i}", range(5, 40 + 9 * i), n=4, max_tokens=30, seed=i, ignore_eos=True))
-    samples, step = {}, 0
+    samples: Samples = {}
+    step = 0
     while made.has_work:
         if step in naps:
             assert made.sleep(1) >= 0 and made.status()["state"] == "asleep" and made.step() == []
@@ -83,7 +84,7 @@ def test_dropped_weights_come_with_the_next_refresh() -> None:
     for _ in range(8):
         made.step()
     made.sleep(2)
-    assert all(not parameter.numel() for parameter in made.model.module.parameters())  # type: ignore[attr-defined]
+    assert all(not parameter.numel() for parameter in module_of(made).parameters())
     made.wake()
     assert not made.has_work and made.step() == []
     made.refresh({name: tensor.to(DEVICE) for name, tensor in tiny("llama", seed=1).named_parameters()}, kv="recompute")

@@ -64,7 +64,7 @@ def test_every_part_runs(
     parts = by_part(rows)
     assert all(part[-1].keys() == {"model", "part", "seconds"} for part in parts.values())
     assert parts["machine"][0]["bytes_per_second"] > 0
-    assert [row.get("what") for row in parts["decode"][:-1]] == ["forward", "forward", "engine"]
+    assert [row.get("what") for row in parts["decode"][:-1]] == ["forward", "forward", "engine", "engine"]
     for row in parts["decode"][:-1]:
         assert row["fraction_of_limit"] == pytest.approx(row["limit_ms"] / row["ms"]) and row["read_bytes"] > 0
     engine = parts["decode"][2]

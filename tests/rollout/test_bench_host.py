@@ -23,6 +23,7 @@ def test_bench_host_prints_the_parts(
         parts = sum(row[f"{name}_ms"] for name in host.PARTS)
         assert row["steps"] >= 20 and all(row[f"{name}_ms"] > 0 for name in host.PARTS)
         assert 0.8 * parts < row["host_ms"] < 2 * parts, "medians of parts, and of all with what lies between them"
+        assert min(row["step_ms"], row["overlapped_step_ms"]) > 0.9 * host.DEVICE_MS
     assert "host: " in capsys.readouterr().out
 
 
@@ -45,7 +46,7 @@ def test_what_a_part_takes_shows_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     targets = {
         "plan": (module.Scheduler, "plan"),
         "build": (module.Batch, "build"),
-        "sample": (module, "sample"),
+        "sample": (module, "launch_draws"),
         "commit": (module.Scheduler, "commit"),
     }
     for name, (owner, attribute) in targets.items():

@@ -1,0 +1,60 @@
+"""What an engine says about itself: the fields of docs/metrics.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engine.stats import stale_token_frac
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+
+def status(engine: Engine) -> dict[str, Any]:
+    """JSON-able."""
+    scheduler, version, size = engine.scheduler, engine.version, engine.config.block_size
+    sequences = [seq for state in scheduler.groups.values() for seq in state.sequences.values()]
+    return {
+        "model": engine.model.name,
+        "version": version,
+        "attention": engine.backend.name,
+        "dtype": str(engine.model.geometry.dtype).removeprefix("torch."),
+        "overlap": engine.overlap,
+        "state": _state(engine),
+        "groups": len(scheduler.groups),
+        "running": len(scheduler.running),
+        "waiting": len(scheduler.waiting),
+        "offloaded": sum(any(b.device is None and not b.lost for b in seq.blocks) for seq in scheduler.waiting),
+        "clients": dict(+scheduler.running_of),
+        "weights": _weights(engine),
+        "kv": {
+            "block_size": size,
+            "block_bytes": engine.kv.block_bytes,
+            "stale_token_frac": stale_token_frac(sequences, size, version),
+            **scheduler.store.counts(),
+        },
+        **msgspec.to_builtins(engine.counters),
+    }
+
+
+def _state(engine: Engine) -> str:
+    if engine.asleep:
+        return "asleep"
+    if engine.weights.dropped:
+        return "without weights"
+    return "paused" if engine.paused else "running" if engine.scheduler.admitting else "draining"
+
+
+def _weights(engine: Engine) -> dict[str, Any]:
+    last = engine.refreshed
+    return {
+        "version": engine.version,
+        "refreshes": engine.refreshes,
+        "stage_s": last.staged_seconds if last else 0.0,
+        "pause_s": last.paused_seconds if last else 0.0,
+        "bytes": last.bytes if last else 0,
+        "resident_bytes": engine.weights.resident_bytes,
+        "offloaded_bytes": engine.weights.offloaded_bytes,
+    }
