@@ -252,3 +252,27 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
         on_check(h)
     h.finish()
     return h
+
+
+def tight_schedule(seed: int) -> None:
+    """Groups of up to 32 children over a pool that hardly holds one of them, to the end."""
+    r = random.Random(seed)
+    size = r.choice([2, 4, 8])
+    longest = r.randrange(8, 60)
+    blocks = -(-longest // size)
+    h = Harness(
+        int(blocks * r.uniform(1.0, 1.5)),
+        r.choice([0, 5, 400]),
+        block_size=size,
+        max_num_seqs=r.choice([2, 8, 32]),
+        max_batch_tokens=32,
+        mirror_ahead=r.random() < 0.5,
+        min_run_tokens=r.choice([0, 4]),
+        lookahead_blocks=r.choice([1, 2]),
+        overlap=r.random() < 0.5,
+    )
+    for number in range(r.randrange(1, 5)):
+        prompt = [r.randrange(1, 97) for _ in range(r.randrange(1, longest))]
+        n, most = r.choice([1, 4, 32]), longest - len(prompt)
+        assert h.submit(f"g{number}", prompt, client=r.choice("ab"), n=n, max_tokens=most, seed=number)
+    h.finish(20_000)
