@@ -80,7 +80,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     raw_logprobs: bool = False
     """also return log-probs at temperature 1 without truncation"""
     max_kv_lag: int = 0
-    """the prompt may reuse cached KV of weights at most this many versions older than the live ones"""
+    """the first tokens may be drawn from KV of the prompt that weights at most this many versions older computed: found in the
+    cache, or left by a refresh in the middle of its prefill"""
     max_version_lag: int | None = None
     """a child whose first token is further behind the live weights than this ends as "stale"; None = no bound"""
 

@@ -211,8 +211,9 @@ class Scheduler:
         return self._end_group(seq.state, "error", reason)
 
     def refresh(self, version: int, kv: str) -> list[Sample]:
-        """The weights are another version now. `kv`: "keep" the KV of live sequences, "recompute" it, or "abort" them. Returns
-        the samples that end: aborted ones, and those that `max_version_lag` makes stale."""
+        """The weights are another version now. `kv`: "keep" the KV of live sequences, "recompute" it, or "abort" them. A prompt
+        of which nothing was drawn yet keeps KV as old as `max_kv_lag` allows, as if it had just come. Returns the samples that
+        end: aborted ones, and those that `max_version_lag` makes stale."""
         if kv not in ("keep", "recompute", "abort"):
             raise ValueError(f"kv={kv!r}: must be keep, recompute or abort")
         self.version = version
@@ -226,8 +227,9 @@ class Scheduler:
                 lag = state.group.sampling.max_version_lag
                 if lag is not None and seq.spans and seq.spans[0][1] < version - lag:
                     samples.append(self._end(seq, "stale"))
-                elif kv == "recompute" and seq.blocks:
-                    self._soft_reset(seq)
+                elif kv == "recompute" or not state.forked:
+                    oldest = version - state.group.sampling.max_kv_lag if kv == "keep" else version
+                    self.tables.drop_older(seq, oldest)
         return samples
 
     # ── starting and stopping ─────────────────────────────────────────────────────────────────────────────────────────

@@ -59,6 +59,13 @@ class BlockTables:
             block.key = block_key(parent, seq.tokens(i * size, size), block.version)
             self.store.index.add(block)
 
+    def drop_older(self, seq: Sequence, oldest: int) -> None:
+        """Give up what was computed by weights before `oldest`, and all that follows it."""
+        for i, block in enumerate(seq.blocks):
+            if block.version < oldest:
+                self.truncate(seq, i)
+                return
+
     def truncate(self, seq: Sequence, blocks: int) -> None:
         for block in reversed(seq.blocks[blocks:]):
             self.store.disown(block, used=seq.running)

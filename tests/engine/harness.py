@@ -52,7 +52,7 @@ class Harness:
         self.host: list[list[Cell | None]] = [[None] * size for _ in range(host_blocks)]
         self.groups: dict[str, Group] = {}
         self.born: dict[str, int] = {}
-        """oldest version whose KV a group may read"""
+        """oldest version whose KV a group may read, but for its max_kv_lag"""
         self.got: dict[tuple[str, int], Sample] = {}
         self.overlap = overlap
         self.flight: tuple[Plan, Drawn] | None = None
@@ -85,8 +85,10 @@ class Harness:
         self.land()
         version = self.scheduler.version + 1
         self.take(self.scheduler.refresh(version, kv))
-        if kv == "recompute":
-            self.born = dict.fromkeys(self.born, version)
+        for id in self.born:
+            state = self.scheduler.groups.get(id)
+            if kv == "recompute" or (state is not None and not state.forked):
+                self.born[id] = version
 
     def step(self, fail_copy: int | None = None) -> None:
         """`fail_copy`: the copies stop after that many of them."""

@@ -555,6 +555,21 @@ def test_a_group_that_allows_a_lag_reads_old_kv() -> None:
     assert np.abs(mine["new", 0].logprobs[0] - fresh["new", 0].logprobs[0]) > 1e-3
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_refresh_in_the_middle_of_a_prefill(lag: int) -> None:
+    """All tokens are drawn by the new weights and say so: then the prompt's KV is theirs too, unless the group allows a lag."""
+    engine = tiny_engine(max_batch_tokens=64)
+    engine.submit(ask("g", max_kv_lag=lag))
+    assert engine.step() == [] and engine.counters.forks == 0
+    engine.refresh(pushed())
+    mine = run(engine)
+    assert engine.counters.recomputed_tokens == (0 if lag else 64)
+    fresh = run(tiny_engine(model=tiny("llama", seed=1)), [ask("g")])
+    for key, sample in fresh.items():
+        assert mine[key].weight_versions == [(0, 1)]
+        assert np.array_equal(mine[key].logprobs, sample.logprobs) == (lag == 0)
+
+
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_samples_go_on_over_a_refresh(kv: str) -> None:
     """Recomputed, the rest of a sample is what a fresh engine makes of the tokens so far; kept, it is not, and says so."""
