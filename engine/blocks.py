@@ -10,7 +10,8 @@ A `Block` is `block_size` tokens of KV for all layers. It can have a home on the
     –             –           lost: room was needed and host memory was full; its owners prefill that part again
 
 `owners` counts the sequences that hold the block, `users` those of them that run now. A block stays on the device while
-it has users; it lives while it has owners; without owners it lives on in the prefix index until its room is needed. So a
+it has users; it lives while it has owners; without owners it lives on in the prefix index until its room is needed (not at all
+with `prefix_cache` off). So a
 prefix shared by n children is one block list with n owners: it leaves the device once, when the last child that runs has
 left, and it comes back once.
 
@@ -30,10 +31,12 @@ from engine.prefix import PrefixIndex
 class BlockStore:
     """Both pools, the prefix index, and the one place where a block changes home. Written by the scheduler only."""
 
-    def __init__(self, device_blocks: int, host_blocks: int) -> None:
+    def __init__(self, device_blocks: int, host_blocks: int, keep: bool = True) -> None:
+        """keep: blocks without owners stay in the prefix index."""
         self.device = BlockPool(device_blocks)
         self.host = BlockPool(host_blocks)
         self.index = PrefixIndex()
+        self.keep = keep
         self.cached: OrderedDict[Block, None] = OrderedDict()
         """on the device, no owners, least recently used first"""
         self.cached_host: OrderedDict[Block, None] = OrderedDict()
@@ -134,7 +137,7 @@ class BlockStore:
                 self.idle[block] = None
             return
         self.idle.pop(block, None)
-        if self.index.holds(block) and not block.lost:
+        if self.keep and self.index.holds(block) and not block.lost:
             (self.cached if block.device is not None else self.cached_host)[block] = None
         else:
             self._destroy(block)

@@ -65,7 +65,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_batch_tokens: int = 1024
     """tokens of one forward; longer prompts are prefilled in chunks"""
     prefix_cache: bool = True
-    """keep full blocks of ended samples while there is room, and find them again by their tokens"""
+    """keep full blocks of ended samples while there is room, and find them again by their tokens; off: only those of samples
+    that are not finished are found"""
 
     cpu_offload_gib: float | None = None
     """host memory for parked KV in GiB, taken at start; 0 = off; None = the safety threshold of what is free, as used; on CUDA,

@@ -41,7 +41,7 @@ class Rows:
         count = min(seq.uncached, budget)
         if count <= 0:
             return None
-        if self.config.prefix_cache and seq.uncached > 1 and computed_by_other(seq, count, planned, size, version):
+        if seq.uncached > 1 and computed_by_other(seq, count, planned, size, version):
             return None
         samples = seq.draws if count == seq.uncached else 0
         self.tables.extend(seq, seq.cached + count, version)

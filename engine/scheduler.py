@@ -49,7 +49,7 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.block_size = config.block_size
-        self.store = BlockStore(device_blocks, host_blocks)
+        self.store = BlockStore(device_blocks, host_blocks, config.prefix_cache)
         self.columns = Columns(config.max_num_seqs, min(max_blocks, device_blocks))
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []

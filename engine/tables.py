@@ -14,7 +14,6 @@ class BlockTables:
 
     def __init__(self, config: EngineConfig, store: BlockStore, counters: Counters) -> None:
         self.block_size = config.block_size
-        self.prefix_cache = config.prefix_cache
         self.store = store
         self.counters = counters
 
@@ -23,7 +22,7 @@ class BlockTables:
         logits."""
         size = self.block_size
         oldest = version - seq.state.group.sampling.max_kv_lag
-        while self.prefix_cache and seq.cached % size == 0 and seq.cached + size < seq.length:
+        while seq.cached % size == 0 and seq.cached + size < seq.length:
             parent = seq.blocks[-1].key if seq.blocks else None
             if seq.blocks and parent is None:
                 return
@@ -54,7 +53,7 @@ class BlockTables:
         for i in range(start // size, seq.cached // size):
             block = seq.blocks[i]
             parent = seq.blocks[i - 1].key if i else None
-            if block.key is not None or block.mixed or (i and parent is None) or not self.prefix_cache:
+            if block.key is not None or block.mixed or (i and parent is None):
                 continue
             block.key = block_key(parent, seq.tokens(i * size, size), block.version)
             self.store.index.add(block)

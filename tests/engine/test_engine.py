@@ -67,6 +67,23 @@ def test_a_child_that_waits_costs_no_prefill() -> None:
     assert e.counters.prefill_tokens == 11 and e.counters.recomputed_tokens == 0
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_is_computed_again_is_computed_once_for_a_group(kept: bool) -> None:
+    """After a refresh the children wait for the one that prefills their prompt, whether or not ended samples leave their KV."""
+    e = engine(prefix_cache=kept, kv_tokens=2048)
+    each = group("g", [1 + i % 22 for i in range(41)], n=8, max_tokens=12, ignore_eos=True)
+    e.submit(each)
+    for _ in range(6):
+        assert e.step() == []
+    own = sum(seq.cached for seq in e.scheduler.running) - 8 * 40
+    assert len(e.scheduler.running) == 8 and own > 8
+    e.refresh({}, kv="recompute")
+    samples = run(e)
+    assert [samples["g", i].token_ids.tolist() for i in range(8)] == expected(each)
+    assert e.counters.recomputed_tokens == 40 + own
+    assert e.scheduler.store.used == 0 and (len(e.scheduler.store.index) > 0) == kept
+
+
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("a prompt without tokens", {"prompt": []}, "prompt of 0 tokens"),
     ("a token id past the embedding", {"prompt": [1, VOCAB]}, f"token id {VOCAB}"),
