@@ -11,9 +11,8 @@ A `Block` is `block_size` tokens of KV for all layers. It can have a home on the
 
 `owners` counts the sequences that hold the block, `users` those of them that run now. A block stays on the device while
 it has users; it lives while it has owners; without owners it lives on in the prefix index until its room is needed (not at all
-with `prefix_cache` off). So a
-prefix shared by n children is one block list with n owners: it leaves the device once, when the last child that runs has
-left, and it comes back once.
+with `prefix_cache` off). So a prefix shared by n children is one block list with n owners: it leaves the device once, when the
+last child that runs has left, and it comes back once.
 
 The order in which room is made: free slots, then cached blocks (no owners, least recently used first), then idle blocks
 (owners, but no users), then the scheduler parks sequences.
@@ -209,6 +208,11 @@ class BlockStore:
         """Empty the prefix index of every block without owners."""
         for block in [*self.cached, *self.cached_host]:
             self._destroy(block)
+
+    def forget_all(self) -> None:
+        """Nothing that is there now is found again."""
+        self.forget_cached()
+        self.index.clear()
 
     # ── the step's copies ─────────────────────────────────────────────────────────────────────────────────────────────
     def begin(self) -> None:

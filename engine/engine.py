@@ -104,6 +104,8 @@ class Engine:
         self.overlap = model.device.type == "cuda" if config.overlap_steps is None else config.overlap_steps
         self._flight: Flight | None = None
         """the step that was launched and is not committed; between two calls of `step` only where steps overlap"""
+        self._committed_at = 0.0
+        """when the last step was"""
         self._seeded = 0
         self._ended: list[Sample] = []
         """samples that a refresh ended, for the next step to return"""
@@ -154,16 +156,17 @@ class Engine:
         """Launch one forward, and read what it drew; where steps overlap, what the one before drew. Returns the samples that
         ended; [] when there is nothing to do. What goes wrong inside ends the groups of that step with finish_reason "error",
         never the engine."""
+        if self._ended:
+            ended, self._ended = self._ended, []
+            return ended
         if self.weights.torn:
             raise WeightsTorn("the weights are torn: nothing may be sampled from them")
-        if self._ended or not self._computes:
-            ended, self._ended = [*self._ended, *self._land()], []
-            return ended
-        started = time.perf_counter()
+        if not self._computes:
+            return self._land()
         samples = self._land() if self._flight is not None and self.scheduler.crowded else []
-        planning = time.perf_counter()
+        began = time.perf_counter()
         plan = self.scheduler.plan()
-        planned = time.perf_counter()
+        self.counters.plan_seconds += time.perf_counter() - began
         if not self._move(plan):
             return samples
         if not plan.rows:
@@ -171,25 +174,17 @@ class Engine:
                 return samples + self._land()
             return samples or (self.scheduler.fail_stuck() if self._stuck() else [])
         try:
-            flight = self._launch(plan)
+            flight = self._launch(plan, began)
         except Exception as error:
-            return samples + self._land() + self._failed(plan, error)
-        launched_at = time.perf_counter()
+            samples += self._land()
+            return samples + self.scheduler.fail([row.sequence for row in plan.rows], self._failed(error))
+        launched = time.perf_counter()
         self.scheduler.launched(plan)
-        self.counters.commit_seconds += time.perf_counter() - launched_at
+        self.counters.commit_seconds += time.perf_counter() - launched
+        self.counters.peak_used_blocks = max(self.counters.peak_used_blocks, self.scheduler.store.used)
         last, self._flight = self._flight, flight
         samples += self._commit(last)
-        if not self.overlap:
-            samples += self._land()
-        ended_at, counters, tokens = time.perf_counter(), self.counters, plan.num_tokens
-        counters.steps += 1
-        counters.step_seconds += ended_at - started
-        counters.plan_seconds += planned - planning
-        if tokens == len(plan.rows):
-            counters.decode_seconds += ended_at - started
-            counters.decode_tokens += tokens
-        counters.peak_used_blocks = max(counters.peak_used_blocks, self.scheduler.store.used)
-        return samples
+        return samples if self.overlap else samples + self._land()
 
     def stage(self, manifest: Sequence[TensorInfo], *, version: int | None = None, partial: bool = False) -> Staging:
         """Begin a refresh: see `Weights.begin`. Steps may go on while the staging takes its bytes in."""
@@ -252,7 +247,7 @@ class Engine:
     def drain(self) -> bool:
         """Let groups that have begun run to their end and start no others, until `resume`. True when none is left."""
         self.scheduler.admitting = False
-        return not self.scheduler.has_work
+        return not (self.scheduler.has_work or self._flight or self._ended)
 
     def resume(self) -> None:
         """Undo `drain` and `paused`."""
@@ -314,8 +309,8 @@ class Engine:
         self.counters.moved(plan.moves, copied, self.kv.block_bytes)
         return True
 
-    def _launch(self, plan: Plan) -> Flight:
-        counters, geometry, began = self.counters, self.model.geometry, time.perf_counter()
+    def _launch(self, plan: Plan, began: float) -> Flight:
+        counters, geometry, building = self.counters, self.model.geometry, time.perf_counter()
         with torch.inference_mode():
             drawn = None if self._flight is None else self._flight.draws.tokens
             batch = Batch.build(plan, self.config.block_size, self.model.device, geometry.dtype, drawn)
@@ -327,11 +322,11 @@ class Engine:
             watch.mark()
             modelled = time.perf_counter()
             draws = launch_draws(logits, batch.sampling)
-        counters.build_seconds += built - began
+        counters.build_seconds += built - building
         counters.model_seconds += modelled - built
         counters.sample_seconds += time.perf_counter() - modelled
         prefills = batch.num_tokens > 4 * len(plan.rows)
-        return Flight(plan, draws, batch.num_tokens if prefills else 0, watch.seconds)
+        return Flight(plan, began, draws, batch.num_tokens if prefills else 0, watch.seconds)
 
     def _land(self) -> list[Sample]:
         """Commit the step in flight, if there is one. Returns the samples that ended."""
@@ -344,16 +339,19 @@ class Engine:
         try:
             drawn = flight.land(self.counters)
         except Exception as error:
-            return self._failed(flight.plan, error)
+            return self.scheduler.fail_running(self._failed(error))
         landed = time.perf_counter()
         samples = self.scheduler.commit(flight.plan, drawn)
-        self.counters.commit_seconds += time.perf_counter() - landed
+        committed = time.perf_counter()
+        self.counters.commit_seconds += committed - landed
+        self.counters.stepped(flight.plan, committed - max(flight.began, self._committed_at))
+        self._committed_at = committed
         return samples
 
-    def _failed(self, plan: Plan, error: Exception) -> list[Sample]:
+    def _failed(self, error: Exception) -> str:
         log.error("step failed", exc_info=error)
         self.counters.failed_steps += 1
-        return self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        return f"{type(error).__name__}: {error}"
 
     def _stuck(self) -> bool:
         scheduler = self.scheduler

@@ -30,6 +30,8 @@ from engine.stats import Counters
 @dataclass(slots=True, eq=False)
 class Flight:
     plan: Plan
+    began: float
+    """when the host began to plan it"""
     draws: Draws
     prefilled: int
     """tokens of the step, if nearly all of them were prefill"""

@@ -45,6 +45,10 @@ class PrefixIndex:
             self._blocks[block.key] = block
             self._versions[block.version] += 1
 
+    def clear(self) -> None:
+        self._blocks.clear()
+        self._versions.clear()
+
     def holds(self, block: Block) -> bool:
         return block.key is not None and self._blocks.get(block.key) is block
 

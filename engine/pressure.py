@@ -33,19 +33,19 @@ class Pressure:
             return 0 if len(seq.blocks) * self.config.block_size > seq.cached else 1
         return int(seq.blocks[-1].owners > 1)
 
-    def short(self, running: list[Sequence]) -> int:
-        """Blocks that the running sequences must get to take a step, if there are fewer; else 0."""
-        if len(running) <= self.store.available:
-            return 0  # nobody needs more than one
-        need = sum(map(self.need, running))
-        return need if need > self.store.available else 0
+    def must_park(self, running: list[Sequence]) -> bool:
+        """There is no room for all of them to take a step."""
+        room = self.store.available + len(self.store.idle)
+        return len(running) > room and sum(map(self.need, running)) > room
 
     def victims(self, running: list[Sequence]) -> list[Sequence]:
         """The sequences to park so that the others can take a step: none if there is room, else the last in rank, enough of
         them that the rest can grow by `lookahead_blocks` (together at most a sixteenth of the pool). The first in rank always
         stays, so something always gets done."""
-        need = self.short(running)
-        if not need or self.reclaim_idle(need) or len(running) <= 1:
+        if len(running) <= self.store.available:
+            return []  # nobody needs more than one
+        need = sum(map(self.need, running))
+        if need <= self.store.available or self.reclaim_idle(need) or len(running) <= 1:
             return []
         order = sorted(running, key=lambda seq: seq.rank)
         chosen: list[Sequence] = []

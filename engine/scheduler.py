@@ -127,14 +127,13 @@ class Scheduler:
         """The next plan would stop somebody. What is in flight must be committed first: it may end some, and nobody stops while
         a token of it is pending."""
         seq = self.waiting.next(self.running_of, begun=not self.admitting)
-        return bool(self.pressure.short(self.running) or (seq and self._over_share(seq)))
+        return self.pressure.must_park(self.running) or bool(seq and self._over_share(seq))
 
     def vacate(self) -> Plan:
         """Everything stops and leaves the device, the first in rank first, as far as host memory has room. A plan of copies."""
         self.store.begin()
         for seq in sorted(self.running, key=lambda seq: seq.rank):
             self._stop(seq)
-            self.waiting.put(seq)
         self.store.vacate()
         return Plan((), (), self.store.moves, self.columns)
 
@@ -147,12 +146,11 @@ class Scheduler:
         self.counters.failed_moves += 1
         broken = self.store.move_failed()
         for row in plan.rows:
-            self.tables.truncate(row.sequence, self._blocks_for(row.sequence.cached))
+            self.tables.truncate(row.sequence, -(-row.sequence.cached // self.block_size))
         for seq in list(self.running):
             if any(block in broken for block in seq.blocks):
                 self._stop(seq)
                 self._soft_reset(seq)
-                self.waiting.put(seq)
         self.store.discard(broken)
 
     def launched(self, plan: Plan) -> None:
@@ -195,18 +193,23 @@ class Scheduler:
         assert at == len(tokens)
         return samples
 
-    def fail(self, plan: Plan, reason: str) -> list[Sample]:
-        """A step went wrong: the groups of its rows end with an error. What their blocks hold is not reused."""
-        states = {row.sequence.state.number: row.sequence.state for row in plan.rows if not row.sequence.ended}
-        for row in plan.rows:
-            self.tables.distrust(row.sequence)
+    def fail(self, sequences: list[Sequence], reason: str) -> list[Sample]:
+        """A step of these went wrong: their groups end with an error. What their blocks hold is not reused."""
+        states = {seq.state.number: seq.state for seq in sequences if not seq.ended}
+        for seq in sequences:
+            self.tables.distrust(seq)
         return [sample for state in states.values() for sample in self._end_group(state, "error", reason)]
+
+    def fail_running(self, reason: str) -> list[Sample]:
+        """The same, of a step that was launched: whoever runs may have taken over what it computed, and so may the index."""
+        self.store.forget_all()
+        return self.fail(list(self.running), reason)
 
     def fail_stuck(self) -> list[Sample]:
         """Nothing runs, nothing can start: end the group that is next with an error rather than wait for ever."""
         seq = self.waiting.next(self.running_of, begun=not self.admitting)
         assert seq is not None
-        need = self._blocks_for(seq.length)
+        need = -(-seq.length // self.block_size)
         reason = f"{need} KV blocks are needed to go on and cannot be freed from a pool of {self.store.device.size}"
         return self._end_group(seq.state, "error", reason)
 
@@ -256,11 +259,12 @@ class Scheduler:
         self.running_of[seq.state.client] += 1
 
     def _stop(self, seq: Sequence) -> None:
-        """From running to nowhere; the caller puts it into the queue or ends it. It keeps its blocks."""
+        """From running to waiting. It keeps its blocks."""
         assert not seq.pending, "a sequence stops whose last token is not known yet"
         self._leave_running(seq)
         for block in seq.blocks:
             self.store.unuse(block)
+        self.waiting.put(seq)
 
     def _leave_running(self, seq: Sequence) -> None:
         seq.running = False
@@ -275,7 +279,6 @@ class Scheduler:
             if not self.pressure.offload(seq):
                 self._soft_reset(seq)
                 self.counters.soft_resets += 1
-            self.waiting.put(seq)
         if victims:
             self.pressure.reclaim_idle(sum(self.pressure.need(seq) for seq in self.running))
 
@@ -286,7 +289,6 @@ class Scheduler:
             return
         for last in self._over_share(seq):
             self._stop(last)
-            self.waiting.put(last)
         if self.store.idle and len(self.running) < self.config.max_num_seqs:
             self.pressure.make_room(seq, self.running, self.config.max_batch_tokens - len(self.running))
 
@@ -364,6 +366,3 @@ class Scheduler:
         if not row.sequence.state.forked or row.sequence.uncached > 1:
             self.counters.prefill_tokens += row.count
         self.counters.recomputed_tokens += max(0, min(row.sequence.computed, row.start + row.count) - row.start)
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)

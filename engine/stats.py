@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.lanes import Copied
+from engine.plan import Plan
 from engine.pool import Moves
 from engine.sequence import Sequence
 
@@ -70,6 +71,14 @@ class Counters:
         self.move_seconds += copied.seconds
         if copied.blocks:
             self.copy_blocks_per_second = _smooth(self.copy_blocks_per_second, copied.blocks / copied.seconds)
+
+    def stepped(self, plan: Plan, seconds: float) -> None:
+        """A step was committed, so long after it was planned, or after the one before was, if that was later."""
+        self.steps += 1
+        self.step_seconds += seconds
+        if plan.num_tokens == len(plan.rows):
+            self.decode_seconds += seconds
+            self.decode_tokens += plan.num_tokens
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """The forward of a step, nearly all of whose tokens were prefill."""

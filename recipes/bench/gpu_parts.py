@@ -102,8 +102,9 @@ def whole_steps(bench: Bench, engine: Engine) -> dict[str, Any]:
         engine.submit(Group(f"decode{i}", ids, Sampling(n=1, max_tokens=longest, ignore_eos=True, seed=i)))
     seconds: list[float] = []
     read, marks, decoding = [], [], 0
+    drawn_before = engine.counters.generated_tokens
     while len(seconds) < wanted:
-        before, held = msgspec.to_builtins(engine.counters), rows * prompt + engine.counters.generated_tokens
+        before, held = msgspec.to_builtins(engine.counters), rows * prompt + engine.counters.generated_tokens - drawn_before
         started = time.perf_counter()
         if engine.step() or not engine.has_work:
             raise RuntimeError(f"samples ended after {len(seconds)} of {wanted} steps of {rows} sequences")
@@ -217,9 +218,9 @@ def refresh(bench: Bench) -> Rows:
     for _ in range(SETTLE):
         engine.step()
     for turn in range(bench.sizes.refreshes):
-        steady = median_ms(bench.device, engine.step, 3)
+        steady = step_ms(engine)
         refreshed = engine.refresh(new)
-        after = median_ms(bench.device, engine.step, 3)
+        after = step_ms(engine)
         assert engine.has_work, "no sequence was running"
         yield {
             "turn": turn,
@@ -232,6 +233,15 @@ def refresh(bench: Bench) -> Rows:
             "step_ms_before": steady,
             "step_ms_after": after,
         }
+
+
+def step_ms(engine: Engine, steps: int = 8) -> float:
+    """Mean of the next ones, as they follow each other."""
+    counters = engine.counters
+    began, done = counters.step_seconds, counters.steps
+    for _ in range(steps):
+        engine.step()
+    return 1e3 * (counters.step_seconds - began) / (counters.steps - done)
 
 
 def plain_copy_ms(device: torch.device, tensors: list[torch.Tensor]) -> float:

@@ -67,8 +67,8 @@ class BesideDevice(Engine):
 
     _free_at = 0.0
 
-    def _launch(self, plan: Plan) -> Flight:
-        flight = super()._launch(plan)
+    def _launch(self, plan: Plan, began: float) -> Flight:
+        flight = super()._launch(plan, began)
         ready = self._free_at = max(time.perf_counter(), self._free_at) + DEVICE_MS / 1e3
 
         def read() -> Drawn:

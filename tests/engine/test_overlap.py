@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.engine
+from engine.batch import Batch
 from engine.engine import Engine
+from engine.kv import PagedKV
 from engine.request import Group, Sample
 from engine.sampler import Draws, SamplingBatch, launch_draws
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.transfers import to_device, to_host
+from engine.weights import Weights, WeightsTorn
 from tests.engine.harness import random_schedule
 from tests.engine.tiny import tiny_engine
 from tests.engine.toy import ToyModel, expected, group, run
@@ -212,6 +216,87 @@ def test_draws_that_cannot_be_read_end_the_groups_of_their_step(monkeypatch: pyt
     assert e.counters.failed_steps == 1 and e.counters.unused_draws == 4
 
 
+class Garbage(ToyModel):
+    """What its first forward writes is wrong."""
+
+    def forward(self, batch: Batch, kv: PagedKV, backend: object) -> torch.Tensor:
+        logits = super().forward(batch, kv, backend)
+        if self.forwards == 1:
+            kv.data[batch.slots // kv.block_size, 0, 0, 0, batch.slots % kv.block_size] = 77.0
+        return logits
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapped"])
+@pytest.mark.parametrize("aborted", [False, True], ids=["taken over", "aborted"])
+def test_what_could_not_be_read_is_not_found_again(aborted: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The KV of a step that failed on the device: no group reads it, neither one that found it meanwhile nor a later one."""
+    Record(monkeypatch).fail_at = {1}
+    e = toy_engine(Garbage(), overlap_steps=overlap)
+    prompt = [1 + i % 22 for i in range(20)]
+    e.submit(group("failed", [*prompt, 1], n=1))
+    first = e.step()
+    if aborted:
+        first += e.abort("failed")
+    assert e.counters.failed_steps == (not overlap)
+    meanwhile, later = (group(name, [*prompt, at], n=1, ignore_eos=True) for at, name in enumerate(("meanwhile", "later"), 2))
+    samples = {sample.group_id: sample for sample in first} | {key[0]: sample for key, sample in run(e, [meanwhile]).items()}
+    assert samples["failed"].finish_reason == ("aborted" if aborted and overlap else "error")
+    if overlap:
+        assert samples["meanwhile"].finish_reason == "error", "it had taken the prefix over"
+    else:
+        assert samples["meanwhile"].token_ids.tolist() == expected(meanwhile)[0]
+    assert run(e, [later])["later", 0].token_ids.tolist() == expected(later)[0]
+
+
+def test_a_drain_waits_for_the_samples_that_a_refresh_landed() -> None:
+    e = overlapped()
+    assert not in_flight(e, group("g", [1, 2], n=1, max_tokens=3, ignore_eos=True), steps=4)
+    e.refresh({}, version=1)
+    assert not e.drain()
+    assert len(e.step()) == 1 and e.drain()
+
+
+def test_a_torn_refresh_takes_no_finished_sample_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tear(weights: Weights, staging: Any) -> None:
+        weights.torn = True
+        raise WeightsTorn("injected")
+
+    monkeypatch.setattr(Weights, "commit", tear)
+    e = overlapped()
+    assert not in_flight(e, group("g", [1, 2], n=1, max_tokens=3, ignore_eos=True), steps=4)
+    with pytest.raises(WeightsTorn):
+        e.refresh({}, version=1)
+    (sample,) = e.step()
+    assert sample.finish_reason == "length" and not e.has_work
+    e.submit(group("next", [1]))
+    with pytest.raises(WeightsTorn):
+        e.step()
+
+
+def test_seconds_are_those_of_the_step_that_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow step's wait is booked to it, not to the one that was launched meanwhile; and all waits are booked."""
+    slow, seconds = {1, 7}, 0.2
+
+    class Slow(Record):
+        def launch(self, logits: torch.Tensor, batch: SamplingBatch) -> Draws:
+            draws, wait = super().launch(logits, batch), seconds * (self.steps in slow)
+
+            def read() -> Any:
+                time.sleep(wait)
+                return draws.read()
+
+            return Draws(draws.tokens, read)
+
+    Slow(monkeypatch)
+    e = overlapped()
+    run(e, [group("g", range(1, 20), n=4, max_tokens=5, ignore_eos=True)])
+    assert e.counters.decode_seconds < seconds < e.counters.step_seconds, "the first step is no decode step"
+    run(e, [group("again", range(1, 20), n=4, max_tokens=5, ignore_eos=True)])
+    assert e.counters.steps == 10 and e.counters.step_seconds > 2 * seconds
+    assert seconds < e.counters.decode_seconds < 2 * seconds, "the seventh is one"
+    assert e.counters.step_seconds >= e.counters.model_seconds + e.counters.sample_seconds
+
+
 def test_a_forward_that_fails_does_not_take_the_step_before_with_it() -> None:
     model = ToyModel()
     model.fail_at = {5}
@@ -285,7 +370,7 @@ def test_the_forward_of_a_decode_step_asks_for_no_value(name: str, monkeypatch: 
     model: Any = e.model
     monkeypatch.setattr(model, "forward", lambda batch, kv, _: model.forward_transformers(batch, kv, NoAttention()))
     with Waits() as waits:
-        flight = e._launch(e.scheduler.plan())
+        flight = e._launch(e.scheduler.plan(), 0.0)
     assert waits.seen == [] and len(flight.draws.tokens) == 4
     with Waits() as waits:
         assert (flight.draws.tokens.float().mean() > 1e9).item() is False
