@@ -12,9 +12,11 @@ something, and nobody reads it. Graphs of padded batch sizes: vLLM.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -117,16 +119,30 @@ class DecodeGraphs:
 def cuda_capture() -> Capture:
     """Captures into CUDA graphs, whose intermediate results share one pool of memory: they are replayed one after the other."""
     pool = torch.cuda.graph_pool_handle()
+    aside = torch.cuda.Stream()  # one for all: cuBLAS keeps memory for each stream that it has seen
 
     def capture(run: Run) -> Run:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            run()  # what is compiled, allocated and chosen on first use is not captured; and it ends with `Ring.join`
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            result = run()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        collects = gc.isenabled()
+        gc.collect()
+        gc.disable()  # what an object does that ends in the middle of a capture might break it
+        try:
+            aside.wait_stream(current)
+            with torch.cuda.stream(aside):
+                run()  # what is compiled, allocated and chosen on first use is not captured; and it ends with `Ring.join`
+                torch.cuda.synchronize()
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    result = run()
+                except BaseException:
+                    with suppress(RuntimeError):  # it says that the capture is void
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+            current.wait_stream(aside)
+        finally:
+            if collects:
+                gc.enable()
 
         def replay() -> torch.Tensor:
             graph.replay()

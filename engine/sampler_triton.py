@@ -26,7 +26,7 @@ BLOCK = 2048
 """logits of a row that are looked at together"""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["draws"])
 def draw_kernel(logits, asked, drawn, draws, vocabulary, row_stride, N: tl.constexpr):
     """logits [S, vocabulary] · asked [3, draws] fp64: row, temperature (0 = greedy), uniform · drawn [4, draws] fp32: token (as
     bits), log-prob, log-prob at temperature 1, 1 if the row is finite."""

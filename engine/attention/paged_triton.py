@@ -24,7 +24,7 @@ from engine.kv import PagedKV
 
 PARTS_OF_A_ROW = 32
 """partial results that there is memory for, for each sequence on average; rows beyond that are not split (same numbers)"""
-PROGRAMS_OF_A_PROCESSOR = 3
+PROGRAMS_OF_A_PROCESSOR = 2
 """programs whose registers one streaming multiprocessor holds"""
 LAUNCH = {"N": 64, "num_warps": 4, "num_stages": 2}
 """of `attend`: keys that a tile meets at once; threads / 32; blocks of keys that are under way from memory"""

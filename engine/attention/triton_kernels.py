@@ -41,6 +41,16 @@ def store(
 
 
 @triton.jit
+def row_sum(x, M: tl.constexpr, N: tl.constexpr):
+    """[M] sums over [M, N], by halves: additions of two numbers each, in an order that is written here. `tl.sum` of a whole row
+    adds in the order in which threads hold it, and that depends on M."""
+    if N == 1:
+        return tl.reshape(x, (M,))
+    else:
+        return row_sum(tl.sum(tl.reshape(x, (M, 2, N // 2)), 1), M, N // 2)
+
+
+@triton.jit
 def attend(
     query, out, data, table, positions, parts, partial, sums, tiles, num_tiles,
     layer_at, block_stride, q_token, q_head, out_token, scaling, window,
@@ -91,7 +101,7 @@ def attend(
                 higher = tl.maximum(m, tl.max(scores, 1))
                 weights = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
                 shrink = tl.exp2(m - higher)
-                s = s * shrink + tl.sum(weights, 1)
+                s = s * shrink + row_sum(weights, M, N)
                 if WIDEN:
                     rounded = weights.to(v.dtype).to(tl.float32)
                     a = a * shrink[:, None] + tl.dot(rounded, v.to(tl.float32), input_precision="ieee")

@@ -22,7 +22,7 @@ from engine.request import Group, Sampling
 from engine.sampler import sample
 from engine.streaming import Streamed
 from rollout.bench import sharing as sharing_by_hand
-from rollout.bench.against import parse, peer
+from rollout.bench.against import PeerFailed, parse, peer
 from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed, warm_graphs
 from rollout.bench.runner import one_run, peer_run, peer_setup
 from rollout.bench.target import EngineTarget
@@ -140,24 +140,34 @@ def sharing(bench: Bench) -> Rows:
     """`rollout bench sharing` for these shapes."""
     for shape in bench.sizes.shapes:
         yield from sharing_by_hand.measure(bench.model(), bench.settings(), shape, bench.sizes.turns)
+        release(bench.device)
 
 
 def workloads(bench: Bench) -> Rows:
     """Named workloads through the engine, in turn with another one in a process of its own."""
     for workload in bench.sizes.workloads:
         at_once = min(bench.sizes.workload_rows, workload.prompts * workload.n)
-        runs = [run_workload(bench, workload, kv_tokens=workload.kv_tokens(32), max_num_seqs=at_once)]
-        yield runs[0]
+        ours = run_workload(bench, workload, kv_tokens=workload.kv_tokens(32), max_num_seqs=at_once)
+        yield ours
         for name, python in parse(bench.against).items():
-            settings = bench.settings(kv_tokens=workload.kv_tokens(32))
-            with bench.folder() as folder:
-                setup = peer_setup(workload, msgspec.structs.replace(settings, model=folder), random_weights=True)
-                with peer(name, python, setup, min(PEER_START_S, max(1.0, bench.seconds_left))) as one:
-                    limit = min(PEER_RUN_S, max(1.0, bench.seconds_left))
-                    runs.append(peer_run(workload, bench.text, one, 0, limit))
-                    yield runs[-1]
-            speed = runs[0]["tokens_per_second"] / runs[-1]["tokens_per_second"]
-            yield {"workload": workload.name, "summary": True, f"ratio_to_{name}": speed, "peer": one.version}
+            try:
+                theirs, version = other_engine(bench, workload, name, python)
+            except PeerFailed as error:
+                yield {"workload": workload.name, "error": f"{name}: {error}"}
+                continue
+            yield theirs
+            speed = ours["tokens_per_second"] / theirs["tokens_per_second"]
+            yield {"workload": workload.name, "summary": True, f"ratio_to_{name}": speed, "peer": version}
+
+
+def other_engine(bench: Bench, workload: Workload, name: str, python: str) -> tuple[dict[str, Any], str]:
+    """Its row and its version. Raises PeerFailed."""
+    settings = bench.settings(kv_tokens=workload.kv_tokens(32))
+    with bench.folder() as folder:
+        setup = peer_setup(workload, msgspec.structs.replace(settings, model=folder), random_weights=True)
+        with peer(name, python, setup, min(PEER_START_S, max(1.0, bench.seconds_left))) as one:
+            limit = min(PEER_RUN_S, max(1.0, bench.seconds_left))
+            return peer_run(workload, bench.text, one, 0, limit), one.version
 
 
 def run_workload(

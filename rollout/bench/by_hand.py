@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -92,7 +93,7 @@ def replayed(engine: Engine, batch: Batch) -> bool:
 
 @torch.inference_mode()
 def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Tensor]:
-    """What runs the attention of all layers for a batch like this one: from a CUDA graph where decode runs from one."""
+    """What runs the attention of all layers for a prepared batch like this one: from a CUDA graph where decode is."""
     geometry, device = engine.model.geometry, engine.model.device
 
     def random(heads: int) -> torch.Tensor:
@@ -106,15 +107,10 @@ def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Ten
         return out
 
     if engine.graphs is None:
-        return torch.inference_mode()(lambda batch: layers(prepared(engine, batch)))
+        return torch.inference_mode()(layers)
     first = prepared(engine, batch)
-    replay = cuda_capture()(lambda: layers(first))  # the index arrays of every batch lie at the same addresses
-
-    def again(batch: Batch) -> torch.Tensor:
-        prepared(engine, batch)
-        return replay()
-
-    return torch.inference_mode()(again)
+    replay = cuda_capture()(lambda: layers(first))
+    return torch.inference_mode()(lambda _: replay())  # the index arrays of every batch lie at the same addresses
 
 
 def warm_graphs(engine: Engine) -> None:
@@ -133,11 +129,32 @@ def fill(kv: PagedKV) -> None:
         part.copy_(base[: len(part)])
 
 
-def milliseconds(device: torch.device, works: Mapping[str, Callable[[], object]], repeat: int) -> dict[str, list[float]]:
-    """Each work `repeat` times, in turn, after one round that does not count."""
+def in_turn(
+    engine: Engine, batches: Mapping[str, Batch], work: Callable[[Batch], object], repeat: int
+) -> dict[str, list[float]]:
+    """Milliseconds of `work` for each batch, `repeat` times, in turn. That it is prepared for the attention does not count."""
+    ready: dict[str, Batch] = {}
+
+    def prepare(name: str) -> None:
+        ready[name] = prepared(engine, batches[name])
+
+    def run(name: str) -> None:
+        work(ready[name])
+
+    return milliseconds(engine.model.device, {name: partial(run, name) for name in batches}, repeat, prepare)
+
+
+def milliseconds(
+    device: torch.device,
+    works: Mapping[str, Callable[[], object]],
+    repeat: int,
+    before: Callable[[str], object] = lambda name: None,
+) -> dict[str, list[float]]:
+    """Each work `repeat` times, in turn, after one round that does not count. `before` each of them, off the clock."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(repeat + 1):
         for name, work in works.items():
+            before(name)
             synchronize(device)
             started = time.perf_counter()
             work()

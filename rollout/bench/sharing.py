@@ -23,7 +23,18 @@ from rich.console import Console
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.engine import Engine, ModelLike
-from rollout.bench.by_hand import attention_alone, batch_of, fill, forward, free_on, milliseconds, own_blocks, replayed
+from rollout.bench.by_hand import (
+    attention_alone,
+    batch_of,
+    fill,
+    forward,
+    forward_of,
+    free_on,
+    in_turn,
+    own_blocks,
+    release,
+    replayed,
+)
 from rollout.bench.longer import long_enough
 from rollout.bench.runner import BenchFailed
 from rollout.models import hide_progress_bars
@@ -73,6 +84,7 @@ def measure_model(folder: Path, config: EngineConfig, scale: float, repeat: int)
         for shape in scaled:
             for row in measure(model, config, shape, repeat):
                 yield row | {"model": str(folder), "weights": weights} if "summary" in row else row
+            release(model.device)
 
 
 def measure(model: ModelLike, config: EngineConfig, shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
@@ -104,8 +116,8 @@ def measure(model: ModelLike, config: EngineConfig, shape: Shape, repeat: int) -
     compare(engine, batches)
     turns = max(repeat, LEAST_TURNS)
     alone = attention_alone(engine, batches["shared"])
-    steps = milliseconds(model.device, {name: partial(forward, engine, batch) for name, batch in batches.items()}, turns)
-    attention = milliseconds(model.device, {name: partial(alone, batch) for name, batch in batches.items()}, turns)
+    steps = in_turn(engine, batches, partial(forward_of, engine), turns)
+    attention = in_turn(engine, batches, alone, turns)
     left_out = None if copied <= room else f"copies: {copied / 2**30:.0f} GiB of KV"
     about = {"left_out": left_out, "graphs": replayed(engine, batches["shared"])}
     yield from figures(shape, engine, steps, attention, about)
