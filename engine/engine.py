@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, get_args
 
 import msgspec
@@ -81,7 +82,8 @@ class Engine:
         self.graphs: DecodeGraphs | None = None
         if config.cuda_graphs and model.device.type == "cuda" and isinstance(self.backend, TritonAttention):
             ring = None if streamed is None else streamed.ring
-            self.graphs = DecodeGraphs(model.forward, capacity.rows, model.device, cuda_capture, ring)
+            new_capture = partial(cuda_capture, torch.cuda.Stream())
+            self.graphs = DecodeGraphs(model.forward, capacity.rows, model.device, new_capture, ring)
         self.weights = Weights(getattr(model, "module", None), streamed)
         self.counters = Counters()
         bytes_per_block = model.geometry.bytes_per_token * config.block_size

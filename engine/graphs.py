@@ -116,10 +116,10 @@ class DecodeGraphs:
         return replay
 
 
-def cuda_capture() -> Capture:
-    """Captures into CUDA graphs, whose intermediate results share one pool of memory: they are replayed one after the other."""
+def cuda_capture(aside: torch.cuda.Stream) -> Capture:
+    """Captures into CUDA graphs, whose intermediate results share one pool of memory: they are replayed one after the other.
+    `aside`: the stream to capture on, always the same one, since cuBLAS keeps memory for each that it has seen."""
     pool = torch.cuda.graph_pool_handle()
-    aside = torch.cuda.Stream()  # one for all: cuBLAS keeps memory for each stream that it has seen
 
     def capture(run: Run) -> Run:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()

@@ -109,7 +109,7 @@ def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Ten
     if engine.graphs is None:
         return torch.inference_mode()(layers)
     first = prepared(engine, batch)
-    replay = cuda_capture()(lambda: layers(first))
+    replay = cuda_capture(torch.cuda.Stream())(lambda: layers(first))
     return torch.inference_mode()(lambda _: replay())  # the index arrays of every batch lie at the same addresses
 
 
