@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.native.kernels import MAX_VOCABULARY, kernels
+from engine.native.kernels import MAX_VOCABULARY, Cuts, Kernels, kernels
 from engine.plan import Drawn, Plan
 
 NATIVE_DTYPES = (torch.bfloat16, torch.float32)
@@ -106,13 +106,18 @@ def launch_draws(logits: torch.Tensor, batch: SamplingBatch) -> Draws:
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
     """Draw D tokens from [S, V] logits of any float dtype.
 
-    Each draw's arithmetic stands for itself and hangs on its own sampling parameters alone: a kernel takes those that neither
-    truncate nor forbid, plain torch the others. Log-probs are `log_softmax`'s: on the CPU to the bit in both.
+    Each draw's arithmetic stands for itself and hangs on its own sampling parameters alone. On the CPU a kernel makes all of
+    them; on CUDA one takes those that neither truncate nor forbid, plain torch the others, and all where there is no kernel.
+    Log-probs are `log_softmax`'s of what is left of the scaled logits: on the CPU to the bit in both.
     """
     draws = len(batch.logits_row)
     special = _special(batch)
-    draw = _kernel_for(logits)
-    if draw is None or not draws:
+    native = _native(logits)
+    if native is not None and draws:
+        cuts = Cuts(batch.top_k, batch.top_p, batch.min_p, batch.forbidden) if special.any() else None
+        return Drawn(*native.draw(logits, batch.logits_row, batch.temperature, batch.uniform, batch.raw, cuts))
+    kernel = _triton_kernels() if logits.device.type == "cuda" else None
+    if kernel is None:
         special[:] = True
     drawn = Drawn(
         tokens=np.zeros(draws, np.int32),
@@ -122,7 +127,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
     )
     for chosen in (np.flatnonzero(~special), np.flatnonzero(special)):
         if len(chosen):
-            part = _sample_torch(logits, batch, chosen) if special[chosen[0]] else _sample_by(draw, logits, batch, chosen)
+            by_torch = special[chosen[0]]
+            part = _sample_torch(logits, batch, chosen) if by_torch else _sample_by(kernel.draw, logits, batch, chosen)
             for all_draws, some in zip(drawn, part, strict=True):
                 if all_draws is not None:
                     all_draws[chosen] = some
@@ -136,13 +142,9 @@ def _special(batch: SamplingBatch) -> np.ndarray:
     return special
 
 
-def _kernel_for(logits: torch.Tensor) -> Callable[..., tuple[Any, ...]] | None:
-    """What draws from whole distributions fast: the C kernel on the CPU, Triton's on CUDA; None where it cannot be had."""
-    if logits.device.type == "cuda":
-        kernel = _triton_kernels()
-        return None if kernel is None else kernel.draw
-    native = kernels() if logits.dtype in NATIVE_DTYPES and logits.shape[1] <= MAX_VOCABULARY else None
-    return None if native is None else native.draw
+def _native(logits: torch.Tensor) -> Kernels | None:
+    fits = logits.device.type == "cpu" and logits.dtype in NATIVE_DTYPES and logits.shape[1] <= MAX_VOCABULARY
+    return kernels() if fits else None
 
 
 @cache
@@ -195,11 +197,11 @@ def _draw(
         if draw in forbidden:
             drawn_from[i, forbidden[draw]] = -torch.inf
     finite &= drawn_from.amax(-1) > -torch.inf
-    logprobs = drawn_from.log_softmax(-1)
     cut = np.flatnonzero(~greedy & ((batch.top_k[like] > 0) | (batch.top_p[like] < 1) | (batch.min_p[like] > 0)))
     if len(cut):
         at = torch.from_numpy(cut).to(device)
-        logprobs[at] = _truncate(logprobs[at], batch, like[cut])
+        drawn_from[at] = _truncate(drawn_from[at], batch, like[cut])
+    logprobs = drawn_from.log_softmax(-1)
     row = torch.from_numpy(which).to(device)
     tokens = _inverse_cdf(logprobs, row, torch.from_numpy(uniform).to(device))
     if greedy.any():
@@ -223,41 +225,41 @@ def _inverse_cdf(logprobs: torch.Tensor, row: torch.Tensor, u: torch.Tensor) -> 
     return torch.minimum(token, last[row])
 
 
-def _truncate(logprobs: torch.Tensor, batch: SamplingBatch, rows: np.ndarray) -> torch.Tensor:
-    """[C, V] log-probs of the draws `rows`, each cut as it asks to top_k, then min_p, then top_p, and normalised again. Ties
-    with the last token that is kept are kept too. A cut touches only the rows that ask for it: normalising twice would
-    change the last bit, and a sample must not depend on what its neighbours ask for."""
+def _truncate(scaled: torch.Tensor, batch: SamplingBatch, rows: np.ndarray) -> torch.Tensor:
+    """[C, V] scaled logits of the draws `rows`, each cut as it asks to top_k, then min_p, then top_p of what those leave; what
+    is cut is -inf. Ties with the last token that is kept are kept too. Compared are weights, exp(logit - largest)."""
+    weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
+    least = torch.from_numpy(batch.min_p[rows]).to(scaled.device)[:, None]
 
-    def cut(asking: np.ndarray, least: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], values: np.ndarray) -> None:
+    def raise_to(asking: np.ndarray, edge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], values: np.ndarray) -> None:
         if asking.any():
-            at = torch.from_numpy(np.flatnonzero(asking)).to(logprobs.device)
-            part = logprobs[at]
-            floor = least(part, torch.from_numpy(values[rows][asking]).to(logprobs.device)[:, None])
-            logprobs[at] = part.masked_fill(part < floor, -torch.inf).log_softmax(-1)
+            at = torch.from_numpy(np.flatnonzero(asking)).to(scaled.device)
+            value = torch.from_numpy(values[rows][asking]).to(scaled.device)[:, None]
+            least[at] = torch.maximum(least[at], edge(weights[at].where(weights[at] >= least[at], 0), value))
 
     top_k = batch.top_k[rows]
-    cut((top_k > 0) & (top_k < logprobs.shape[-1]), _kth_best, batch.top_k)
-    cut(batch.min_p[rows] > 0, lambda part, p: part.amax(-1, keepdim=True) + p.log(), batch.min_p)
-    cut(batch.top_p[rows] < 1, _nucleus_edge, batch.top_p)
-    return logprobs
+    raise_to((top_k > 0) & (top_k < scaled.shape[-1]), _kth_best, batch.top_k)
+    raise_to(batch.top_p[rows] < 1, _nucleus_edge, batch.top_p)
+    return scaled.masked_fill(weights < least, -torch.inf)
 
 
-def _kth_best(logprobs: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    return logprobs.topk(int(k.max()), -1).values.gather(-1, k - 1)
+def _kth_best(weights: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return weights.topk(int(k.max()), -1).values.gather(-1, k - 1)
 
 
-def _nucleus_edge(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The log-prob of the least likely token of the smallest set that holds at least top_p of the mass."""
-    vocabulary = logprobs.shape[-1]
-    edge, held = _edge_among(logprobs.topk(min(NUCLEUS, vocabulary), -1).values, top_p)
-    wide = torch.nonzero(held < top_p[:, 0])[:, 0]
+def _nucleus_edge(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The weight of the least likely token of the smallest set that holds at least top_p of all."""
+    vocabulary = weights.shape[-1]
+    wanted = top_p.double() * weights.sum(-1, keepdim=True, dtype=torch.float64)
+    edge, held = _edge_among(weights.topk(min(NUCLEUS, vocabulary), -1).values, wanted)
+    wide = torch.nonzero(held < wanted[:, 0])[:, 0]
     if len(wide) and vocabulary > NUCLEUS:
-        edge[wide], _ = _edge_among(logprobs[wide].sort(-1, descending=True).values, top_p[wide])
+        edge[wide], _ = _edge_among(weights[wide].sort(-1, descending=True).values, wanted[wide])
     return edge
 
 
-def _edge_among(ordered: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The edge if it is among these, the most likely ones in order; and the mass that they hold."""
-    mass = ordered.exp().cumsum(-1, dtype=torch.float64)
-    kept = (mass - ordered.exp() < top_p).sum(-1, keepdim=True).clamp(min=1)
-    return ordered.gather(-1, kept - 1), mass[:, -1]
+def _edge_among(ordered: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The edge if it is among these, the largest ones in order; and what they hold."""
+    held = ordered.cumsum(-1, dtype=torch.float64)
+    kept = (held - ordered < wanted).sum(-1, keepdim=True).clamp(min=1)
+    return ordered.gather(-1, kept - 1), held[:, -1]

@@ -9,6 +9,7 @@ import ctypes
 from ctypes import c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +28,22 @@ class _Draw(ctypes.Structure):
     _fields_ = [
         ("logits", c_void_p), ("is_bf16", c_int64), ("vocabulary", c_int64), ("draws", c_int64),
         *((name, c_void_p) for name in ("row", "temperature", "uniform", "token", "logprob", "raw", "finite", "log")),
+        *((name, c_void_p) for name in ("top_k", "top_p", "min_p", "first", "forbidden", "scratch")),
+        ("scratch_row", c_int64), ("seats", c_void_p),
     ]  # fmt: skip
+
+
+class Cuts(NamedTuple):
+    """What D draws leave out of their distributions."""
+
+    top_k: np.ndarray
+    """[D] int64, 0 = off"""
+    top_p: np.ndarray
+    """[D] float32"""
+    min_p: np.ndarray
+    """[D] float32"""
+    forbidden: list[tuple[int, list[int]]]
+    """(draw, tokens), draws ascending"""
 
 
 class Linear(ctypes.Structure):
@@ -48,12 +64,19 @@ class Kernels:
         """linear, norm and rope are there"""
         self._openmp = symbols("GOMP_parallel", "omp_get_num_threads")
         self._log = symbols("Sleef_logf16_u10")[0]
+        self._scratch = np.empty(0, np.float32)
 
     def team(self) -> Team:
         return Team(*self._openmp, torch.get_num_threads())
 
     def draw(
-        self, logits: torch.Tensor, row: np.ndarray, temperature: np.ndarray, uniform: np.ndarray, raw: bool
+        self,
+        logits: torch.Tensor,
+        row: np.ndarray,
+        temperature: np.ndarray,
+        uniform: np.ndarray,
+        raw: bool,
+        cuts: Cuts | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
         """D draws by inverse CDF from [S, V] bf16 or fp32 logits: row [D] int64, temperature [D] float32 (0 = greedy), uniform
         [D] float64. Returns tokens [D] int32, log-probs [D] float32 (those of `log_softmax(logits / temperature)`, to the
@@ -70,8 +93,30 @@ class Kernels:
             uniform.ctypes.data, tokens.ctypes.data, logprobs.ctypes.data, None if raws is None else raws.ctypes.data,
             finite.ctypes.data, self._log,
         )  # fmt: skip
-        self.library.rollout_draw(ctypes.byref(self.team()), ctypes.byref(work))
+        team = self.team()
+        arrays = [] if cuts is None else self._cut(work, cuts, team.threads)
+        self.library.rollout_draw(ctypes.byref(team), ctypes.byref(work))
+        del arrays  # they had to be there until now
         return tokens, logprobs, raws, finite.astype(bool)
+
+    def _cut(self, work: _Draw, cuts: Cuts, threads: int) -> list[np.ndarray]:
+        """Tell the kernel. Returns the arrays that it reads."""
+        counts = np.zeros(work.draws + 1, np.int64)
+        for draw, tokens in cuts.forbidden:
+            counts[draw + 1] = len(tokens)
+        forbidden = np.array([token for _, tokens in cuts.forbidden for token in tokens], np.int32)
+        assert not len(forbidden) or (forbidden.min() >= 0 and forbidden.max() < work.vocabulary)
+        given = zip((cuts.top_k, cuts.top_p, cuts.min_p), (np.int64, np.float32, np.float32), strict=True)
+        arrays = [np.ascontiguousarray(values, dtype) for values, dtype in given]
+        arrays += [counts.cumsum(), forbidden, np.zeros(1, np.int64)]
+        assert all(len(values) == work.draws for values in arrays[:3])
+        work.scratch_row = -(-work.vocabulary // 16) * 16 + 16
+        if len(self._scratch) < 2 * threads * work.scratch_row:
+            self._scratch = np.empty(2 * threads * work.scratch_row, np.float32)
+        work.scratch = self._scratch.ctypes.data
+        for name, values in zip(("top_k", "top_p", "min_p", "first", "forbidden", "seats"), arrays, strict=True):
+            setattr(work, name, values.ctypes.data)
+        return arrays
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk: int) -> torch.Tensor:
         """[T, inputs] bf16 · [outputs, inputs]ᵀ (+ bias) → [T, outputs]. Sizes: multiples of 32 and 16."""

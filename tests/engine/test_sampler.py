@@ -139,14 +139,15 @@ def test_a_fork_draws_what_each_child_would_draw_alone(sampling: Sampling) -> No
 def test_a_nucleus_wider_than_the_first_look(spread: float) -> None:
     """The same tokens are kept as by sorting all of them, whether or not the most likely ones hold the mass."""
     torch.manual_seed(1)
-    logprobs = (torch.randn(9, 3000) * spread).log_softmax(-1)
+    weights = (torch.randn(9, 3000) * spread).softmax(-1)
     top_p = torch.linspace(0.05, 0.999, 9)[:, None]
-    edge = sampler._nucleus_edge(logprobs, top_p)
-    kept = (logprobs >= edge).sum(-1)
+    edge = sampler._nucleus_edge(weights, top_p)
+    kept = (weights >= edge).sum(-1)
     assert kept.max() > sampler.NUCLEUS or spread > 1
-    for row, p, count in zip(logprobs, top_p[:, 0], kept.tolist(), strict=True):
-        mass = row.sort(descending=True).values.exp().cumsum(-1, dtype=torch.float64)
-        assert mass[count - 1] >= p and (count == 1 or mass[count - 2] < p)
+    for row, p, count in zip(weights, top_p[:, 0].double(), kept.tolist(), strict=True):
+        mass = row.sort(descending=True).values.cumsum(-1, dtype=torch.float64)
+        mass /= mass[-1].clone()
+        assert mass[count - 1] >= p - 1e-12 and (count == 1 or mass[count - 2] < p)
 
 
 def test_where_every_token_is_forbidden_nothing_is_drawn() -> None:
@@ -240,3 +241,56 @@ def test_native_at_the_ends_of_the_unit_interval(both: Callable[..., tuple[Drawn
     ends = batch([Sampling()] * 2)
     ends.uniform[:] = [0.0, np.nextafter(1.0, 0.0)]
     assert both(logits, ends)[0].tokens.tolist() == [3, 700]
+
+
+CUTS = [
+    Sampling(top_k=1),
+    Sampling(top_k=50),
+    Sampling(top_k=700, temperature=0.7),
+    Sampling(top_p=0.3),
+    Sampling(top_p=0.95),
+    Sampling(top_p=0.9999, temperature=1.4),
+    Sampling(min_p=0.05),
+    Sampling(top_k=30, top_p=0.8, min_p=0.02, temperature=0.8),
+    Sampling(),
+    Sampling(temperature=0.0),
+]
+
+
+@pytest.mark.parametrize("vocabulary", [3, 16, 199, 4096, 49_157])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 6.0])
+def test_native_cuts_what_torch_cuts(spread: float, vocabulary: int, both: Callable[..., tuple[Drawn, Drawn]]) -> None:
+    """Every truncation, forbidden tokens (the best one among them), ties of all logits: the same tokens are left."""
+    torch.manual_seed(vocabulary)
+    logits = torch.randn(60, vocabulary) * spread
+    samplings = [msgspec.structs.replace(CUTS[i % len(CUTS)], seed=i, raw_logprobs=True) for i in range(60)]
+    best = logits.bfloat16().argmax(-1).tolist()
+    forbidden = [(i, sorted({best[i], i % vocabulary})) for i in range(3, 60, 4)]
+    native, plain = both(logits, replace(batch(samplings), forbidden=forbidden))
+    same = native.tokens == plain.tokens
+    assert same.mean() >= 0.96 and native.finite.tolist() == plain.finite.tolist()
+    assert all(native.tokens[draw] not in tokens for draw, tokens in forbidden if native.finite[draw])
+    for one, other in ((native.logprobs, plain.logprobs), (native.raw_logprobs, plain.raw_logprobs)):
+        np.testing.assert_allclose(one[same], other[same], atol=2e-6)
+        assert vocabulary < 16 or one[same].tobytes() == other[same].tobytes()
+
+
+def test_native_where_every_token_is_forbidden(both: Callable[..., tuple[Drawn, Drawn]]) -> None:
+    for drawn in both(torch.randn(3, 40), replace(batch([Sampling(top_k=3)] * 3), forbidden=[(1, list(range(40)))])):
+        assert drawn.finite.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_native_cuts_whatever_the_threads(threads: int) -> None:
+    """Each thread has room of its own."""
+    torch.manual_seed(0)
+    logits, before = torch.randn(90, 5000) * 2, torch.get_num_threads()
+    samplings = [msgspec.structs.replace(CUTS[i % len(CUTS)], seed=i) for i in range(90)]
+    want = sample(logits, batch(samplings))
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(5):
+            got = sample(logits, batch(samplings))
+            assert got.tokens.tobytes() == want.tokens.tobytes() and got.logprobs.tobytes() == want.logprobs.tobytes()
+    finally:
+        torch.set_num_threads(before)
