@@ -59,3 +59,18 @@ class Drawn(NamedTuple):
     """[samples] float32 at temperature 1 without truncation; None if no row asked"""
     finite: np.ndarray
     """[samples] bool: False where the logits held NaN or infinity, so that nothing was drawn"""
+
+
+class Cuts(NamedTuple):
+    """What D draws leave out of their distributions."""
+
+    any: np.ndarray
+    """[D] bool: it leaves something out"""
+    top_k: np.ndarray
+    """[D] int64, 0 = off"""
+    top_p: np.ndarray
+    """[D] float32"""
+    min_p: np.ndarray
+    """[D] float32"""
+    forbidden: list[tuple[int, list[int]]]
+    """(draw, tokens), draws ascending"""

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.native.kernels import MAX_VOCABULARY, Cuts, Kernels, kernels
-from engine.plan import Drawn, Plan
+from engine.native.kernels import MAX_VOCABULARY, Kernels, kernels
+from engine.plan import Cuts, Drawn, Plan
 
 NATIVE_DTYPES = (torch.bfloat16, torch.float32)
 DISTRIBUTIONS = 64
@@ -94,52 +94,33 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def launch_draws(logits: torch.Tensor, batch: SamplingBatch) -> Draws:
-    """`sample`, whose outcome is asked for later. On CUDA the host waits for nothing where no draw truncates or forbids."""
+    """`sample`, whose outcome is asked for later: on CUDA the host waits for nothing."""
     kernel = _triton_kernels() if logits.device.type == "cuda" else None
-    if kernel is not None and len(batch.logits_row) and not _special(batch).any():
-        tokens, read = kernel.launch(logits, batch.logits_row, batch.temperature, batch.uniform, batch.raw)
+    if kernel is not None and len(batch.logits_row):
+        asked = batch.logits_row, batch.temperature, batch.uniform, batch.raw, _cuts(batch)
+        tokens, read = kernel.launch(logits, *asked)
         return Draws(tokens, lambda: Drawn(*read()))
     drawn = sample(logits, batch)
     return Draws(torch.from_numpy(drawn.tokens).to(logits.device), lambda: drawn)
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
-    """Draw D tokens from [S, V] logits of any float dtype.
+    """Draw D tokens from [S, V] logits of any float dtype: by a kernel, or by plain torch where there is none.
 
-    Each draw's arithmetic stands for itself and hangs on its own sampling parameters alone. On the CPU a kernel makes all of
-    them; on CUDA one takes those that neither truncate nor forbid, plain torch the others, and all where there is no kernel.
-    Log-probs are `log_softmax`'s of what is left of the scaled logits: on the CPU to the bit in both.
+    Each draw's arithmetic stands for itself and hangs on its own sampling parameters alone. Log-probs are `log_softmax`'s of
+    what is left of the scaled logits: on the CPU to the bit.
     """
-    draws = len(batch.logits_row)
-    special = _special(batch)
-    native = _native(logits)
-    if native is not None and draws:
-        cuts = Cuts(batch.top_k, batch.top_p, batch.min_p, batch.forbidden) if special.any() else None
-        return Drawn(*native.draw(logits, batch.logits_row, batch.temperature, batch.uniform, batch.raw, cuts))
-    kernel = _triton_kernels() if logits.device.type == "cuda" else None
-    if kernel is None:
-        special[:] = True
-    drawn = Drawn(
-        tokens=np.zeros(draws, np.int32),
-        logprobs=np.zeros(draws, np.float32),
-        raw_logprobs=np.zeros(draws, np.float32) if batch.raw else None,
-        finite=np.zeros(draws, bool),
-    )
-    for chosen in (np.flatnonzero(~special), np.flatnonzero(special)):
-        if len(chosen):
-            by_torch = special[chosen[0]]
-            part = _sample_torch(logits, batch, chosen) if by_torch else _sample_by(kernel.draw, logits, batch, chosen)
-            for all_draws, some in zip(drawn, part, strict=True):
-                if all_draws is not None:
-                    all_draws[chosen] = some
-    return drawn
+    kernel = _triton_kernels() if logits.device.type == "cuda" else _native(logits)
+    if kernel is None or not len(batch.logits_row):
+        return _sample_torch(logits, batch)
+    return Drawn(*kernel.draw(logits, batch.logits_row, batch.temperature, batch.uniform, batch.raw, _cuts(batch)))
 
 
-def _special(batch: SamplingBatch) -> np.ndarray:
-    """[D] bool: the draw truncates or forbids."""
-    special = (batch.temperature != 0) & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
-    special[[draw for draw, _ in batch.forbidden]] = True
-    return special
+def _cuts(batch: SamplingBatch) -> Cuts | None:
+    """None: no draw leaves anything out."""
+    some = (batch.temperature != 0) & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
+    some[[draw for draw, _ in batch.forbidden]] = True
+    return Cuts(some, batch.top_k, batch.top_p, batch.min_p, batch.forbidden) if some.any() else None
 
 
 def _native(logits: torch.Tensor) -> Kernels | None:
@@ -157,21 +138,21 @@ def _triton_kernels() -> Any:
     return sampler_triton
 
 
-def _sample_by(draw: Callable[..., tuple[Any, ...]], logits: torch.Tensor, batch: SamplingBatch, draws: np.ndarray) -> Drawn:
-    return Drawn(*draw(logits, batch.logits_row[draws], batch.temperature[draws], batch.uniform[draws], batch.raw))
-
-
-def _sample_torch(logits: torch.Tensor, batch: SamplingBatch, draws: np.ndarray) -> Drawn:
-    """The draws numbered `draws`. Those that draw from the same distribution (a fork) share the work on it."""
+def _sample_torch(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
+    """Draws from the same distribution (a fork) share the work on it."""
+    draws = len(batch.logits_row)
+    if not draws:
+        empty = np.zeros(0, np.float32)
+        return Drawn(empty.astype(np.int32), empty, empty if batch.raw else None, empty.astype(bool))
     forbidden = dict(batch.forbidden)
-    kind = [[draw in forbidden for draw in draws.tolist()]]
-    kind += [each[draws] for each in (batch.logits_row, batch.temperature, batch.top_k, batch.top_p, batch.min_p)]
+    kind = [[draw in forbidden for draw in range(draws)]]
+    kind += [batch.logits_row, batch.temperature, batch.top_k, batch.top_p, batch.min_p]
     _, first, which = np.unique(np.array(kind, np.float64), axis=1, return_index=True, return_inverse=True)
     parts, order = [], []
     for begin in range(0, len(first), DISTRIBUTIONS):
         mine = np.flatnonzero((which >= begin) & (which < begin + DISTRIBUTIONS))
-        like = draws[first[begin : begin + DISTRIBUTIONS]]
-        parts.append(_draw(logits, batch, like, forbidden, which[mine] - begin, batch.uniform[draws[mine]]))
+        like = first[begin : begin + DISTRIBUTIONS]
+        parts.append(_draw(logits, batch, like, forbidden, which[mine] - begin, batch.uniform[mine]))
         order.append(mine)
     back = np.argsort(np.concatenate(order))
     return Drawn(*(None if part[0] is None else np.concatenate(part)[back] for part in zip(*parts, strict=True)))

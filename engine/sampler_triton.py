@@ -4,7 +4,10 @@
     2   the sum of exp(logit / temperature - largest), block by block in double precision
     3   the same sum again, up to the block where it passes uniform · total; the token is found inside
 
-Imported only where Triton is there. All that a draw hangs on goes to the device in one copy, all that it gives comes back in
+A draw that truncates or forbids finds the least weight that it keeps between 1 and 2: by bisection over the bits of a number in
+[0, 1], a pass for each. As `kernels.c` does, where what is settled leaves.
+
+Imported only where Triton is there. All that draws hang on goes to the device in one copy, all that they give comes back in
 one: the host waits for the step where it reads that.
 """
 
@@ -17,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.plan import Cuts
 from engine.transfers import to_device, to_host
 
 Read = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]
@@ -26,38 +30,96 @@ BLOCK = 2048
 """logits of a row that are looked at together"""
 
 
-@triton.jit(do_not_specialize=["draws"])
-def draw_kernel(logits, asked, drawn, draws, vocabulary, row_stride, N: tl.constexpr):
-    """logits [S, vocabulary] · asked [3, draws] fp64: row, temperature (0 = greedy), uniform · drawn [4, draws] fp32: token (as
-    bits), log-prob, log-prob at temperature 1, 1 if the row is finite."""
+@triton.jit
+def logits_left(row, n, vocabulary, forbidden, first, last):
+    """The logits of tokens n; -inf behind the vocabulary, and for those of `forbidden` from number `first` to before `last`."""
+    x = tl.load(row + n, mask=n < vocabulary, other=float("-inf")).to(tl.float32)
+    for f in range(first, last):
+        x = tl.where(n == tl.load(forbidden + f).to(tl.int32), float("-inf"), x)
+    return x
+
+
+@triton.jit
+def reaching(row, vocabulary, forbidden, first, last, top, scale, least, COUNTED: tl.constexpr, N: tl.constexpr):
+    """How many weights reach `least`, or what these add up to."""
+    total = tl.full((), 0.0, tl.float64)
+    for start in range(0, vocabulary, N):
+        x = logits_left(row, start + tl.arange(0, N), vocabulary, forbidden, first, last)
+        weight = tl.exp((x - top) / scale)
+        amount = tl.where(weight >= least, 1.0, 0.0) if COUNTED else tl.where(weight >= least, weight, 0.0)
+        total += tl.sum(amount.to(tl.float64))
+    return total
+
+
+@triton.jit
+def edge(row, vocabulary, forbidden, first, last, top, scale, low, target, COUNTED: tl.constexpr, N: tl.constexpr):
+    """The bits of the largest number that enough weights reach: `target` of them, or so many that they add up to it."""
+    high = 0x3F800001  # 1.0 and a bit
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        least = middle.to(tl.float32, bitcast=True)
+        enough = reaching(row, vocabulary, forbidden, first, last, top, scale, least, COUNTED, N) >= target
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["mine", "draws"], do_not_specialize_on_alignment=["asked"])
+def draw_kernel(logits, asked, drawn, mine, draws, vocabulary, row_stride, CUT: tl.constexpr, N: tl.constexpr):
+    """logits [S, vocabulary] · asked fp64: [4, mine] draw, row, temperature (0 = greedy), uniform; with CUT [3, mine] more,
+    top_k, top_p, min_p, then [mine + 1] where each one's forbidden tokens begin, and these · drawn [4, draws] fp32: token (as
+    bits), log-prob, log-prob at temperature 1, 1 if there was something to draw from."""
     i = tl.program_id(0)
-    row = logits + tl.load(asked + i).to(tl.int64) * row_stride
-    temperature = tl.load(asked + draws + i).to(tl.float32)
-    uniform = tl.load(asked + 2 * draws + i)
+    at = tl.load(asked + i).to(tl.int64)
+    row = logits + tl.load(asked + mine + i).to(tl.int64) * row_stride
+    temperature = tl.load(asked + 2 * mine + i).to(tl.float32)
+    uniform = tl.load(asked + 3 * mine + i)
     scale = tl.where(temperature == 0, 1.0, temperature)
+    forbidden = asked + 8 * mine + 1
+    first = tl.load(asked + 7 * mine + i).to(tl.int32) if CUT else 0
+    last = tl.load(asked + 7 * mine + i + 1).to(tl.int32) if CUT else 0
     n = tl.arange(0, N)
-    top = tl.full((N,), float("-inf"), tl.float32)
+    highest_of = tl.full((N,), float("-inf"), tl.float32)
+    top_of = tl.full((N,), float("-inf"), tl.float32)
     best = tl.zeros((N,), tl.int32)
     bad = tl.zeros((N,), tl.int32)
     for start in range(0, vocabulary, N):
         x = tl.load(row + start + n, mask=start + n < vocabulary, other=float("-inf")).to(tl.float32)
         bad += tl.where((start + n < vocabulary) & ((x != x) | (tl.abs(x) == float("inf"))), 1, 0)
-        best = tl.where(x > top, start + n, best)
-        top = tl.maximum(top, x)
-    highest = tl.max(top)
-    first = tl.min(tl.where(top == highest, best, vocabulary - 1))
-    finite = tl.sum(bad) == 0
-    highest = tl.where(finite, highest, 0.0)
+        highest_of = tl.maximum(highest_of, x)
+        if CUT:
+            x = logits_left(row, start + n, vocabulary, forbidden, first, last)
+        best = tl.where(x > top_of, start + n, best)
+        top_of = tl.maximum(top_of, x)
+    highest, top = tl.max(highest_of), tl.max(top_of)
+    greedy = tl.min(tl.where(top_of == top, best, vocabulary - 1))
+    finite = (tl.sum(bad) == 0) & (top > float("-inf"))
+    highest, top = tl.where(finite, highest, 0.0), tl.where(finite, top, 0.0)
     end = tl.where(finite, vocabulary, 0)  # nothing is drawn from what is not finite
+    least = tl.full((), 0.0, tl.float32)
+    if CUT:
+        k, top_p = tl.load(asked + 4 * mine + i), tl.load(asked + 5 * mine + i)
+        bits = tl.full((), 1, tl.int32)  # of the smallest number there is: whatever has a weight is kept
+        if (temperature > 0) & (k > 0):
+            bits = edge(row, end, forbidden, first, last, top, scale, bits, k, True, N)
+        min_p = tl.where(temperature > 0, tl.load(asked + 6 * mine + i), 0.0).to(tl.float32)
+        bits = tl.maximum(bits, min_p.to(tl.int32, bitcast=True))
+        if (temperature > 0) & (top_p < 1):
+            kept = reaching(row, end, forbidden, first, last, top, scale, bits.to(tl.float32, bitcast=True), False, N)
+            bits = edge(row, end, forbidden, first, last, top, scale, bits, top_p * kept, False, N)
+        least = bits.to(tl.float32, bitcast=True)
     total = tl.full((), 0.0, tl.float64)
     plain = tl.full((), 0.0, tl.float64)
-    last = tl.zeros((N,), tl.int32)
+    furthest = tl.zeros((N,), tl.int32)
     for start in range(0, end, N):
-        x = tl.load(row + start + n, mask=start + n < vocabulary, other=float("-inf")).to(tl.float32)
-        weight = tl.exp((x - highest) / scale)
+        x = logits_left(row, start + n, vocabulary, forbidden, first, last)
+        weight = tl.exp((x - top) / scale)
+        if CUT:
+            weight = tl.where(weight >= least, weight, 0.0)
+            x = tl.load(row + start + n, mask=start + n < vocabulary, other=float("-inf")).to(tl.float32)
         total += tl.sum(weight.to(tl.float64))
         plain += tl.sum(tl.exp(x - highest).to(tl.float64))
-        last = tl.where(weight > 0, start + n, last)
+        furthest = tl.where(weight > 0, start + n, furthest)
     total = tl.where(finite, total, 1.0)
     plain = tl.where(finite, plain, 1.0)
     target = uniform * total
@@ -65,40 +127,65 @@ def draw_kernel(logits, asked, drawn, draws, vocabulary, row_stride, N: tl.const
     start = 0
     token = vocabulary
     while (start < end) & (token == vocabulary):
-        x = tl.load(row + start + n, mask=start + n < vocabulary, other=float("-inf")).to(tl.float32)
-        weight = tl.exp((x - highest) / scale).to(tl.float64)
+        x = logits_left(row, start + n, vocabulary, forbidden, first, last)
+        weight = tl.exp((x - top) / scale)
+        if CUT:
+            weight = tl.where(weight >= least, weight, 0.0)
+        weight = weight.to(tl.float64)
         block = tl.sum(weight)
         if below + block > target:
             passed = (below + tl.cumsum(weight) > target) & (weight > 0)
             token = tl.min(tl.where(passed, start + n, vocabulary))
         below += block
         start += N
-    token = tl.where(token == vocabulary, tl.max(last), token)
-    token = tl.where((temperature == 0) | (finite == 0), first, token)
+    token = tl.where(token == vocabulary, tl.max(furthest), token)
+    token = tl.where((temperature == 0) | (finite == 0), greedy, token)
     x = tl.load(row + token).to(tl.float32)
-    tl.store(drawn + i, token.to(tl.float32, bitcast=True))
-    tl.store(drawn + draws + i, (x - highest) / scale - tl.log(total.to(tl.float32)))
-    tl.store(drawn + 2 * draws + i, x - highest - tl.log(plain.to(tl.float32)))
-    tl.store(drawn + 3 * draws + i, finite.to(tl.float32))
+    tl.store(drawn + at, token.to(tl.float32, bitcast=True))
+    tl.store(drawn + draws + at, (x - top) / scale - tl.log(total.to(tl.float32)))
+    tl.store(drawn + 2 * draws + at, x - highest - tl.log(plain.to(tl.float32)))
+    tl.store(drawn + 3 * draws + at, finite.to(tl.float32))
 
 
-def draw(logits: torch.Tensor, row: np.ndarray, temperature: np.ndarray, uniform: np.ndarray, raw: bool) -> Read:
+def draw(
+    logits: torch.Tensor,
+    row: np.ndarray,
+    temperature: np.ndarray,
+    uniform: np.ndarray,
+    raw: bool,
+    cuts: Cuts | None = None,
+) -> Read:
     """D draws by inverse CDF from [S, V] logits on a device: as `Kernels.draw`, but log-probs are those of `log_softmax`
     up to rounding."""
-    return launch(logits, row, temperature, uniform, raw)[1]()
+    return launch(logits, row, temperature, uniform, raw, cuts)[1]()
 
 
 def launch(
-    logits: torch.Tensor, row: np.ndarray, temperature: np.ndarray, uniform: np.ndarray, raw: bool
+    logits: torch.Tensor,
+    row: np.ndarray,
+    temperature: np.ndarray,
+    uniform: np.ndarray,
+    raw: bool,
+    cuts: Cuts | None = None,
 ) -> tuple[torch.Tensor, Callable[[], Read]]:
-    """The same, not waited for: the [D] int32 tokens on the device, and what reads all of it."""
+    """The same, not waited for: the [D] int32 tokens on the device, and what reads all of it. Draws that cut and those that do
+    not are two launches, so that what one computes does not hang on the others."""
     draws = len(row)
-    (asked,) = to_device([np.concatenate([row, temperature, uniform], dtype=np.float64)], logits.device)
+    cutting = np.zeros(draws, bool) if cuts is None else cuts.any
+    kinds = [(mine, cut) for cut in (False, True) if len(mine := np.flatnonzero(cutting == cut))]
+    asked = []
+    for mine, cut in kinds:
+        columns = [mine, row[mine], temperature[mine], uniform[mine]]
+        if cut:
+            columns += _asked_cuts(cuts, mine)
+        asked.append(np.concatenate(columns, dtype=np.float64))
     out = torch.empty((4, draws), device=logits.device)
     logits = logits.contiguous()
-    draw_kernel[(draws,)](
-        logits, asked, out, draws, logits.shape[1], logits.stride(0), N=BLOCK, num_warps=8, enable_fp_fusion=False
-    )
+    for (mine, cut), sent in zip(kinds, to_device(asked, logits.device), strict=True):
+        draw_kernel[(len(mine),)](
+            logits, sent, out, len(mine), draws, logits.shape[1], logits.stride(0), CUT=cut, N=BLOCK, num_warps=8,
+            enable_fp_fusion=False,
+        )  # fmt: skip
     wait = to_host(out)
 
     def read() -> Read:
@@ -106,3 +193,11 @@ def launch(
         return tokens.view(np.int32), logprobs, plain if raw else None, finite > 0
 
     return out[0].view(torch.int32), read
+
+
+def _asked_cuts(cuts: Cuts, mine: np.ndarray) -> list[np.ndarray]:
+    """Of the draws `mine`: top_k, top_p and min_p, where their forbidden tokens begin, and these."""
+    tokens = dict(cuts.forbidden)
+    lists = [tokens.get(draw, []) for draw in mine.tolist()]
+    first = np.cumsum([0, *map(len, lists)])
+    return [cuts.top_k[mine], cuts.top_p[mine], cuts.min_p[mine], first, np.array([t for each in lists for t in each])]

@@ -9,12 +9,12 @@ import ctypes
 from ctypes import c_int64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from engine.native.build import NativeUnavailable, best_isa, build, load, symbols
+from engine.plan import Cuts
 
 SOURCE = Path(__file__).with_name("kernels.c")
 MAX_VOCABULARY = 1 << 20
@@ -31,19 +31,6 @@ class _Draw(ctypes.Structure):
         *((name, c_void_p) for name in ("top_k", "top_p", "min_p", "first", "forbidden", "scratch")),
         ("scratch_row", c_int64), ("seats", c_void_p),
     ]  # fmt: skip
-
-
-class Cuts(NamedTuple):
-    """What D draws leave out of their distributions."""
-
-    top_k: np.ndarray
-    """[D] int64, 0 = off"""
-    top_p: np.ndarray
-    """[D] float32"""
-    min_p: np.ndarray
-    """[D] float32"""
-    forbidden: list[tuple[int, list[int]]]
-    """(draw, tokens), draws ascending"""
 
 
 class Linear(ctypes.Structure):

@@ -27,7 +27,7 @@ TYPES = {
     "logits": BF16,
     "asked": "*fp64",
     **dict.fromkeys(("row_stride",), INT64),
-    **dict.fromkeys(("window", "draws", "vocabulary"), "i32"),
+    **dict.fromkeys(("window", "mine", "draws", "vocabulary"), "i32"),
     "scaling": "fp32",
 }
 SHAPE = {"HEADS": 8, "HEADS_PAD": 8, "GROUP": 4, "GROUP_PAD": 4, "DIM": 128, "DIM_PAD": 128, "BLOCK": 32, "CHUNK": 256}
@@ -57,5 +57,10 @@ def compiled(kernel: triton.JITFunction, capability: int, **constants: int) -> d
 if __name__ == "__main__":
     for rows in (16, 64):
         print(json.dumps(compiled(triton_kernels.attend, int(sys.argv[1]), M=rows, N=LAUNCH["N"])))
-    for kernel, constants in ((triton_kernels.store, {}), (triton_kernels.merge, {}), (draw_kernel, {"N": BLOCK})):
+    for kernel, constants in (
+        (triton_kernels.store, {}),
+        (triton_kernels.merge, {}),
+        (draw_kernel, {"N": BLOCK, "CUT": False}),
+        (draw_kernel, {"N": BLOCK, "CUT": True}),
+    ):
         print(json.dumps(compiled(kernel, int(sys.argv[1]), **constants)))

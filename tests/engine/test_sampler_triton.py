@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine import sampler_triton  # noqa: E402
+from engine import sampler, sampler_triton  # noqa: E402
+from engine.plan import Drawn  # noqa: E402
+from engine.request import Sampling  # noqa: E402
+from engine.sampler import SamplingBatch  # noqa: E402
 from engine.sampler_triton import draw  # noqa: E402
+from tests.engine.test_sampler import CUTS, batch  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCABULARY = 300
@@ -67,3 +74,45 @@ def test_never_a_token_without_mass() -> None:
     tokens, logprobs, _, _ = draw(logits.to(DEVICE), np.zeros(4, np.int64), np.ones(4, np.float32), uniform, raw=False)
     assert tokens.tolist() == [5, 5, 280, 280]
     np.testing.assert_allclose(logprobs, np.log(0.5), atol=1e-6)
+
+
+def by_triton(logits: torch.Tensor, asked: SamplingBatch) -> Drawn:
+    cuts = sampler._cuts(asked)
+    return Drawn(*draw(logits.to(DEVICE), asked.logits_row, asked.temperature, asked.uniform, asked.raw, cuts))
+
+
+def cut_in_every_way(count: int, vocabulary: int, best: list[int]) -> SamplingBatch:
+    samplings = [msgspec.structs.replace(CUTS[i % len(CUTS)], seed=i, raw_logprobs=True) for i in range(count)]
+    forbidden = [(i, sorted({best[i], i % vocabulary})) for i in range(3, count, 4)]
+    return replace(batch(samplings), forbidden=forbidden)
+
+
+@pytest.mark.parametrize(("dtype", "spread"), [(torch.float32, 0.0), (torch.bfloat16, 0.5), (torch.float32, 6.0)])
+def test_cuts_what_torch_cuts(dtype: torch.dtype, spread: float) -> None:
+    """Every truncation, forbidden tokens (the best one among them), ties of all logits: the same tokens are left."""
+    logits = (torch.randn(20, VOCABULARY, generator=torch.Generator().manual_seed(1)) * spread).to(dtype)
+    asked = cut_in_every_way(20, VOCABULARY, logits.argmax(-1).tolist())
+    got, want = by_triton(logits, asked), sampler._sample_torch(logits, asked)
+    same = got.tokens == want.tokens
+    assert same.sum() >= 19 and got.finite.all() and want.finite.all()
+    assert all(got.tokens[draw] not in tokens for draw, tokens in asked.forbidden)
+    np.testing.assert_allclose(got.logprobs[same], want.logprobs[same], atol=4e-6)
+    np.testing.assert_allclose(got.raw_logprobs[same], want.raw_logprobs[same], atol=4e-6)
+
+
+def test_a_cut_does_not_know_its_neighbours() -> None:
+    """To the bit, alone and beside all the others."""
+    logits = torch.randn(10, VOCABULARY, generator=torch.Generator().manual_seed(2)) * 3
+    asked = cut_in_every_way(10, VOCABULARY, logits.argmax(-1).tolist())
+    together = by_triton(logits, asked)
+    for i in range(10):
+        own = [(0, tokens) for draw, tokens in asked.forbidden if draw == i]
+        kind = msgspec.structs.replace(CUTS[i % len(CUTS)], seed=i, raw_logprobs=True)
+        one = replace(batch([kind]), uniform=asked.uniform[i : i + 1], forbidden=own)
+        for mine, all_of_them in zip(by_triton(logits[i : i + 1], one), together, strict=True):
+            assert mine.tobytes() == all_of_them[i : i + 1].tobytes()
+
+
+def test_where_every_token_is_forbidden() -> None:
+    asked = replace(batch([Sampling(top_k=3)] * 3), forbidden=[(1, list(range(VOCABULARY)))])
+    assert by_triton(torch.randn(3, VOCABULARY), asked).finite.tolist() == [True, False, True]
