@@ -64,6 +64,42 @@ def edge(row, vocabulary, forbidden, first, last, top, scale, low, target, COUNT
     return low
 
 
+@triton.jit
+def least_kept(asked, stride, row, vocabulary, forbidden, first, last, top, scale, bits, N: tl.constexpr):
+    """The bits of the least weight that top_k, min_p and top_p keep. asked: top_k, `stride` further top_p, then min_p."""
+    k, top_p, min_p = tl.load(asked), tl.load(asked + stride), tl.load(asked + 2 * stride).to(tl.float32)
+    if k > 0:
+        bits = edge(row, vocabulary, forbidden, first, last, top, scale, bits, k, True, N)
+    bits = tl.maximum(bits, min_p.to(tl.int32, bitcast=True))
+    if top_p < 1:
+        least = bits.to(tl.float32, bitcast=True)
+        kept = reaching(row, vocabulary, forbidden, first, last, top, scale, least, False, N)
+        bits = edge(row, vocabulary, forbidden, first, last, top, scale, bits, top_p * kept, False, N)
+    return bits
+
+
+@triton.jit
+def passing(row, end, vocabulary, forbidden, first, last, top, scale, least, target, CUT: tl.constexpr, N: tl.constexpr):
+    """The first token with which the sum of the weights passes `target`; `vocabulary` if none does."""
+    n = tl.arange(0, N)
+    below = tl.full((), 0.0, tl.float64)
+    start = 0
+    token = vocabulary
+    while (start < end) & (token == vocabulary):
+        x = logits_left(row, start + n, vocabulary, forbidden, first, last)
+        weight = tl.exp((x - top) / scale)
+        if CUT:
+            weight = tl.where(weight >= least, weight, 0.0)
+        weight = weight.to(tl.float64)
+        block = tl.sum(weight)
+        if below + block > target:
+            passed = (below + tl.cumsum(weight) > target) & (weight > 0)
+            token = tl.min(tl.where(passed, start + n, vocabulary))
+        below += block
+        start += N
+    return token
+
+
 @triton.jit(do_not_specialize=["mine", "draws"], do_not_specialize_on_alignment=["asked"])
 def draw_kernel(logits, asked, drawn, mine, draws, vocabulary, row_stride, CUT: tl.constexpr, N: tl.constexpr):
     """logits [S, vocabulary] · asked fp64: [4, mine] draw, row, temperature (0 = greedy), uniform; with CUT [3, mine] more,
@@ -98,15 +134,9 @@ def draw_kernel(logits, asked, drawn, mine, draws, vocabulary, row_stride, CUT: 
     end = tl.where(finite, vocabulary, 0)  # nothing is drawn from what is not finite
     least = tl.full((), 0.0, tl.float32)
     if CUT:
-        k, top_p = tl.load(asked + 4 * mine + i), tl.load(asked + 5 * mine + i)
         bits = tl.full((), 1, tl.int32)  # of the smallest number there is: whatever has a weight is kept
-        if (temperature > 0) & (k > 0):
-            bits = edge(row, end, forbidden, first, last, top, scale, bits, k, True, N)
-        min_p = tl.where(temperature > 0, tl.load(asked + 6 * mine + i), 0.0).to(tl.float32)
-        bits = tl.maximum(bits, min_p.to(tl.int32, bitcast=True))
-        if (temperature > 0) & (top_p < 1):
-            kept = reaching(row, end, forbidden, first, last, top, scale, bits.to(tl.float32, bitcast=True), False, N)
-            bits = edge(row, end, forbidden, first, last, top, scale, bits, top_p * kept, False, N)
+        if temperature > 0:
+            bits = least_kept(asked + 4 * mine + i, mine, row, end, forbidden, first, last, top, scale, bits, N)
         least = bits.to(tl.float32, bitcast=True)
     total = tl.full((), 0.0, tl.float64)
     plain = tl.full((), 0.0, tl.float64)
@@ -122,22 +152,7 @@ def draw_kernel(logits, asked, drawn, mine, draws, vocabulary, row_stride, CUT: 
         furthest = tl.where(weight > 0, start + n, furthest)
     total = tl.where(finite, total, 1.0)
     plain = tl.where(finite, plain, 1.0)
-    target = uniform * total
-    below = tl.full((), 0.0, tl.float64)
-    start = 0
-    token = vocabulary
-    while (start < end) & (token == vocabulary):
-        x = logits_left(row, start + n, vocabulary, forbidden, first, last)
-        weight = tl.exp((x - top) / scale)
-        if CUT:
-            weight = tl.where(weight >= least, weight, 0.0)
-        weight = weight.to(tl.float64)
-        block = tl.sum(weight)
-        if below + block > target:
-            passed = (below + tl.cumsum(weight) > target) & (weight > 0)
-            token = tl.min(tl.where(passed, start + n, vocabulary))
-        below += block
-        start += N
+    token = passing(row, end, vocabulary, forbidden, first, last, top, scale, least, uniform * total, CUT, N)
     token = tl.where(token == vocabulary, tl.max(furthest), token)
     token = tl.where((temperature == 0) | (finite == 0), greedy, token)
     x = tl.load(row + token).to(tl.float32)
