@@ -20,6 +20,8 @@ from tests.engine.test_sampler import CUTS, batch  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCABULARY = 300
+FEW = 100
+"""a vocabulary of two blocks, for draws that look at it some sixty times"""
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +92,8 @@ def cut_in_every_way(count: int, vocabulary: int, best: list[int]) -> SamplingBa
 @pytest.mark.parametrize(("dtype", "spread"), [(torch.float32, 0.0), (torch.bfloat16, 0.5), (torch.float32, 6.0)])
 def test_cuts_what_torch_cuts(dtype: torch.dtype, spread: float) -> None:
     """Every truncation, forbidden tokens (the best one among them), ties of all logits: the same tokens are left."""
-    logits = (torch.randn(20, VOCABULARY, generator=torch.Generator().manual_seed(1)) * spread).to(dtype)
-    asked = cut_in_every_way(20, VOCABULARY, logits.argmax(-1).tolist())
+    logits = (torch.randn(20, FEW, generator=torch.Generator().manual_seed(1)) * spread).to(dtype)
+    asked = cut_in_every_way(20, FEW, logits.argmax(-1).tolist())
     got, want = by_triton(logits, asked), sampler._sample_torch(logits, asked)
     same = got.tokens == want.tokens
     assert same.sum() >= 19 and got.finite.all() and want.finite.all()
@@ -102,8 +104,8 @@ def test_cuts_what_torch_cuts(dtype: torch.dtype, spread: float) -> None:
 
 def test_a_cut_does_not_know_its_neighbours() -> None:
     """To the bit, alone and beside all the others."""
-    logits = torch.randn(10, VOCABULARY, generator=torch.Generator().manual_seed(2)) * 3
-    asked = cut_in_every_way(10, VOCABULARY, logits.argmax(-1).tolist())
+    logits = torch.randn(10, FEW, generator=torch.Generator().manual_seed(2)) * 3
+    asked = cut_in_every_way(10, FEW, logits.argmax(-1).tolist())
     together = by_triton(logits, asked)
     for i in range(10):
         own = [(0, tokens) for draw, tokens in asked.forbidden if draw == i]

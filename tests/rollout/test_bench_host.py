@@ -32,7 +32,7 @@ def test_what_a_part_takes_shows_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     import engine.engine as module
 
     quick = host.measure(16, 0.1)
-    spin = 0.02
+    spin = 0.01
 
     def slow(call):  # type: ignore[no-untyped-def]
         def slowly(*args, **kwargs):  # type: ignore[no-untyped-def]
