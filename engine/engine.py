@@ -319,16 +319,16 @@ class Engine:
             batch = replace(batch, attention=self.backend.prepare(batch, self.kv))
             built = time.perf_counter()
             run = self.graphs if self.graphs is not None and self.graphs.covers(batch) else self.model
-            watch = Stopwatch(self.model.device)
+            watch = Stopwatch(self.model.device) if batch.num_tokens > 4 * len(plan.rows) else None
             logits = run.forward(batch, self.kv, self.backend)
-            watch.mark()
+            if watch is not None:
+                watch.mark()
             modelled = time.perf_counter()
             draws = launch_draws(logits, batch.sampling)
         counters.build_seconds += built - building
         counters.model_seconds += modelled - built
         counters.sample_seconds += time.perf_counter() - modelled
-        prefills = batch.num_tokens > 4 * len(plan.rows)
-        return Flight(plan, began, draws, batch.num_tokens if prefills else 0, watch.seconds)
+        return Flight(plan, began, draws, watch)
 
     def _land(self) -> list[Sample]:
         """Commit the step in flight, if there is one. Returns the samples that ended."""

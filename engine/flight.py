@@ -16,7 +16,6 @@ somebody. Idea: SGLang's overlap scheduler (v0.4), vLLM's async scheduling.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,17 +32,15 @@ class Flight:
     began: float
     """when the host began to plan it"""
     draws: Draws
-    prefilled: int
-    """tokens of the step, if nearly all of them were prefill"""
-    forward_seconds: Callable[[], float]
-    """of the device; waits for the forward"""
+    prefill: Stopwatch | None
+    """what the forward took, if nearly all tokens of the step were prefill"""
 
     def land(self, counters: Counters) -> Drawn:
         """Wait for the draws."""
         started = time.perf_counter()
         drawn = self.draws.read()
-        if self.prefilled:
-            counters.prefilled(self.prefilled, self.forward_seconds())
+        if self.prefill is not None:
+            counters.prefilled(self.plan.num_tokens, self.prefill.seconds())
         counters.sample_seconds += time.perf_counter() - started
         return drawn
 

@@ -94,26 +94,27 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def launch_draws(logits: torch.Tensor, batch: SamplingBatch) -> Draws:
-    """`sample`, whose outcome is asked for later: on CUDA the host waits for nothing."""
-    kernel = _triton_kernels() if logits.device.type == "cuda" else None
-    if kernel is not None and len(batch.logits_row):
+    """Draw D tokens from [S, V] logits of any float dtype: by a kernel, or by plain torch where there is none. On CUDA the host
+    waits for a kernel's draws only when it reads them.
+
+    Each draw's arithmetic stands for itself and hangs on its own sampling parameters alone. Log-probs are `log_softmax`'s of
+    what is left of the scaled logits: on the CPU to the bit."""
+    on_cuda = logits.device.type == "cuda"
+    kernel = _triton_kernels() if on_cuda else _native(logits)
+    if kernel is None or not len(batch.logits_row):
+        drawn = _sample_torch(logits, batch)
+    else:
         asked = batch.logits_row, batch.temperature, batch.uniform, batch.raw, _cuts(batch)
-        tokens, read = kernel.launch(logits, *asked)
-        return Draws(tokens, lambda: Drawn(*read()))
-    drawn = sample(logits, batch)
+        if on_cuda:
+            tokens, read = kernel.launch(logits, *asked)
+            return Draws(tokens, lambda: Drawn(*read()))
+        drawn = Drawn(*kernel.draw(logits, *asked))
     return Draws(torch.from_numpy(drawn.tokens).to(logits.device), lambda: drawn)
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
-    """Draw D tokens from [S, V] logits of any float dtype: by a kernel, or by plain torch where there is none.
-
-    Each draw's arithmetic stands for itself and hangs on its own sampling parameters alone. Log-probs are `log_softmax`'s of
-    what is left of the scaled logits: on the CPU to the bit.
-    """
-    kernel = _triton_kernels() if logits.device.type == "cuda" else _native(logits)
-    if kernel is None or not len(batch.logits_row):
-        return _sample_torch(logits, batch)
-    return Drawn(*kernel.draw(logits, batch.logits_row, batch.temperature, batch.uniform, batch.raw, _cuts(batch)))
+    """The same, waited for."""
+    return launch_draws(logits, batch).read()
 
 
 def _cuts(batch: SamplingBatch) -> Cuts | None:

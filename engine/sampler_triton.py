@@ -162,19 +162,6 @@ def draw_kernel(logits, asked, drawn, mine, draws, vocabulary, row_stride, CUT: 
     tl.store(drawn + 3 * draws + at, finite.to(tl.float32))
 
 
-def draw(
-    logits: torch.Tensor,
-    row: np.ndarray,
-    temperature: np.ndarray,
-    uniform: np.ndarray,
-    raw: bool,
-    cuts: Cuts | None = None,
-) -> Read:
-    """D draws by inverse CDF from [S, V] logits on a device: as `Kernels.draw`, but log-probs are those of `log_softmax`
-    up to rounding."""
-    return launch(logits, row, temperature, uniform, raw, cuts)[1]()
-
-
 def launch(
     logits: torch.Tensor,
     row: np.ndarray,
@@ -183,8 +170,9 @@ def launch(
     raw: bool,
     cuts: Cuts | None = None,
 ) -> tuple[torch.Tensor, Callable[[], Read]]:
-    """The same, not waited for: the [D] int32 tokens on the device, and what reads all of it. Draws that cut and those that do
-    not are two launches, so that what one computes does not hang on the others."""
+    """D draws by inverse CDF from [S, V] logits on a device, not waited for: their [D] int32 tokens there, and what reads all
+    that `Kernels.draw` returns; log-probs are those of `log_softmax` up to rounding. Draws that cut and those that do not are
+    two launches, so that what one computes does not hang on the others."""
     draws = len(row)
     cutting = np.zeros(draws, bool) if cuts is None else cuts.any
     kinds = [(mine, cut) for cut in (False, True) if len(mine := np.flatnonzero(cutting == cut))]

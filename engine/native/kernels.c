@@ -130,7 +130,8 @@ typedef struct {
     float *logprob, *raw;     /* raw: at temperature 1, or NULL */
     uint8_t *finite;
     __m512 (*log)(__m512); /* Sleef_logf16_u10 as torch has it, or NULL */
-    const int64_t *top_k;     /* [draws], 0 = off; NULL: no draw cuts its distribution or forbids a token */
+    const uint8_t *cuts;      /* [draws]: it cuts its distribution or forbids a token; NULL: none does */
+    const int64_t *top_k;     /* [draws], 0 = off */
     const float *top_p, *min_p;
     const int64_t *first;     /* [draws + 1]: forbidden[first[i]] … forbidden[first[i + 1] - 1] are those of draw i */
     const int32_t *forbidden;
@@ -325,8 +326,7 @@ static void draw(const Draw *d, int64_t i, double *cumulative, float *scratch) {
     Logits l = own;
     l.temperature = warmth;
     float top = highest_own / warmth;
-    const int cuts = d->top_k && (d->first[i] < d->first[i + 1] ||
-                                  (d->temperature[i] > 0 && (d->top_k[i] > 0 || d->top_p[i] < 1 || d->min_p[i] > 0)));
+    const int cuts = d->cuts && d->cuts[i];
     if (cuts) top = cut(d, i, &l, scratch, scratch + d->scratch_row);
     if (!(d->finite[i] = top > -INFINITY)) return;
     const float log_mass = log_(d, mass_of(&l, top, cumulative));
@@ -341,7 +341,7 @@ static void draw(const Draw *d, int64_t i, double *cumulative, float *scratch) {
 static void draw_all(void *worker, void *work) {
     const Draw *d = work;
     double cumulative[MAX_BLOCKS];
-    float *scratch = d->top_k ? d->scratch + 2 * d->scratch_row * __atomic_fetch_add(d->seats, 1, __ATOMIC_RELAXED) : NULL;
+    float *scratch = d->cuts ? d->scratch + 2 * d->scratch_row * __atomic_fetch_add(d->seats, 1, __ATOMIC_RELAXED) : NULL;
     for (int64_t i; (i = take(worker, d->draws)) >= 0;) draw(d, i, cumulative, scratch);
 }
 void rollout_draw(const Team *team, const Draw *d) { run(team, draw_all, (void *)d); }

@@ -28,7 +28,7 @@ class _Draw(ctypes.Structure):
     _fields_ = [
         ("logits", c_void_p), ("is_bf16", c_int64), ("vocabulary", c_int64), ("draws", c_int64),
         *((name, c_void_p) for name in ("row", "temperature", "uniform", "token", "logprob", "raw", "finite", "log")),
-        *((name, c_void_p) for name in ("top_k", "top_p", "min_p", "first", "forbidden", "scratch")),
+        *((name, c_void_p) for name in ("cuts", "top_k", "top_p", "min_p", "first", "forbidden", "scratch")),
         ("scratch_row", c_int64), ("seats", c_void_p),
     ]  # fmt: skip
 
@@ -93,15 +93,15 @@ class Kernels:
             counts[draw + 1] = len(tokens)
         forbidden = np.array([token for _, tokens in cuts.forbidden for token in tokens], np.int32)
         assert not len(forbidden) or (forbidden.min() >= 0 and forbidden.max() < work.vocabulary)
-        given = zip((cuts.top_k, cuts.top_p, cuts.min_p), (np.int64, np.float32, np.float32), strict=True)
-        arrays = [np.ascontiguousarray(values, dtype) for values, dtype in given]
+        kinds = zip(cuts[:4], (np.uint8, np.int64, np.float32, np.float32), strict=True)
+        arrays = [np.ascontiguousarray(values, dtype) for values, dtype in kinds]
         arrays += [counts.cumsum(), forbidden, np.zeros(1, np.int64)]
-        assert all(len(values) == work.draws for values in arrays[:3])
+        assert all(len(values) == work.draws for values in arrays[:4])
         work.scratch_row = -(-work.vocabulary // 16) * 16 + 16
         if len(self._scratch) < 2 * threads * work.scratch_row:
             self._scratch = np.empty(2 * threads * work.scratch_row, np.float32)
         work.scratch = self._scratch.ctypes.data
-        for name, values in zip(("top_k", "top_p", "min_p", "first", "forbidden", "seats"), arrays, strict=True):
+        for name, values in zip(("cuts", "top_k", "top_p", "min_p", "first", "forbidden", "seats"), arrays, strict=True):
             setattr(work, name, values.ctypes.data)
         return arrays
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,13 +16,17 @@ from engine import sampler, sampler_triton  # noqa: E402
 from engine.plan import Drawn  # noqa: E402
 from engine.request import Sampling  # noqa: E402
 from engine.sampler import SamplingBatch  # noqa: E402
-from engine.sampler_triton import draw  # noqa: E402
+from engine.sampler_triton import Read, launch  # noqa: E402
 from tests.engine.test_sampler import CUTS, batch  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCABULARY = 300
 FEW = 100
 """a vocabulary of two blocks, for draws that look at it some sixty times"""
+
+
+def draw(*asked: Any, **more: Any) -> Read:
+    return launch(*asked, **more)[1]()
 
 
 @pytest.fixture(autouse=True)
