@@ -157,6 +157,8 @@ class DistributedPayload:
         self._group: Any = None
         self._flying: deque[tuple[Any, Any, tuple[Any, Any]]] = deque()
         """(work, bytes, slot) of the broadcasts that were posted, in their order"""
+        self._heard = time.monotonic()
+        """when a broadcast was last seen done"""
         self._failure: str | None = None
         self._line: socket.socket | None = None
         """an idle connection to the trainer's store, which ends with the trainer: torch tries on for seconds"""
@@ -186,7 +188,9 @@ class DistributedPayload:
             return 0
         if (lost := _error_of(self._flying[0][0])) is not None:
             self._flying.clear()  # errors are kept, with their frames: none may hold a broadcast
-            raise SourceUnreachable(f"the trainer was lost while it sent the weights: {lost}")
+            # of two broadcasts that time out together gloo says so of one, and of the other that its connection was closed
+            silence = f"{time.monotonic() - self._heard:.1f} s after its last bytes"
+            raise SourceUnreachable(f"the trainer was lost while it sent the weights, {silence}: {lost}")
         _, size, slot = self._flying[0]
         count = min(len(memory), size - self._read)
         _copy_out(memory[:count], slot[1][self._read : self._read + count])
@@ -194,6 +198,7 @@ class DistributedPayload:
         if self._read == size:
             self._flying.popleft()
             self._read = 0
+            self._heard = time.monotonic()
             self._post(slot)
         return count
 
@@ -235,6 +240,7 @@ class DistributedPayload:
             self._next_by = time.monotonic() + JOIN_S
             store.set(_joined(offer), "1")
             group = self._group = _group(offer, store, 1, line.getsockname()[0], self._device)
+            self._heard = time.monotonic()
             for slot in _slots(self._device, POSTED, offer.total):
                 self._post(slot)
         except Exception as error:
