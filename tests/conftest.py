@@ -18,6 +18,7 @@ from pathlib import Path  # noqa: E402
 import pytest  # noqa: E402
 
 from engine.config import EngineConfig  # noqa: E402
+from engine.pressure import Pressure  # noqa: E402
 from rollout.config import Config  # noqa: E402
 from rollout.process import service_process  # noqa: E402
 
@@ -25,6 +26,13 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
+
+
+@pytest.fixture
+def copies_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is parked is copied to host memory if that has room. By itself the engine compares rates that it has measured,
+    and on a loaded machine it may rather compute a short sequence again."""
+    monkeypatch.setattr(Pressure, "_copy_pays", lambda *_: True)
 
 
 @pytest.fixture(scope="session")

@@ -174,6 +174,18 @@ def test_a_failed_step_fails_its_groups_and_nothing_else() -> None:
     assert e.status()["failed_steps"] == 1
 
 
+@pytest.mark.parametrize(("copy", "prefill", "pays"), [(1e9, 1e-9, True), (1e-9, 1e9, False)])
+def test_what_is_parked_is_copied_if_that_is_faster(copy: float, prefill: float, pays: bool) -> None:
+    e = engine(kv_tokens=60, cpu_offload_gib=0.0001)
+    for i in range(4):
+        e.submit(group(f"g{i}", range(1, 9), n=4, max_tokens=16, seed=i, ignore_eos=True))
+    while e.has_work:
+        e.counters.copy_blocks_per_second, e.counters.prefill_tokens_per_second = copy, prefill  # as if measured
+        e.step()
+    assert e.counters.offloads if pays else e.counters.soft_resets
+    assert (e.counters.recomputed_tokens == 0) == pays
+
+
 def test_a_failed_copy_is_mended() -> None:
     e = engine(kv_tokens=60, cpu_offload_gib=0.0001)
     move, calls = e.kv.move, [0]
@@ -228,6 +240,7 @@ def test_clients_share_fairly() -> None:
     assert len(set(done)) <= 6, "the small client waited for many groups of the big one"
 
 
+@pytest.mark.usefixtures("copies_pay")
 @pytest.mark.parametrize("kv_tokens", [4096, 8 * 72])
 def test_a_client_that_has_all_slots_gives_some_up(kv_tokens: int) -> None:
     """Children that run for long do not keep another client waiting for their end, nor is anything computed twice for it."""

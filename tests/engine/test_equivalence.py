@@ -58,6 +58,7 @@ def canonical(request: pytest.FixtureRequest) -> tuple[dict[str, str], dict[tupl
     return request.param, run(tiny_engine(**request.param, **ROOMY), groups())
 
 
+@pytest.mark.usefixtures("copies_pay")
 @pytest.mark.parametrize("name", CLASSES)
 def test_class(name: str, canonical: tuple[dict[str, str], dict[tuple[str, int], Sample]]) -> None:
     arithmetic, samples = canonical

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 
 from engine.engine import Engine
 from engine.lanes import Copied
@@ -14,6 +15,7 @@ from engine.pool import Moves
 from engine.request import Group, Sampling
 from tests.engine.tiny import tiny_engine
 
+pytestmark = pytest.mark.usefixtures("copies_pay")
 PREFIX, N, BLOCK = 1024, 32, 32
 PREFIX_BLOCKS = PREFIX // BLOCK
 

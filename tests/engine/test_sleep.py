@@ -42,6 +42,7 @@ def run_with_naps(engine: Engine, naps: set[int], level: int = 1) -> dict[tuple[
     return samples
 
 
+@pytest.mark.usefixtures("copies_pay")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("options", "recomputes"),

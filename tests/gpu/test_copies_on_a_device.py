@@ -8,7 +8,6 @@ import torch
 from engine.kv import KVGeometry, PagedKV
 from engine.lanes import Beside, Copied, Work
 from engine.pool import Moves
-from engine.pressure import Pressure
 from tests.engine.test_equivalence import groups
 from tests.engine.toy import run
 from tests.gpu.on_device import DEVICE, agree, engine, needs_cuda
@@ -18,9 +17,9 @@ BUSY_CYCLES = 5_000_000
 """of the device: some milliseconds"""
 
 
+@pytest.mark.usefixtures("copies_pay")
 @pytest.mark.parametrize("mirror_ahead", [False, True])
-def test_under_pressure_as_with_room(mirror_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pressure, "_copy_pays", lambda *_: True)  # whatever the first prefill, which compiles, says
+def test_under_pressure_as_with_room(mirror_ahead: bool) -> None:
     tight = engine(kv_tokens=320, cpu_offload_gib=0.01, mirror_ahead=mirror_ahead)
     agree(run(engine(kv_tokens=16_384), groups()), run(tight, groups()))
     counters = tight.counters

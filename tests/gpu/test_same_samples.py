@@ -29,6 +29,7 @@ def canonical() -> Samples:
     return run(engine(**ROOMY), groups())
 
 
+@pytest.mark.usefixtures("copies_pay")
 @pytest.mark.parametrize("name", CLASSES)
 def test_class(name: str, canonical: Samples) -> None:
     made = engine(**CLASSES[name])

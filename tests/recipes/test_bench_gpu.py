@@ -53,6 +53,7 @@ def by_part(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return {name: [row for row in rows if row["part"] == name] for name in gpu_parts.PARTS}
 
 
+@pytest.mark.usefixtures("copies_pay")
 def test_every_part_runs(
     stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -255,6 +255,7 @@ def test_only_a_tight_pool_is_compared(tiny_model: Path) -> None:
     assert not [name for name in rows[-1] if name.startswith("ratio")]
 
 
+@pytest.mark.usefixtures("copies_pay")
 def test_pressure_offloads_and_recomputes_nothing(tiny_model: Path, tmp_path: Path) -> None:
     rows = run_command(tiny_model, tmp_path, "pressure", scale=0.1)
     summary = rows[-1]
