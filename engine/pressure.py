@@ -141,26 +141,26 @@ class Pressure:
         return True
 
     def mirror(self, running: list[Sequence]) -> None:
-        """When the pool will run out soon, copy full blocks of the newest sequences, who leave first."""
+        """When the pool will run out soon, copy full blocks of the sequences that are parked first: the last in rank."""
         size = self.config.block_size
         soon = 2 * self.config.lookahead_blocks * len(running)
         if not self.config.mirror_ahead or self.store.available > soon:
             return
         left = self.config.mirror_blocks_per_step
-        for seq in reversed(running):
+        for seq in sorted(running, key=lambda seq: seq.rank, reverse=True):
             while left and seq.mirrored < seq.cached // size:
                 block = seq.blocks[seq.mirrored]
                 if block.host is None:
                     if self.store.host.free <= self.store.host.size // 4 or not self.store.mirror(block):
                         return
-                    self.counters.mirrored_blocks += 1
                     left -= 1
                 seq.mirrored += 1
             if not left:
                 return
 
     def _copy_pays(self, blocks: int, seq: Sequence) -> bool:
-        """There and back over the measured copy rate, against the tokens over the measured prefill rate. Unknown: copy."""
+        """Copying so many blocks out and back takes no longer than prefilling the tokens again, at the measured rates. True
+        while one of them is not known."""
         copy, prefill = self.counters.copy_blocks_per_second, self.counters.prefill_tokens_per_second
         if not copy or not prefill:
             return True

@@ -1,9 +1,9 @@
 """The scheduler: which tokens of which sequences the next step computes, and where their KV lives. Policy only, in ints.
 
-`plan()` decides, the engine launches that and says so (`launched()`), `commit()` takes note of what was drawn: at once, or
+`plan()` decides, the engine launches that and says so (`launched()`), `commit()` records what was drawn: at once, or
 after the next step has been planned and launched (`engine.flight`). One call of `plan()`:
 
-    1. make room     the running sequences need blocks to grow; if there are too few, the newest are parked (engine.pressure);
+    1. make room     the running sequences need blocks to grow; if too few, the last in rank are parked (engine.pressure);
                      all slots are taken and a client with less than its share waits: others give some up
     2. decode        one row for each sequence that has one token to compute
     3. prefill       chunks for the running sequences that have more, while the token budget lasts
@@ -172,7 +172,7 @@ class Scheduler:
             at += draws
 
     def commit(self, plan: Plan, drawn: Drawn) -> list[Sample]:
-        """Take note of what the oldest step in flight drew: tokens, forks, ends. Returns the children that ended. Rows of those
+        """Record what the oldest step in flight drew: tokens, forks, ends. Returns the children that ended. Rows of those
         that ended while the step was under way are passed over."""
         samples: list[Sample] = []
         tokens, logprobs, finite = drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.finite.tolist()
@@ -217,8 +217,6 @@ class Scheduler:
         """The weights are another version now. `kv`: "keep" the KV of live sequences, "recompute" it, or "abort" them. A prompt
         of which nothing was drawn yet keeps KV as old as `max_kv_lag` allows, as if it had just come. Returns the samples that
         end: aborted ones, and those that `max_version_lag` makes stale."""
-        if kv not in ("keep", "recompute", "abort"):
-            raise ValueError(f"kv={kv!r}: must be keep, recompute or abort")
         self.version = version
         samples: list[Sample] = []
         for state in list(self.groups.values()):
@@ -278,7 +276,6 @@ class Scheduler:
             self._stop(seq)
             if not self.pressure.offload(seq):
                 self._soft_reset(seq)
-                self.counters.soft_resets += 1
         if victims:
             self.pressure.reclaim_idle(sum(self.pressure.need(seq) for seq in self.running))
 
@@ -301,6 +298,7 @@ class Scheduler:
     def _soft_reset(self, seq: Sequence) -> None:
         """Give the KV up; it is prefilled again from whatever the prefix index still has."""
         self.tables.truncate(seq, 0)
+        self.counters.soft_resets += 1
 
     # ── after a step ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _fork(self, seq: Sequence) -> list[Sequence]:

@@ -13,6 +13,23 @@ from engine.sequence import Sequence
 
 
 @dataclass(slots=True)
+class Rate:
+    """How many a second, over about the last `span` of them: two sums, half of which is forgotten with each `span`. Of a short
+    measurement, which may be mostly noise, little is kept; before an eighth of `span` nothing is said."""
+
+    span: int
+    count: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, count: int, seconds: float) -> float:
+        """Returns the rate; 0 = not known yet."""
+        kept = 0.5 ** (count / self.span)
+        self.count = kept * self.count + count
+        self.seconds = kept * self.seconds + seconds
+        return self.count / self.seconds if self.seconds > 0 and self.count >= self.span / 8 else 0.0
+
+
+@dataclass(slots=True)
 class Counters:
     steps: int = 0
     generated_tokens: int = 0
@@ -31,9 +48,8 @@ class Counters:
     """sequences parked in host memory"""
     offloaded_blocks: int = 0
     """blocks copied device → host, mirrored ones included"""
-    mirrored_blocks: int = 0
     restored_blocks: int = 0
-    """blocks copied host → device for sequences that came back"""
+    """blocks copied host → device, for sequences that came back and for prefixes that were found there"""
     soft_resets: int = 0
     unused_draws: int = 0
     """made for children that had ended by then: the price of steps that overlap"""
@@ -57,9 +73,10 @@ class Counters:
     """measured, 0 = not yet"""
     prefill_tokens_per_second: float = 0.0
     """measured, 0 = not yet"""
-    peak_used_blocks: int = 0
     ended: Counter[str] = field(default_factory=Counter)
     """children by finish reason"""
+    _copies: Rate = field(default_factory=lambda: Rate(512), repr=False)
+    _prefills: Rate = field(default_factory=lambda: Rate(8192), repr=False)
 
     def moved(self, moves: Moves, copied: Copied, block_bytes: int) -> None:
         """A step's copies of blocks, and those that have ended."""
@@ -70,7 +87,7 @@ class Counters:
         self.bytes_to_device += len(moves.restores) * block_bytes
         self.move_seconds += copied.seconds
         if copied.blocks:
-            self.copy_blocks_per_second = _smooth(self.copy_blocks_per_second, copied.blocks / copied.seconds)
+            self.copy_blocks_per_second = self._copies.add(copied.blocks, copied.seconds)
 
     def stepped(self, plan: Plan, seconds: float) -> None:
         """A step was committed, so long after it was planned, or after the one before was, if that was later."""
@@ -82,11 +99,7 @@ class Counters:
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """The forward of a step, nearly all of whose tokens were prefill."""
-        self.prefill_tokens_per_second = _smooth(self.prefill_tokens_per_second, tokens / seconds)
-
-
-def _smooth(old: float, new: float) -> float:
-    return new if not old else 0.8 * old + 0.2 * new
+        self.prefill_tokens_per_second = self._prefills.add(tokens, seconds)
 
 
 def stale_token_frac(sequences: Iterable[Sequence], block_size: int, version: int) -> float:

@@ -1,4 +1,4 @@
-"""What an engine says about itself: the fields of docs/metrics.md."""
+"""What an engine says about itself; the metrics of docs/metrics.md are made of it (`rollout.meters`)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def status(engine: Engine) -> dict[str, Any]:
         "attention": engine.backend.name,
         "dtype": str(engine.model.geometry.dtype).removeprefix("torch."),
         "overlap": engine.overlap,
+        "graphs": engine.graphs is not None,
         "state": _state(engine),
         "groups": len(scheduler.groups),
         "running": len(scheduler.running),
@@ -35,7 +36,7 @@ def status(engine: Engine) -> dict[str, Any]:
             "stale_token_frac": stale_token_frac(sequences, size, version),
             **scheduler.store.counts(),
         },
-        **msgspec.to_builtins(engine.counters),
+        **{name: count for name, count in msgspec.to_builtins(engine.counters).items() if not name.startswith("_")},
     }
 
 

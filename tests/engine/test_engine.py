@@ -205,6 +205,23 @@ def test_a_failed_copy_is_mended() -> None:
         assert [samples[each.id, i].token_ids.tolist() for i in range(4)] == expected(each)
 
 
+def test_mirrors_that_never_succeed_stop_nobody() -> None:
+    e = engine(kv_tokens=60, cpu_offload_gib=0.0001, mirror_ahead=True)
+    move = e.kv.move
+
+    def broken(moves: Any) -> Any:
+        if moves.mirrors:
+            raise MemoryError("injected failure of a copy")
+        return move(moves)
+
+    e.kv.move = broken  # type: ignore[method-assign]
+    groups = [group(f"g{i}", range(1, 9), n=4, max_tokens=16, seed=i, ignore_eos=True) for i in range(4)]
+    samples = run(e, groups)
+    assert e.counters.failed_moves > 0
+    for each in groups:
+        assert [samples[each.id, i].token_ids.tolist() for i in range(4)] == expected(each)
+
+
 def test_nan_ends_its_child_only() -> None:
     """NaN in the KV of one child: it ends with an error, its neighbours do not notice, its blocks are not found again."""
     e = tiny_engine()
@@ -366,7 +383,9 @@ def test_all_children_are_counted_where_a_group_ends_before_its_fork() -> None:
     assert len(e.abort("g")) == 8 and e.counters.ended["aborted"] == 8
 
 
-@pytest.mark.parametrize(("field", "value"), [("device", "cpux"), ("seed", -1), ("kv_gib", float("inf"))])
+@pytest.mark.parametrize(
+    ("field", "value"), [("device", "cpux"), ("device", "cuda:x"), ("device", "cuda:"), ("seed", -1), ("kv_gib", float("inf"))]
+)
 def test_what_cannot_be_had_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         EngineConfig(**{field: value})  # type: ignore[arg-type]
