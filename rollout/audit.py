@@ -30,8 +30,12 @@ OUTSIDE = 0.1
 
 
 class Audit:
-    """Scores every `config.audit_every`-th finished sample. `module`: the model that serves; it is not changed. `streamed`: the
-    offload of its layers, if it is on."""
+    """Scores every `config.audit_every`-th finished sample.
+
+    Args:
+        module: the model that serves; it is not changed.
+        streamed: the offload of its layers, if it is on.
+        ready: False while the weights are asleep or dropped; nothing is scored then."""
 
     def __init__(
         self,
@@ -39,6 +43,7 @@ class Audit:
         config: TrackingConfig,
         clock: Callable[[], float] = time.perf_counter,
         streamed: Streamed | None = None,
+        ready: Callable[[], bool] = lambda: True,
     ) -> None:
         assert config.audit_every > 0
         self._plain = plain_twin(module)
@@ -46,6 +51,7 @@ class Audit:
             streamed.attach(self._plain)
         self._config = config
         self._clock = clock
+        self._ready = ready
         self._finished = itertools.count(1)
         self._next: tuple[Group, Sample] | None = None
         self._not_before = 0.0
@@ -61,7 +67,7 @@ class Audit:
 
     def run(self, version: int, now: float) -> None:
         """Score the kept sample, if it is time; `version`: of the live weights."""
-        if self._next is None or now < self._not_before:
+        if self._next is None or now < self._not_before or not self._ready():
             return
         (group, sample), self._next = self._next, None
         count = min(len(sample.token_ids), self._config.audit_max_tokens - len(group.prompt))
@@ -71,7 +77,11 @@ class Audit:
             return
         temperature, logprobs = served
         began = self._clock()
-        plain = plain_logprobs(self._plain, group.prompt, sample.token_ids[:count], temperature)
+        try:
+            plain = plain_logprobs(self._plain, group.prompt, sample.token_ids[:count], temperature)
+        except Exception:
+            self._skipped += 1
+            raise
         seconds = self._clock() - began
         self._not_before = now + seconds / self._config.audit_max_share
         self._seconds += seconds

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal, TypeVar
@@ -27,6 +28,7 @@ from rollout.process import ServiceFailed, write_atomically
 from rollout.sinks import Sink, open_sinks
 from rollout.tracking import Tracker
 from transport.errors import RolloutError
+from transport.sockets import ServiceEnd
 
 Settings = Annotated[Config, tyro.conf.arg(name="")]
 
@@ -126,26 +128,32 @@ def serve(argv: list[str]) -> int:
     args = parse(lambda base: ServeArgs(settings=base), argv, "rollout serve")
     config = with_model(args.settings, args.model)
     stop = Stopper()
-    from engine.engine import Engine
-    from rollout import models
-    from rollout.service import Service
+    with ExitStack() as started:
+        try:
+            end = ServiceEnd(config.service.endpoint, config.limits)  # first: a port in use is told before a model is loaded
+            started.callback(end.close)
+            sinks = open_sinks(config.tracking)
+            for sink in sinks:
+                started.callback(sink.close)
+            from engine.engine import Engine
+            from rollout import models
+            from rollout.service import Service
 
-    sinks = open_sinks(config.tracking)
-    folder = models.resolve(config.engine.model)
-    models.hide_progress_bars()
-    try:
-        engine = Engine(msgspec.structs.replace(config.engine, model=str(folder)), limits=config.limits)
-        service = Service(
-            engine,
-            config.service.endpoint,
-            limits=config.limits,
-            client_grace_s=config.service.client_grace_s,
-            max_outbox_bytes=config.service.max_outbox_bytes,
-            lease_s=config.service.lease_s,
-            tracker=make_tracker(config.tracking, sinks, engine),
-        )
-    except ValueError as error:  # a configuration that this model or machine cannot serve
-        raise InputError(str(error)) from error
+            folder = models.resolve(config.engine.model)
+            models.hide_progress_bars()
+            engine = Engine(msgspec.structs.replace(config.engine, model=str(folder)), limits=config.limits)
+            service = Service(
+                engine,
+                transport=end,
+                limits=config.limits,
+                client_grace_s=config.service.client_grace_s,
+                max_outbox_bytes=config.service.max_outbox_bytes,
+                lease_s=config.service.lease_s,
+                tracker=make_tracker(config.tracking, sinks, engine),
+            )
+        except ValueError as error:  # a configuration that this model or machine cannot serve
+            raise InputError(str(error)) from error
+        started.pop_all()  # the service closes them
     stop.service_stop = service.stop
     if args.exit_on_stdin_close:
         threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
@@ -163,7 +171,8 @@ def make_tracker(config: TrackingConfig, sinks: list[Sink], engine: Any) -> Trac
         return Tracker(config, sinks)
     from rollout.audit import Audit
 
-    return Tracker(config, sinks, Audit(engine.model.module, config, streamed=engine.model.streamed))
+    ready = lambda: not (engine.asleep or engine.weights.dropped)  # noqa: E731
+    return Tracker(config, sinks, Audit(engine.model.module, config, streamed=engine.model.streamed, ready=ready))
 
 
 class Stopper:

@@ -21,7 +21,7 @@ from engine.config import WeightOffload
 from engine.request import Group, Sample, Sampling
 from engine.streaming import Streamed
 from rollout.audit import Audit, plain_logprobs, plain_twin
-from rollout.cli import main
+from rollout.cli import main, make_tracker
 from rollout.client import RolloutClient
 from rollout.config import Config, InputError, TrackingConfig, dump, load
 from rollout.meters import EngineMeter, SampleMeter
@@ -397,6 +397,36 @@ def test_the_audit_skips_what_it_cannot_compare() -> None:
     row = audited(model, engine, top_k=5)
     assert row["mismatch/audited_tokens"] == 0 and row["mismatch/skipped_samples"] == 2
     row = audited(model, engine, lambda: engine.refresh(model.state_dict()))  # the sample is of version 0 now
+    assert row["mismatch/audited_tokens"] == 0 and row["mismatch/skipped_samples"] == 2
+
+
+def test_the_audit_waits_while_the_weights_are_away() -> None:
+    """After sleep(level=2) the parameters hold zeros until a refresh has come, under the version that they had."""
+    model = tiny("llama")
+    new = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    engine = tiny_engine(model=model)
+    tracker = make_tracker(TrackingConfig(interval_s=1e6, window_s=1e6, audit_every=1, audit_max_share=1.0), [], engine)
+    engine.submit(one := group(prompt=9, max_tokens=12, seed=3, ignore_eos=True))
+    tracker.begin(one)
+    while engine.has_work:
+        for done in engine.step():
+            tracker.observe(done, engine.version)
+    engine.sleep(2)
+    for order in (lambda: None, engine.wake, lambda: engine.refresh(new)):
+        order()
+        tracker.tend(engine.status, engine.version)
+        tracker.tend(engine.status, engine.version)
+    tracker.close(engine.status)
+    assert tracker.row["mismatch/audited_tokens"] == 0 and tracker.row["mismatch/skipped_samples"] == 1
+
+
+def test_an_audit_that_fails_is_a_skipped_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("injected failure of the plain forward")
+
+    monkeypatch.setattr("rollout.audit.plain_logprobs", broken)
+    model = tiny("llama")
+    row = audited(model, tiny_engine(model=model))
     assert row["mismatch/audited_tokens"] == 0 and row["mismatch/skipped_samples"] == 2
 
 
