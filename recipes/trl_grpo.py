@@ -24,9 +24,9 @@ import tyro
 from engine.config import EngineConfig
 from rollout import RolloutClient, models
 from rollout.config import Config
-from rollout.integrations.exact import use_exact_attention
 from rollout.integrations.trl import GroupRollouts, correct_importance
 from rollout.process import service_process
+from rollout.trainer_attention import use_exact_attention
 
 BOUND = {"float32": 1e-4, "bfloat16": 0.02}
 """largest mean |Δ log-prob| between TRL and the service that counts as agreement"""

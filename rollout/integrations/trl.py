@@ -1,4 +1,4 @@
-"""TRL ≥ 1.16 on this service, through its published plug points: nothing is patched, and vLLM is not needed.
+"""TRL 1.16 on this service, through its published plug points: nothing is patched, and vLLM is not needed.
 
 `GRPOTrainer` (also on the CPU):
 

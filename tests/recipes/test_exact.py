@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from engine.attention import NativeAttention, NativeUnavailable
 from engine.request import Group, Sample, Sampling
-from rollout.integrations.exact import use_exact_attention
+from rollout.trainer_attention import use_exact_attention
 from tests.engine.tiny import tiny, tiny_engine
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13], [3, 3, 3, 3, 3, 3, 3, 3]]
