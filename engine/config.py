@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Literal
 
 import msgspec
@@ -30,7 +31,8 @@ class WeightOffload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to run and in how much memory. `Engine.status()` reports what each open choice became."""
+    """What to run and in how much memory. `Engine.status()` reports what was chosen where
+    nothing was said."""
 
     model: str = "smollm2"
     """folder of a transformers model (`rollout.models` resolves hub ids and the word smollm2 to one)"""
@@ -57,7 +59,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int = 32
     """tokens of KV in one block"""
     kv_gib: float | None = None
-    """KV pool on the device in GiB, taken at start; or give kv_tokens; neither = a quarter of the free memory, as used"""
+    """KV pool on the device in GiB, taken at start; or give kv_tokens; neither = a quarter of the free memory,
+    as used; on CUDA 80 %"""
     kv_tokens: int | None = None
     """KV pool on the device in tokens, rounded up to blocks"""
     max_num_seqs: int = 256
@@ -92,9 +95,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if not ok:
                 raise ValueError(message)
 
-        need(
-            self.device == "cpu" or self.device.split(":")[0] == "cuda", f"device={self.device!r}: must be cpu, cuda or cuda:N"
-        )
+        need(bool(re.fullmatch(r"cpu|cuda(:\d+)?", self.device)), f"device={self.device!r}: must be cpu, cuda or cuda:N")
         need(0 <= self.seed < 2**63, f"seed={self.seed}: must be 0 to 2**63 - 1")
         need(self.block_size >= 1, f"block_size={self.block_size}: must be at least 1")
         need(self.kv_gib is None or self.kv_tokens is None, "give kv_gib or kv_tokens, not both")

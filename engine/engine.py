@@ -69,6 +69,8 @@ class Engine:
         if config.device != "cpu" and not torch.cuda.is_available():
             raise ValueError(f"device={config.device}: torch {torch.__version__} finds no CUDA device here; device=cpu works")
         if (index := torch.device(config.device).index) is not None:
+            if index >= torch.cuda.device_count():
+                raise ValueError(f"device={config.device}: the last one here is cuda:{torch.cuda.device_count() - 1}")
             torch.cuda.set_device(index)  # Triton and events take the current one
         if model is None:
             model = open_model(config)
@@ -183,7 +185,6 @@ class Engine:
         launched = time.perf_counter()
         self.scheduler.launched(plan)
         self.counters.commit_seconds += time.perf_counter() - launched
-        self.counters.peak_used_blocks = max(self.counters.peak_used_blocks, self.scheduler.store.used)
         last, self._flight = self._flight, flight
         samples += self._commit(last)
         return samples if self.overlap else samples + self._land()
@@ -291,7 +292,7 @@ class Engine:
         self.asleep = False
 
     def status(self) -> dict[str, Any]:
-        """Everything there is to know, JSON-able. Names: docs/metrics.md."""
+        """Everything there is to know, JSON-able; see `engine.status`."""
         return status(self)
 
     def check(self) -> None:

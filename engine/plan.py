@@ -37,15 +37,11 @@ class Plan(NamedTuple):
     shared: tuple[SharedPrefix, ...]
     moves: Moves
     columns: Columns
-    """where the sequences of the rows have their places; as they are until `Scheduler.commit`"""
+    """where the sequences of the rows have their places; valid until the step is launched"""
 
     @property
     def num_tokens(self) -> int:
         return sum(row.count for row in self.rows)
-
-    @property
-    def num_samples(self) -> int:
-        return sum(row.samples for row in self.rows)
 
 
 class Drawn(NamedTuple):

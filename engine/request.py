@@ -49,6 +49,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_kv_lag: int = 1_000_000
     """`Sampling.max_kv_lag` and `Sampling.max_version_lag`"""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field and what it accepts."""
+        for name in self.__struct_fields__:
+            least = 2 if name == "max_frames" else 0 if name == "max_kv_lag" else 1
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the children of a group are drawn.
@@ -210,7 +217,7 @@ class Refreshed(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     via: str
-    """how the tensors came: memory, shm, inline or files"""
+    """how the tensors came: memory, shm, inline, files, cuda_ipc, gloo or nccl"""
     bytes: int
     """of the tensors, as they were sent"""
     seconds: float

@@ -97,18 +97,18 @@ def launch_draws(logits: torch.Tensor, batch: SamplingBatch) -> Draws:
     """Draw D tokens from [S, V] logits of any float dtype: by a kernel, or by plain torch where there is none. On CUDA the host
     waits for a kernel's draws only when it reads them.
 
-    Each draw's arithmetic stands for itself and hangs on its own sampling parameters alone. Log-probs are `log_softmax`'s of
+    Each draw's arithmetic stands for itself and depends on its own sampling parameters alone. Log-probs are `log_softmax`'s of
     what is left of the scaled logits: on the CPU to the bit."""
     on_cuda = logits.device.type == "cuda"
     kernel = _triton_kernels() if on_cuda else _native(logits)
     if kernel is None or not len(batch.logits_row):
         drawn = _sample_torch(logits, batch)
     else:
-        asked = batch.logits_row, batch.temperature, batch.uniform, batch.raw, _cuts(batch)
+        given = batch.logits_row, batch.temperature, batch.uniform, batch.raw, _cuts(batch)
         if on_cuda:
-            tokens, read = kernel.launch(logits, *asked)
+            tokens, read = kernel.launch(logits, *given)
             return Draws(tokens, lambda: Drawn(*read()))
-        drawn = Drawn(*kernel.draw(logits, *asked))
+        drawn = Drawn(*kernel.draw(logits, *given))
     return Draws(torch.from_numpy(drawn.tokens).to(logits.device), lambda: drawn)
 
 
@@ -119,9 +119,14 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
 
 def _cuts(batch: SamplingBatch) -> Cuts | None:
     """None: no draw leaves anything out."""
-    some = (batch.temperature != 0) & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
+    some = _truncated(batch)
     some[[draw for draw, _ in batch.forbidden]] = True
     return Cuts(some, batch.top_k, batch.top_p, batch.min_p, batch.forbidden) if some.any() else None
+
+
+def _truncated(batch: SamplingBatch) -> np.ndarray:
+    """[draws] bool: top_k, top_p or min_p may leave tokens out."""
+    return (batch.temperature != 0) & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
 
 
 def _native(logits: torch.Tensor) -> Kernels | None:
@@ -179,7 +184,7 @@ def _draw(
         if draw in forbidden:
             drawn_from[i, forbidden[draw]] = -torch.inf
     finite &= drawn_from.amax(-1) > -torch.inf
-    cut = np.flatnonzero(~greedy & ((batch.top_k[like] > 0) | (batch.top_p[like] < 1) | (batch.min_p[like] > 0)))
+    cut = np.flatnonzero(_truncated(batch)[like])
     if len(cut):
         at = torch.from_numpy(cut).to(device)
         drawn_from[at] = _truncate(drawn_from[at], batch, like[cut])

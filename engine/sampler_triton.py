@@ -7,7 +7,7 @@
 A draw that truncates or forbids finds the least weight that it keeps between 1 and 2: by bisection over the bits of a number in
 [0, 1], a pass for each. As `kernels.c` does, where what is settled leaves.
 
-Imported only where Triton is there. All that draws hang on goes to the device in one copy, all that they give comes back in
+Imported only where Triton is there. All inputs of the draws go to the device in one copy, all that they give comes back in
 one: the host waits for the step where it reads that.
 """
 
@@ -172,7 +172,7 @@ def launch(
 ) -> tuple[torch.Tensor, Callable[[], Read]]:
     """D draws by inverse CDF from [S, V] logits on a device, not waited for: their [D] int32 tokens there, and what reads all
     that `Kernels.draw` returns; log-probs are those of `log_softmax` up to rounding. Draws that cut and those that do not are
-    two launches, so that what one computes does not hang on the others."""
+    two launches, so that what one computes does not depend on the others."""
     draws = len(row)
     cutting = np.zeros(draws, bool) if cuts is None else cuts.any
     kinds = [(mine, cut) for cut in (False, True) if len(mine := np.flatnonzero(cutting == cut))]

@@ -137,6 +137,8 @@ class Weights:
         if self.dropped and partial:
             raise InvalidWeights("the weights were dropped by sleep(level=2): a refresh of all tensors must come first")
         targets = self._check(manifest, partial)
+        if partial:
+            _ = self.digest  # of tensors that were never sent: computed now, and not while steps wait for the exchange
         if self._buffer is None:
             self._buffer = self._allocate()
         parts = [

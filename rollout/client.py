@@ -233,7 +233,7 @@ class RolloutClient:
 
     def weights_status(self, verify: bool = False, timeout: float = 60.0) -> dict[str, Any]:
         """The live version and digest, and what is being staged by whom. `verify`: also `live_digest`, of the bytes as they lie
-        there, which costs the service a pass over its weights."""
+        there. That costs the service a pass over its weights, as does the first digest of those that were never refreshed."""
         if not isinstance(verify, bool):
             raise InvalidRequest(f"verify={verify!r}: must be True or False")
         request = self._link.request(lambda id: WeightsRequest(id, verify))

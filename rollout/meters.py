@@ -93,7 +93,7 @@ class EngineMeter:
         self._seen: deque[tuple[float, Counts]] = deque()
 
     def add(self, status: Counts, now: float) -> None:
-        """Take note of an engine's status. The oldest one kept is just outside the window, so that it is covered whole."""
+        """Record an engine's status. The oldest one kept is just outside the window, so that it is covered whole."""
         self._seen.append((now, status))
         while len(self._seen) > 2 and self._seen[1][0] <= now - self._window_s:
             self._seen.popleft()

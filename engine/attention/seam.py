@@ -22,7 +22,8 @@ class Backend(Protocol):
     """How attention is computed. Everything inside a block's K and V is the backend's to lay out.
 
     The promise of every backend: what a query gets depends on its own tokens alone. It does the same arithmetic for each
-    (query, block), in the order of blocks, whatever else is in the batch, however the prompt was chunked, shared or not.
+    query and chunk of its context (of a fixed size), in their order, whatever else is in the batch, however the prompt was
+    computed: in how many steps, shared or not.
     """
 
     name: str

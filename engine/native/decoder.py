@@ -70,10 +70,8 @@ class NativeDecoder:
             raise NotNative("the CPU has no avx512_bf16, or there is no compiler")
         self.kernels = kernels
         self.body, self.lm_head = module.base_model, module.get_output_embeddings()
-        _need(
-            {name for name, _ in self.body.named_children()} == {"embed_tokens", "layers", "norm", "rotary_emb"}, "its modules"
-        )
-        _need(type(self.body.embed_tokens) is nn.Embedding, "its embedding")
+        _need({name for name, _ in self.body.named_children()} == BODY, f"the model has other parts than {sorted(BODY)}")
+        _need(type(self.body.embed_tokens) is nn.Embedding, "the embedding is of a kind of its own")
         first = self.body.layers[0]
         _need({name for name, _ in first.named_children()} == LAYER, "a decoder layer of another kind")
         _need(hasattr(first.self_attn, "q_proj") and hasattr(first.mlp, "gate_proj"), "projections of another kind")

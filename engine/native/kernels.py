@@ -1,6 +1,6 @@
 """`kernels.c` behind Python: the sampler, and a decoder's work between two attentions (`engine.native.decoder`).
 
-Its promise is torch's own bits, which hangs on the CPU and on torch's release; `Kernels` compares before it offers anything.
+Its promise is torch's own bits, which depend on the CPU and on torch's release; `Kernels` compares before it offers anything.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ class Point(msgspec.Struct, frozen=True):
     seconds: float
     """since the run began"""
     generated_tokens: int
-    running: int
     block_bytes: int
     device_blocks: int
     device_used: int
@@ -28,7 +27,6 @@ class Point(msgspec.Struct, frozen=True):
     host_used: int
     host_cached: int
     offloads: int
-    restored_blocks: int
     soft_resets: int
     version: int
 

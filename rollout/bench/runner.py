@@ -169,12 +169,10 @@ def one_run(workload: Workload, text: Prompts, target: Target, run: int, recordi
     start = run * workload.prompts * workload.prompt_tokens
     prompts = text.slices(start, workload.prompts, workload.prompt_tokens)
     sampling = Sampling(n=workload.n, max_tokens=workload.new_tokens, temperature=1.0, ignore_eos=True, seed=run)
-    before, samples, first = target.status(), [], 0.0
+    before = target.status()
     with nullcontext() if recording is None else target.watch(recording):
         started = time.perf_counter()
-        for sample in target.generate(prompts, sampling):
-            first = first or time.perf_counter() - started
-            samples.append(sample)
+        samples = list(target.generate(prompts, sampling))
         seconds = time.perf_counter() - started
     after = target.status()
     check(workload, samples)
@@ -188,7 +186,6 @@ def one_run(workload: Workload, text: Prompts, target: Target, run: int, recordi
         "tokens_per_second": round(generated / seconds, 2),
         **{name: after[name] - before[name] for name in COUNTERS},
         "peak_rss_bytes": target.peak_rss_bytes(),
-        "first_sample_seconds": round(first, 4),
         "decode_tokens_per_second": decode_speed(before, after),
     }
 

@@ -138,7 +138,7 @@ def test_new_weights_are_seen() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "why"),
     [
-        ("gemma3_text", {"head_dim": 32}, "its embedding"),
+        ("gemma3_text", {"head_dim": 32}, "the embedding"),
         ("olmo2", {}, "a decoder layer of another kind"),
         ("phi3", {}, "a decoder layer of another kind"),
         ("llama", {"head_dim": 16}, "head_dim 16"),

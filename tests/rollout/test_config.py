@@ -36,6 +36,8 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
         ("[engine]\nmax_sequences = 3\n", "max_sequences"),
         ("[tracker]\nx = 3\n", "tracker"),
         ("[limits]\nmax_n = 'many'\n", r"limits\.max_n"),
+        ("[limits]\nmax_frame_bytes = 0\n", "max_frame_bytes=0: must be at least 1"),
+        ("[limits]\nmax_frames = 1\n", "max_frames=1: must be at least 2"),
         ("[engine]\nblock_size = 0\n", "block_size=0"),
         ("[service]\nclient_grace_s = 1.5\n", "client_grace_s=1.5: at least 2"),
         ("[service]\nlease_s = 0.0\n", "lease_s=0.0"),
