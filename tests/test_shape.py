@@ -142,10 +142,13 @@ def test_the_readme_configuration_is_accepted(tmp_path: Path) -> None:
     assert load(tmp_path / "rollout.toml").engine.kv_gib == 4.0
 
 
-def test_files_that_the_documents_link_to_exist() -> None:
-    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
-        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text()):
+def test_files_that_the_documents_name_exist() -> None:
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
+        text = document.read_text()
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+        for path in re.findall(r"\b(?:engine|transport|rollout|recipes|tests|docs)/[\w/]+\.(?:py|c|md)\b", text):
+            assert (ROOT / path).exists(), f"{document.name} names {path}"
 
 
 def test_files_and_functions_stay_readable() -> None:
