@@ -151,6 +151,12 @@ def test_files_that_the_documents_name_exist() -> None:
             assert (ROOT / path).exists(), f"{document.name} names {path}"
 
 
+def test_every_module_of_the_engine_has_its_place_in_the_reading_order() -> None:
+    table = re.findall(r"`([\w/]+(?:\.py|/))`", (ROOT / "docs/architecture.md").read_text())
+    here = {path.name + ("/" if path.is_dir() else "") for path in (ROOT / "engine").iterdir() if path.name[0] not in "_."}
+    assert here <= set(table)
+
+
 def test_files_and_functions_stay_readable() -> None:
     long = {str(path.relative_to(ROOT)) for path in modules() if len(path.read_text().splitlines()) > 370}
     for path in modules():
