@@ -79,6 +79,8 @@ class DecodeGraphs:
             except torch.OutOfMemoryError:
                 log.warning("no memory is left to capture the forward of %d sequences; larger steps run without graphs", size)
                 self._sizes = [smaller for smaller in self._sizes if smaller < size]
+                if not self._replays:
+                    self._capture = self._new_capture()  # torch forgets a pool whose only graph has failed
                 return self._forward(batch, kv, backend)
             except RuntimeError as error:
                 log.warning("decode runs without CUDA graphs, the forward cannot be captured: %s", error)
@@ -124,7 +126,6 @@ def cuda_capture(aside: torch.cuda.Stream) -> Capture:
     def capture(run: Run) -> Run:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         collects = gc.isenabled()
-        gc.collect()
         gc.disable()  # what an object does that ends in the middle of a capture might break it
         try:
             aside.wait_stream(current)
@@ -135,8 +136,11 @@ def cuda_capture(aside: torch.cuda.Stream) -> Capture:
                 try:
                     result = run()
                 except BaseException:
-                    with suppress(RuntimeError):  # it says that the capture is void
+                    try:
                         graph.capture_end()
+                    except RuntimeError:  # the capture is void: the allocator is not told, and would keep all memory for ever
+                        with suppress(RuntimeError):
+                            torch._C._cuda_endAllocateToPool(current.device_index, pool)
                     raise
                 graph.capture_end()
             current.wait_stream(aside)

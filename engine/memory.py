@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,6 +62,9 @@ def pinned(size: int, cudart: Any = None) -> mmap.mmap:
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     status = int(cudart.cudaHostRegister(address, size, 0))
     if status:
+        if torch.cuda.is_available():
+            with suppress(RuntimeError):  # CUDA keeps the error for the next launch to report: this one, and no step's
+                torch.ones(1, device="cuda")
         raise OSError(f"CUDA cannot pin {size / 2**30:.1f} GiB of host memory (cudaHostRegister: error {status})")
     memory.unpin = partial(cudart.cudaHostUnregister, address)
     return memory

@@ -26,11 +26,18 @@ PARTS_OF_A_ROW = 32
 """partial results that there is memory for, for each sequence on average; rows beyond that are not split (same numbers)"""
 PROGRAMS_OF_A_PROCESSOR = 2
 """programs whose registers one streaming multiprocessor holds"""
-LAUNCH = {"N": 64, "num_warps": 4, "num_stages": 2}
-"""of `attend`: keys that a tile meets at once; threads / 32; blocks of keys that are under way from memory"""
+LAUNCH = {"N": 64, "num_warps": 4}
+"""of `attend`: keys that a tile meets at once; threads / 32"""
 EXACT = {"enable_fp_fusion": False}
 """a product and a sum are rounded each, wherever they stand: merging in `attend` and in `merge` gives the same bits"""
 LOG2E = math.log2(math.e)
+
+
+def stages(row_bytes: int, shared_bytes: int) -> int:
+    """Of `attend`'s pipeline. Triton counts the block table, the addresses and the copies of K and V as one each, so that with
+    fewer than 5 no copy is under way while products run. It takes them where two programs find room for so many blocks of keys:
+    `row_bytes` of a token's K for one head, `shared_bytes` that a program of the device can have (Hopper: 227 KiB)."""
+    return 5 if row_bytes <= 256 and shared_bytes >= 227 * 1024 else 2
 
 
 class TritonUnavailable(RuntimeError):
@@ -87,6 +94,7 @@ class TritonAttention:
         """[parts, q_heads, head_dim] fp32: of one chunk each, not yet divided by its sum"""
         self.sums = torch.empty((self.max_parts, capacity.q_heads, 2), device=device)
         """[parts, q_heads, 2] fp32: maximum of the scores (times log2 e) and sum of the weights of a partial result"""
+        self._shared_bytes = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if on_device else 0
         self._sent: Any = torch.cuda.Event() if on_device else None
 
     def __str__(self) -> str:
@@ -145,6 +153,7 @@ class TritonAttention:
         shape = {"HEADS": heads, "DIM": dim, "DIM_PAD": _power_of_two(max(dim, 16)), "BLOCK": block}
         out = torch.empty((padded, q_heads, dim), dtype=query.dtype, device=query.device)
         kernels, chunk = self._kernels, chunk_tokens(block)
+        ahead = stages(shape["DIM_PAD"] * data.itemsize, self._shared_bytes)
         kernels.store[(padded,)](
             key, value, data, slots, layer_at, stride, *key.stride()[:2], *value.stride()[:2],
             HEADS_PAD=_power_of_two(heads), **shape,
@@ -153,7 +162,8 @@ class TritonAttention:
             kernels.attend[(self.programs,)](
                 query, out, data, table, positions, parts, self.partial, self.sums, tiles, counts[i:],
                 layer_at, stride, *query.stride()[:2], out.stride(0), scaling * LOG2E, window,
-                GROUP=group, CHUNK=chunk, M=rows, COLUMNS=COLUMNS, WIDEN=query.device.type == "cpu", **shape, **LAUNCH, **EXACT,
+                GROUP=group, CHUNK=chunk, M=rows, COLUMNS=COLUMNS, WIDEN=query.device.type == "cpu", num_stages=ahead,
+                **shape, **LAUNCH, **EXACT,
             )  # fmt: skip
         kernels.merge[(padded, heads)](
             out, positions, parts, self.partial, self.sums, out.stride(0), window,

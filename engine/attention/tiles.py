@@ -79,9 +79,15 @@ def cut(
     shared = _shared(counts, context_lens, block_table, splits, chunk // block_size, block_size, own) if share else []
     small, large = (rows // group for rows in tile_rows(group))
     size = np.where(counts <= small, small, large)  # tokens of a row's tiles
-    todo = int((-(-counts // size) * (chunks - own)).sum())
-    todo += sum((end - begin) * -(-int(query_starts[b] - query_starts[a]) // large) for a, b, begin, end in shared)
-    run = max(1, -(-todo * kv_heads // programs))
+    todo = -(-counts // size) * (chunks - own)
+    in_common = sum((end - begin) * -(-int(query_starts[b] - query_starts[a]) // large) for a, b, begin, end in shared)
+
+    def chunks_of_a_tile(todo: int) -> int:
+        return max(1, -(-todo * kv_heads // programs))
+
+    # small and large tiles are launched one after the other: each kind has all programs
+    of_large = chunks_of_a_tile(int(todo[counts > small].sum()) + in_common)
+    run = np.where(counts <= small, chunks_of_a_tile(int(todo[counts <= small].sum())), of_large)
     split = splits & ((own > 0) | (chunks > run))
     parts = np.where(split, counts * chunks, 0)
     first_part = np.cumsum(parts) - parts
@@ -89,7 +95,7 @@ def cut(
     within = np.arange(len(row_of)) - query_starts[row_of]
     tiles = [_of_rows(query_starts, context_lens, own, split, run, size, chunk, block_table.shape[1])]
     if shared:
-        tiles.append(_of_prefixes(query_starts, shared, run, large, block_table.shape[1]))
+        tiles.append(_of_prefixes(query_starts, shared, of_large, large, block_table.shape[1]))
     every = np.concatenate(tiles).astype(np.int32)
     every = every[np.argsort(every[:, 3] - every[:, 4], kind="stable")]
     is_small = every[:, 1] <= small
@@ -152,7 +158,7 @@ def _of_rows(
     context_lens: np.ndarray,
     own: np.ndarray,
     split: np.ndarray,
-    run: int,
+    run: np.ndarray,
     size: np.ndarray,
     chunk: int,
     columns: int,
@@ -163,9 +169,10 @@ def _of_rows(
     tokens = np.minimum(size[row], query_starts[row + 1] - first)
     last = context_lens[row] - (query_starts[row + 1] - first - tokens) - 1
     end = last // chunk + 1
-    tile, at = _each(np.where(split[row], -(-(end - own[row]) // run), 1))
-    row, begin = row[tile], own[row[tile]] + at * run
-    stop = np.where(split[row], np.minimum(begin + run, end[tile]), end[tile])
+    tile, at = _each(np.where(split[row], -(-(end - own[row]) // run[row]), 1))
+    row = row[tile]
+    begin = own[row] + at * run[row]
+    stop = np.where(split[row], np.minimum(begin + run[row], end[tile]), end[tile])
     return np.stack([first[tile], tokens[tile], row * columns, begin, stop, split[row]], axis=1)
 
 

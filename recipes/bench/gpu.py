@@ -14,7 +14,6 @@ import logging
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
@@ -27,6 +26,7 @@ import tyro
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model import Model
+from recipes.bench.gpu_parts import PARTS, kept
 from rollout.bench.by_hand import median_ms, release
 from rollout.bench.sharing import FANOUT, LONG_PREFIX, MANY_LONG, Shape
 from rollout.bench.text import RandomText
@@ -61,7 +61,7 @@ class Sizes(NamedTuple):
     steps: int = 64
     turns: int = 9
     batch_tokens: int = 8192
-    shapes: tuple[Shape, ...] = (FANOUT, LONG_PREFIX, MANY_LONG)
+    shapes: tuple[Shape, ...] = (MANY_LONG, FANOUT, LONG_PREFIX)
     workloads: tuple[Workload, ...] = (find("multi_return_seq"), find("rollouts_2048"))
     workload_rows: int = 512
     pressure: Workload = Workload(name="half_pool", prompts=8, prompt_tokens=512, n=16, new_tokens=384, kv_share=0.5)
@@ -188,12 +188,8 @@ def measure(bench: Bench, parts: dict[str, Callable[[Bench], Iterator[dict[str, 
             yield base | {"error": "left out: the minutes are over"}
             continue
         began = time.perf_counter()
-        try:
-            for row in part(bench):
-                yield base | row
-        except Exception as error:
-            traceback.print_exc()
-            yield base | {"error": f"{type(error).__name__}: {error}"}
+        for row in kept(part(bench)):
+            yield base | row
         yield base | {"seconds": round(time.perf_counter() - began, 2)}
         release(bench.device)
 
@@ -215,8 +211,6 @@ def check(args: Args, known: dict[str, Any]) -> list[str]:
 
 def run(args: Args, out: TextIO) -> int:
     """Returns the exit status: 1 if a part failed or was left out."""
-    from recipes.bench.gpu_parts import PARTS
-
     names = check(args, PARTS)
     failed = False
     for row in measure(Bench(args), {name: PARTS[name] for name in names}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from engine.streaming import Streamed
 from rollout.bench import sharing as sharing_by_hand
 from rollout.bench.against import PeerFailed, parse, peer
 from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed, warm_graphs
-from rollout.bench.runner import one_run, peer_run, peer_setup
+from rollout.bench.runner import BenchFailed, one_run, peer_run, peer_setup
 from rollout.bench.target import EngineTarget
 from rollout.bench.workloads import Workload
 
@@ -56,21 +57,31 @@ def decode(bench: Bench) -> Rows:
     """A decode step of many sequences: the forward alone at some lengths, and whole steps of the engine, overlapped and one
     after the other; beside the time that reading the weights and the KV takes."""
     engine = bench.engine(kv_tokens=bench.sizes.rows * max(bench.sizes.contexts))
-    yield from forwards(bench, engine)
+    yield from kept(forwards(bench, engine))
     for overlap in (True, False):
-        engine.overlap = overlap
-        yield {"what": "engine", "overlap": overlap, **whole_steps(bench, engine)}
+        yield from kept(whole_steps(bench, engine, overlap))
+
+
+def kept(rows: Rows) -> Rows:
+    """The rows. What goes wrong is one with an `error`, and ends nothing that comes after."""
+    try:
+        yield from rows
+    except Exception as error:
+        traceback.print_exc()
+        yield {"error": f"{type(error).__name__}: {error}"}
 
 
 def compiled(bench: Bench) -> Rows:
-    """The forwards of `decode` again, with `compile_layers`."""
+    """`decode` again, with `compile_layers`."""
     try:
         model = Model(bench.module, bench.name, native=False)
         began = time.perf_counter()
         compile_layers(model)
         yield {"what": "compilation", "compile_seconds": time.perf_counter() - began}
         settings = bench.settings(kv_tokens=bench.sizes.rows * max(bench.sizes.contexts), compile_layers=True)
-        yield from forwards(bench, Engine(settings, model))
+        engine = Engine(settings, model)
+        yield from kept(forwards(bench, engine))
+        yield from kept(whole_steps(bench, engine, True))
     finally:
         bench.forget_module()  # its layers are compiled
 
@@ -94,8 +105,9 @@ def forwards(bench: Bench, engine: Engine) -> Rows:
         }
 
 
-def whole_steps(bench: Bench, engine: Engine) -> dict[str, Any]:
+def whole_steps(bench: Bench, engine: Engine, overlap: bool) -> Rows:
     """Sequences with a prompt each, `Engine.step` until all of them decode, then `steps` of those."""
+    engine.overlap = overlap
     rows, prompt, wanted = bench.sizes.rows, bench.sizes.prompt, bench.sizes.steps
     longest = max(bench.sizes.contexts) - prompt
     for i, ids in enumerate(bench.text.slices(0, rows, prompt)):
@@ -122,7 +134,9 @@ def whole_steps(bench: Bench, engine: Engine) -> dict[str, Any]:
         name.replace("_seconds", "_ms"): 1e3 * statistics.median(after[name] - before[name] for before, after in marks)
         for name in parts
     }
-    return {
+    yield {
+        "what": "engine",
+        "overlap": overlap,
         **beside_limit(bench, statistics.mean(read), 1e3 * statistics.median(seconds)),
         "host_ms": figures["plan_ms"] + figures["build_ms"] + figures["commit_ms"],
         **figures,
@@ -139,29 +153,33 @@ def beside_limit(bench: Bench, read: float, ms: float) -> dict[str, float]:
 def sharing(bench: Bench) -> Rows:
     """`rollout bench sharing` for these shapes."""
     for shape in bench.sizes.shapes:
-        yield from sharing_by_hand.measure(bench.model(), bench.settings(), shape, bench.sizes.turns)
+        yield from kept(sharing_by_hand.measure(bench.model(), bench.settings(), shape, bench.sizes.turns))
         release(bench.device)
 
 
 def workloads(bench: Bench) -> Rows:
     """Named workloads through the engine, in turn with another one in a process of its own."""
     for workload in bench.sizes.workloads:
-        at_once = min(bench.sizes.workload_rows, workload.prompts * workload.n)
-        ours = run_workload(bench, workload, kv_tokens=workload.kv_tokens(32), max_num_seqs=at_once)
-        yield ours
-        for name, python in parse(bench.against).items():
-            try:
-                theirs, version = other_engine(bench, workload, name, python)
-            except PeerFailed as error:
-                yield {"workload": workload.name, "error": f"{name}: {error}"}
-                continue
-            yield theirs
-            speed = ours["tokens_per_second"] / theirs["tokens_per_second"]
-            yield {"workload": workload.name, "summary": True, f"ratio_to_{name}": speed, "peer": version}
+        yield from kept(in_turn(bench, workload))
+
+
+def in_turn(bench: Bench, workload: Workload) -> Rows:
+    at_once = min(bench.sizes.workload_rows, workload.prompts * workload.n)
+    ours = run_workload(bench, workload, kv_tokens=workload.kv_tokens(32), max_num_seqs=at_once)
+    yield ours
+    for name, python in parse(bench.against).items():
+        try:
+            theirs, version = other_engine(bench, workload, name, python)
+        except (PeerFailed, BenchFailed, OSError) as error:
+            yield {"workload": workload.name, "error": f"{name}: {error}"}
+            continue
+        yield theirs
+        speed = ours["tokens_per_second"] / theirs["tokens_per_second"]
+        yield {"workload": workload.name, "summary": True, f"ratio_to_{name}": speed, "peer": version}
 
 
 def other_engine(bench: Bench, workload: Workload, name: str, python: str) -> tuple[dict[str, Any], str]:
-    """Its row and its version. Raises PeerFailed."""
+    """Its row and its version. Raises PeerFailed; BenchFailed for samples that are not what was asked for; OSError."""
     settings = bench.settings(kv_tokens=workload.kv_tokens(32))
     with bench.folder() as folder:
         setup = peer_setup(workload, msgspec.structs.replace(settings, model=folder), random_weights=True)
@@ -187,8 +205,9 @@ def run_workload(
 
 
 def offload(bench: Bench) -> Rows:
-    """KV for half of the need, the rest in host memory. Beside it the same without the copies: the same schedule over blocks
-    that hold anything, so that the difference is what the copies cost; a roomy pool; copies ahead; no offload."""
+    """KV for half of the need, the rest in host memory. Beside it the same without the copies, over blocks that hold anything:
+    if the schedule is the same, which `steps` and `offloads` show, the difference is what the copies cost. Then a roomy pool,
+    copies ahead, no offload."""
     workload = bench.sizes.pressure
     needed = workload.needed_kv_tokens(32) * bench.model().geometry.bytes_per_token
     tight: dict[str, Any] = {
@@ -197,7 +216,13 @@ def offload(bench: Bench) -> Rows:
         "cpu_offload_gib": needed / 2**30,
     }
     alone = {**tight, "cpu_offload_gib": 0}
-    speeds = {}
+    speeds: dict[str, float] = {}
+
+    def run(name: str, config: dict[str, Any]) -> Rows:
+        row = run_workload(bench, workload, **config)
+        speeds[name] = row["tokens_per_second"]
+        yield row | {"variant": name}
+
     for name, config in {
         "offload": tight,
         "no_copies": {**tight, "change": without_copies},
@@ -205,11 +230,9 @@ def offload(bench: Bench) -> Rows:
         "mirror_ahead": {**tight, "mirror_ahead": True},
         "no_offload": alone,
     }.items():
-        row = run_workload(bench, workload, **config)
-        speeds[name] = row["tokens_per_second"]
-        yield row | {"variant": name}
-    own = speeds.pop("offload")
-    yield {"summary": True, **{f"ratio_to_{name}": own / speed for name, speed in speeds.items()}}
+        yield from kept(run(name, config))
+    if own := speeds.pop("offload", None):
+        yield {"summary": True, **{f"ratio_to_{name}": own / speed for name, speed in speeds.items()}}
 
 
 def without_copies(engine: Engine) -> None:
@@ -309,5 +332,5 @@ def weights(bench: Bench) -> Rows:
 
 
 PARTS: dict[str, Callable[[Bench], Rows]] = {
-    part.__name__: part for part in (machine, decode, sharing, workloads, offload, refresh, weights, compiled)
+    part.__name__: part for part in (machine, decode, compiled, sharing, offload, weights, refresh, workloads)
 }

@@ -110,7 +110,8 @@ def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Ten
         return torch.inference_mode()(layers)
     first = prepared(engine, batch)
     replay = cuda_capture(torch.cuda.Stream())(lambda: layers(first))
-    return torch.inference_mode()(lambda _: replay())  # the index arrays of every batch lie at the same addresses
+    # the index arrays of every batch lie at the same addresses; the graph knows those of q, k and v, which `layers` holds
+    return torch.inference_mode()(lambda _, layers=layers: replay())
 
 
 def warm_graphs(engine: Engine) -> None:

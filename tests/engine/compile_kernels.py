@@ -6,6 +6,7 @@ In a process of its own, as the tests beside it use the interpreter: `python -m 
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import triton
@@ -13,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.attention import triton_kernels
-from engine.attention.paged_triton import EXACT, LAUNCH
+from engine.attention.paged_triton import EXACT, LAUNCH, stages
 from engine.sampler_triton import BLOCK, draw_kernel
 
 BF16, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "i64"
@@ -41,7 +42,7 @@ def compiled(kernel: triton.JITFunction, capability: int, **constants: int) -> d
     signature = {name: "constexpr" if name in fixed else TYPES[name] for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith(("*", "i64"))}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()}, aligned)
-    options = {"num_warps": LAUNCH["num_warps"], "num_stages": LAUNCH["num_stages"], **EXACT}
+    options = {"num_warps": LAUNCH["num_warps"], "num_stages": stages(2 * SHAPE["DIM"], 227 * 1024), **EXACT}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = made.asm["ptx"]
     return {
@@ -50,7 +51,7 @@ def compiled(kernel: triton.JITFunction, capability: int, **constants: int) -> d
         "cubin_bytes": len(made.asm["cubin"]),
         "shared_bytes": made.metadata.shared,
         "products": ptx.count("mma"),
-        "copies_ahead": ptx.count("cp.async"),
+        "copies_ahead": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
     }
 
 

@@ -146,13 +146,24 @@ def test_a_forward_that_cannot_be_captured_runs_without_graphs() -> None:
 
 class Full(Captured):
     def __call__(self, forward: Run) -> Run:
-        self.captures += 1
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        if self.captures == self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().__call__(forward)
+
+    room = 0
+    """graphs that find memory"""
 
 
-def test_without_memory_for_a_graph_smaller_steps_keep_theirs() -> None:
+@pytest.mark.parametrize("room", [0, 1])
+def test_without_memory_for_a_graph_smaller_steps_keep_theirs(room: int) -> None:
+    """A pool of memory whose only graph has failed is not used again."""
     eager, _ = small_engine(None)
     full, stub = small_engine(Full)
-    assert stub is not None and full.graphs is not None
-    assert same(some(eager), some(full)) and stub.captures == 1
-    assert full.graphs._sizes == [1, 2, 4, 8]
+    assert isinstance(stub, Full) and full.graphs is not None
+    pools: list[Full] = []
+    full.graphs._new_capture = lambda: pools.append(stub) or stub  # type: ignore[func-returns-value]
+    stub.room = room
+    assert same(some(eager), some(full))
+    wide = group("wide", [5, 6, 7], n=20, max_tokens=3, ignore_eos=True)
+    assert same(run(eager, [wide]), run(full, [wide])) and stub.captures == room
+    assert len(pools) == 1 - room and all(size < 24 for size in full.graphs._sizes)

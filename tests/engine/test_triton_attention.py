@@ -171,5 +171,6 @@ def test_the_kernels_compile(capability: int) -> None:
     kernels = [("attend", 16), ("attend", 64), *((name, None) for name in ("store", "merge", "draw_kernel", "draw_kernel"))]
     assert [(row["kernel"], row["rows"]) for row in made] == kernels
     for row in made:
-        assert row["cubin_bytes"] > 0 and row["shared_bytes"] < 100_000
+        two_programs = 2 * (row["shared_bytes"] + 1024)  # of which a processor has 228 KiB
+        assert row["cubin_bytes"] > 0 and two_programs <= 228 * 1024
         assert row["kernel"] != "attend" or (row["products"] > 0 and row["copies_ahead"] > 0)

@@ -83,7 +83,7 @@ def test_every_part_runs(
     assert parts["refresh"][0]["bytes"] == parts["machine"][0]["weight_bytes"]
     assert {row["what"] for row in parts["weights"][:-1]} == {"decode", "prefill"}
     assert all(row["same_logits"] for row in parts["weights"][:-1])
-    assert [row["what"] for row in parts["compiled"][:-1]] == ["compilation", "forward", "forward"]
+    assert [row["what"] for row in parts["compiled"][:-1]] == ["compilation", "forward", "forward", "engine"]
     assert "tiny decode: what forward, context 64, ms" in capfd.readouterr().out
 
 
@@ -95,6 +95,28 @@ def test_a_part_that_fails_ends_no_other(bench: Bench, capsys: pytest.CaptureFix
     rows = list(measure(bench, {"broken": broken, "machine": gpu_parts.machine}))
     assert rows[1] == {"model": "tiny", "part": "broken", "error": "MemoryError: injected"}
     assert "device" in rows[3] and "MemoryError: injected" in capsys.readouterr().err
+
+
+def test_an_item_that_fails_ends_no_other(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(bench: Bench, workload: Any, **config: Any) -> dict[str, Any]:
+        if config.get("mirror_ahead"):
+            raise MemoryError("injected")
+        return {"tokens_per_second": 2.0}
+
+    def dead(*_: Any) -> Any:
+        raise BrokenPipeError("the peer's process is gone")
+
+    monkeypatch.setattr(gpu_parts, "run_workload", run)
+    monkeypatch.setattr(gpu_parts, "other_engine", dead)
+    *variants, summary = gpu_parts.offload(bench)
+    assert [row.get("variant", row.get("error")) for row in variants] == [
+        "offload", "no_copies", "roomy", "MemoryError: injected", "no_offload",
+    ]  # fmt: skip
+    assert summary == {"summary": True, "ratio_to_no_copies": 1, "ratio_to_roomy": 1, "ratio_to_no_offload": 1}
+    ours, theirs = gpu_parts.workloads(bench)
+    assert ours == {"tokens_per_second": 2.0} and theirs["error"] == "transformers_cb: the peer's process is gone"
 
 
 def test_parts_that_begin_too_late_are_left_out(tmp_path: Path) -> None:
