@@ -42,7 +42,7 @@ test: model
 test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest -m gpu -W default tests $(ARGS)
 	@$(BIN)/python -m pytest -W default tests/engine/test_triton_attention.py tests/engine/test_sampler_triton.py \
-		tests/engine/test_graphs.py $(ARGS)
+		tests/engine/test_graphs.py tests/engine/test_norms.py $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check $(SOURCES)

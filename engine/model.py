@@ -20,6 +20,7 @@ from engine.kv import KVGeometry, PagedKV
 from engine.memory import own_parameters
 from engine.native.decoder import NativeDecoder, NotNative
 from engine.native.kernels import kernels
+from engine.norms import fuse_norms
 from engine.streaming import Streamed
 
 log = logging.getLogger("rollout.engine")
@@ -62,6 +63,8 @@ class Model:
         if not getattr(module, "_supports_attention_backend", False):
             raise UnsupportedModel(f"{name} ({type(module).__name__}): does not support transformers' attention interface")
         self.module = module.eval().requires_grad_(False)
+        if module.device.type == "cuda":
+            fuse_norms(module)
         self.module.set_attn_implementation(ATTENTION_NAME)
         self.name = name
         self.streamed = streamed
