@@ -154,9 +154,11 @@ class Group(msgspec.Struct, frozen=True, eq=False):
             raise ValueError(f"prompt holds token id {bad}: the model's token ids are 0 to {vocab_size - 1}")
         self.sampling.validate(limits, vocab_size)
         if len(self.prompt) + self.sampling.max_tokens > context:
+            left = context - len(self.prompt)
+            fix = f"lower max_tokens to {left}" if left > 0 else f"shorten the prompt to less than {context}"
             raise ValueError(
                 f"prompt of {len(self.prompt)} + max_tokens {self.sampling.max_tokens} exceeds the context of {context} "
-                f"tokens; lower max_tokens to {max(context - len(self.prompt), 0)}"
+                f"tokens; {fix}"
             )
 
 

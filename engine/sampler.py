@@ -192,7 +192,7 @@ def _draw(
     row = torch.from_numpy(which).to(device)
     tokens = _inverse_cdf(logprobs, row, torch.from_numpy(uniform).to(device))
     if greedy.any():
-        tokens = torch.where(torch.from_numpy(greedy).to(device)[row], logprobs.argmax(-1)[row], tokens)
+        tokens = torch.where(torch.from_numpy(greedy).to(device)[row], drawn_from.argmax(-1)[row], tokens)
     raw = logits.log_softmax(-1)[row, tokens].cpu().numpy() if batch.raw else None
     return Drawn(tokens.int().cpu().numpy(), logprobs[row, tokens].cpu().numpy(), raw, finite[row].cpu().numpy())
 

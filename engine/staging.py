@@ -219,6 +219,9 @@ def with_digest(info: TensorInfo, data: np.ndarray) -> TensorInfo:
 
 def named_pairs(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
     """A state dict, `named_parameters()` or any iterable of (name, tensor), as a list. Raises InvalidWeights."""
+    if not isinstance(named_tensors, Iterable):
+        kind = type(named_tensors).__name__
+        raise InvalidWeights(f"a refresh takes pairs of name and tensor, as model.named_parameters() gives them, not a {kind}")
     pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
     for pair in pairs:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):

@@ -155,6 +155,8 @@ def serve(argv: list[str]) -> int:
             raise InputError(str(error)) from error
         started.pop_all()  # the service closes them
     stop.service_stop = service.stop
+    if stop.asked:
+        service.stop()
     if args.exit_on_stdin_close:
         threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
     kv = engine.status()["kv"]
@@ -180,12 +182,14 @@ class Stopper:
 
     def __init__(self) -> None:
         self.service_stop: Callable[[], None] | None = None
+        self.asked = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
         if self.service_stop is None:
-            raise SystemExit(0)
+            raise SystemExit(0)  # which gets lost where Python is in a finalizer just then
         self.service_stop()
 
 

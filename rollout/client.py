@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, cast
 
+import msgspec
 import numpy as np
 
 from engine.request import KVPolicy, Limits, Refreshed, Sample, Sampling
@@ -110,6 +111,10 @@ class RolloutClient:
         group_id: str | None,
         on_change: Callable[[Handle, Sample | None], None] | None,
     ) -> Handle:
+        if not isinstance(sampling, Sampling):
+            raise InvalidRequest(f"sampling is a {type(sampling).__name__}: give Sampling(n=…, max_tokens=…, …)")
+        of_numpy = {name: value for name, value in msgspec.structs.asdict(sampling).items() if isinstance(value, np.generic)}
+        sampling = msgspec.structs.replace(sampling, **{name: value.item() for name, value in of_numpy.items()})
         group_id = group_id if group_id is not None else f"#{next(self._ids)}"
         tokens = token_array(prompt)
         submit = Submit(group_id, tokens, sampling, next(self._serials), self.require_version)

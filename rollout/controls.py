@@ -37,6 +37,8 @@ class Controls:
             raise Busy("the service is paused, so nothing runs to its end: resume first")
         elif control.action == "drain" and self._engine.asleep:
             raise Busy("the service is asleep, so nothing runs to its end: wake it first")
+        elif control.action == "drain" and self._engine.weights.dropped:
+            raise Busy("the service is without weights, so nothing runs to its end: refresh first")
         elif control.action != "abort_all":
             self._holders.append(session)
             if control.action == "drain":

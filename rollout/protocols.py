@@ -37,6 +37,8 @@ class StagingLike(Protocol):
 class WeightsLike(Protocol):
     """What the service needs of `engine.weights.Weights`."""
 
+    dropped: bool
+
     @property
     def digest(self) -> str: ...
     def live_digest(self) -> str: ...

@@ -100,6 +100,8 @@ class Pusher:
             raise InvalidRequest(f"version={version!r}: must be an integer from 0 to 2**63 - 1, or None for the next")
         if not isinstance(partial, bool):
             raise InvalidRequest(f"partial={partial!r}: must be True or False")
+        if not isinstance(timeout, int | float) or not 0 <= timeout <= threading.TIMEOUT_MAX:
+            raise InvalidRequest(f"timeout={timeout!r}: must be seconds, 0 to {threading.TIMEOUT_MAX:.0f}")
         started = time.monotonic()
         if not self._turn.acquire(timeout=timeout):
             raise RequestTimeout(f"another refresh of this client takes longer than {timeout} s")

@@ -204,7 +204,8 @@ class Service:
         for held in [held for held in session.groups.values() if held.digest not in wanted]:
             self._drop(session, held)
         session.heard = session.told = self._clock
-        self._sessions.connect(session, peer, pack(welcome(hello, session, self._engine, self.incarnation, self._limits)))
+        answer = pack(welcome(hello, session, self._engine, self.incarnation, self._limits))
+        self._sessions.connect(session, peer, hello.number, answer)
 
     def _submit(self, session: Session, submit: m.Submit) -> None:
         group_id, engine = submit.group_id, self._engine

@@ -54,6 +54,8 @@ class Session:
         self.name = name
         self.number = number
         self.peer: bytes | None = None
+        self.greeted: tuple[bytes, int] | None = None
+        """connection and number of the last Hello"""
         self.heard = 0.0
         self.told = 0.0
         self.groups: dict[str, Held] = {}
@@ -171,8 +173,14 @@ class Sessions:
             log.info("client %d (%s) connected", self._made, name)
         return self._by_id[id]
 
-    def connect(self, session: Session, peer: bytes, welcome: list[Frame]) -> None:
-        """`peer` is the session's connection from now on, and nobody else's."""
+    def connect(self, session: Session, peer: bytes, hello: int, welcome: list[Frame]) -> None:
+        """`peer` is the session's connection from now on, and nobody else's. `hello`: number of the Hello that says so. One
+        that is repeated, because its answer was slow, changes nothing: what was sent on this connection arrives, and a sample
+        that came twice might be taken for one of a new group of the same id."""
+        if session.peer == peer and session.greeted == (peer, hello):
+            session.reply(welcome)
+            return
+        session.greeted = peer, hello
         previous = self._by_peer.get(peer)
         if previous is not None:
             previous.peer = None

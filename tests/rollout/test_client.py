@@ -225,6 +225,16 @@ def test_prompts_that_are_none(prompt: Any, reason: str) -> None:
         token_array(prompt)
 
 
+def test_samplings_that_are_none(shared: RolloutClient) -> None:
+    with pytest.raises(InvalidRequest, match="sampling is a dict: give Sampling"):
+        shared.submit([1], {"n": 2})  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers(shared: RolloutClient) -> None:
+    sampling = Sampling(n=np.int64(2), max_tokens=np.int32(3), top_p=np.float64(0.5), ignore_eos=np.True_)  # type: ignore[arg-type]
+    assert [len(sample.token_ids) for sample in shared.submit([5], sampling).result(20)] == [3, 3]
+
+
 def test_prompts_are_copied() -> None:
     prompt = np.array([1, 2], np.int32)
     copy = token_array(prompt)

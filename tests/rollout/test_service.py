@@ -274,6 +274,20 @@ def test_unacked_samples_come_again_on_a_new_connection() -> None:
     assert len(new.samples()) == 3 and sum(bench.engine.clients.values()) == 2
 
 
+def test_a_repeated_hello_sends_nothing_again() -> None:
+    """Its samples arrive on the connection on which they were sent; one more of them might be taken for another group's."""
+    bench = Bench()
+    group = submit("g", n=3)
+    peer = bench.client().send(group)
+    bench.settle()
+    assert len(peer.samples()) == 3
+    peer.hello([group])
+    bench.turn(3)
+    assert not peer.samples()
+    peer.hello([group], number=2)  # after a connection that broke
+    assert ids(peer.samples()) == [("g", 0), ("g", 1), ("g", 2)]
+
+
 def test_samples_that_end_while_there_is_no_connection_wait_for_one() -> None:
     bench = Bench()
     group = submit("g", n=2)

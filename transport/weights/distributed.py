@@ -22,7 +22,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -122,7 +124,8 @@ class Sender:
         while not self._store.check([_joined(self.offer)]):
             if _waited(over, end):
                 return
-        self._group = _group(self.offer, self._store, 0, self.offer.host, self._device)
+        if not self._join(over, end):
+            return
         while left or flying:
             if not left or not slots:
                 work, slot = flying.popleft()
@@ -133,6 +136,22 @@ class Sender:
             tensor, view = slot = slots.pop()
             if count := _fill(view, left):
                 flying.append((self._group.broadcast(tensor[:count], 0, timedelta(seconds=NEVER_S)), slot))
+
+    def _join(self, over: Callable[[], bool], end: float) -> bool:
+        """Make the group. False if `over` comes first; raises RuntimeError, RequestTimeout. In a thread of its own: where the
+        other end has died just before it, gloo waits for five times as long as it is told, and is not to be stopped."""
+        future: Future[Any] = Future()
+        make = partial(_group, self.offer, self._store, 0, self.offer.host, self._device)
+        threading.Thread(target=_into, args=(future, make), name="rollout-weights-join", daemon=True).start()
+        try:
+            while not future.done():
+                if _waited(over, end):
+                    return False
+            self._group = future.result()
+            return True
+        finally:
+            if self._group is None:  # nobody will use it
+                future.add_done_callback(partial(_left, self.offer.backend))
 
     def close(self) -> None:
         """Leave the group and close the store. May be repeated."""
@@ -264,6 +283,19 @@ def _group(offer: DistributedOffer, store: Any, rank: int, own_address: str, dev
     import torch.distributed as dist
 
     return join(offer.backend, dist.PrefixStore(offer.group, store), rank, own_address, device, JOIN_S)
+
+
+def _into(future: Future[Any], make: Callable[[], Any]) -> None:
+    try:
+        future.set_result(make())
+    except Exception as error:
+        future.set_exception(RuntimeError(_first_line(error)))  # not the error itself, whose traceback holds sockets
+
+
+def _left(backend: Backend, future: Future[Any]) -> None:
+    """Leave a group that came too late."""
+    if future.exception() is None:
+        leave(future.result(), backend)
 
 
 def _slots(device: Any, most: int, total: int) -> list[tuple[Any, Any]]:

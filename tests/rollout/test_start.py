@@ -1,0 +1,80 @@
+"""What happens while `rollout serve` starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.request import Limits
+from rollout import cli
+from rollout.config import InputError
+from rollout.sinks import JsonlSink
+from tests.rollout.fake_engine import FakeEngine
+from transport.sockets import ServiceEnd
+
+
+class Lost:
+    """Is asked to stop where what a signal handler raises is lost."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture
+def own_handlers() -> Iterator[None]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("own_handlers")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_in_a_finalizer_is_not_forgotten(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(FakeEngine):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            Lost()
+            super().__init__()
+
+    monkeypatch.setattr("engine.engine.Engine", Slow)
+    assert cli.serve(["--model", str(tiny_model), "--service.endpoint", "tcp://127.0.0.1:0"]) == 0
+
+
+@pytest.mark.usefixtures("own_handlers")
+def test_a_port_in_use_is_told_before_a_model_is_loaded(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.engine.Engine", None)  # would raise TypeError
+    end = ServiceEnd("tcp://127.0.0.1:0", Limits())
+    try:
+        with pytest.raises(InputError, match="cannot listen at"):
+            cli.serve(["--model", str(tiny_model), "--service.endpoint", end.endpoint])
+    finally:
+        end.close()
+
+
+@pytest.mark.usefixtures("own_handlers")
+def test_a_start_that_fails_closes_what_it_opened(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ValueError("no memory for that")
+
+    monkeypatch.setattr("engine.engine.Engine", broken)
+
+    def noted(kind: type) -> Any:
+        close = kind.close  # type: ignore[attr-defined]
+        return lambda self, *linger: (closed.append(kind.__name__), close(self, *linger))
+
+    monkeypatch.setattr(JsonlSink, "close", noted(JsonlSink))
+    monkeypatch.setattr(ServiceEnd, "close", noted(ServiceEnd))
+    with pytest.raises(InputError, match="no memory for that"):
+        cli.serve([
+            "--model", str(tiny_model), "--service.endpoint", "tcp://127.0.0.1:0", "--tracking.jsonl", str(tmp_path / "rows"),
+        ])  # fmt: skip
+    assert closed == ["JsonlSink", "ServiceEnd"]
