@@ -286,6 +286,7 @@ def test_samples_that_end_while_there_is_no_connection_wait_for_one() -> None:
     assert ids(new.samples()) == [("g", 0), ("g", 1)]
 
 
+@pytest.mark.usefixtures("clock")  # nobody is told after a second that the service lives
 def test_welcome_is_the_first_message_of_a_connection() -> None:
     bench = Bench()
     group = submit("g")
