@@ -130,9 +130,12 @@ def test_what_cannot_be_drawn_is_said_before_the_run(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("in_process", [True, False])
-def test_bench_draws(tiny_model: Path, tmp_path: Path, in_process: bool) -> None:
+def test_bench_runs_and_draws(tiny_model: Path, tmp_path: Path, in_process: bool) -> None:
     picture, out = tmp_path / "run.png", tmp_path / "out.jsonl"
     options = {"in_process": in_process, "scale": 0.1, "repeat": 1, "dtype": "float32", "threads": 1}
     assert bench.run(("fork_latency",), model=str(tiny_model), json_file=str(out), plot=str(picture), **options) == 0
     assert picture.stat().st_size > 20_000
-    assert json.loads(out.read_text().splitlines()[-1])["summary"] is True
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert rows[-1]["summary"] is True and rows[0]["generated_tokens"] == 64 * 8
+    if not in_process:
+        assert rows[0]["engine"] == "rollout" and rows[1]["peak_rss_bytes"] > 50e6
