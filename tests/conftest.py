@@ -6,6 +6,8 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `rollout` does; read when torch is loaded
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub for anything
+os.environ.setdefault("WANDB_INIT_TIMEOUT", "110")  # its process starts late on a loaded machine
+os.environ.setdefault("WANDB__SERVICE_WAIT", "110")
 
 import torch  # noqa: E402
 
@@ -19,8 +21,11 @@ import pytest  # noqa: E402
 
 from engine.config import EngineConfig  # noqa: E402
 from engine.pressure import Pressure  # noqa: E402
+from rollout import process  # noqa: E402
 from rollout.config import Config  # noqa: E402
 from rollout.process import service_process  # noqa: E402
+
+process.STOP_TIMEOUT_S = 60.0  # patience with a loaded machine
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>{% endfor %}"
@@ -87,5 +92,5 @@ def tiny_config(tiny_model: Path) -> Config:
 @pytest.fixture(scope="session")
 def tiny_service(tiny_config: Config) -> Iterator[str]:
     """Address of a service process with the tiny model, shared by the tests that only use it."""
-    with service_process(tiny_config, start_timeout_s=100) as service:
+    with service_process(tiny_config, start_timeout_s=300) as service:
         yield service.endpoint

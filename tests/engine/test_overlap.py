@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.engine
+import engine.flight
 from engine.batch import Batch
 from engine.engine import Engine
 from engine.kv import PagedKV
@@ -275,26 +276,33 @@ def test_a_torn_refresh_takes_no_finished_sample_with_it(monkeypatch: pytest.Mon
 
 def test_seconds_are_those_of_the_step_that_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow step's wait is booked to it, not to the one that was launched meanwhile; and all waits are booked."""
-    slow, seconds = {1, 7}, 0.2
+    slow, seconds, now = {1, 7}, 0.2, [0.0]
+
+    def perf_counter() -> float:
+        now[0] += 1e-6
+        return now[0]
 
     class Slow(Record):
         def launch(self, logits: torch.Tensor, batch: SamplingBatch) -> Draws:
             draws, wait = super().launch(logits, batch), seconds * (self.steps in slow)
 
             def read() -> Any:
-                time.sleep(wait)
+                now[0] += wait
                 return draws.read()
 
             return Draws(draws.tokens, read)
 
     Slow(monkeypatch)
+    for module in (engine.engine, engine.flight):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=perf_counter))
     e = overlapped()
     run(e, [group("g", range(1, 20), n=4, max_tokens=5, ignore_eos=True)])
-    assert e.counters.decode_seconds < seconds < e.counters.step_seconds, "the first step is no decode step"
+    assert 0 < e.counters.decode_seconds < 0.001, "the first step is no decode step"
+    assert e.counters.step_seconds == pytest.approx(seconds, abs=0.001)
     run(e, [group("again", range(1, 20), n=4, max_tokens=5, ignore_eos=True)])
-    assert e.counters.steps == 10 and e.counters.step_seconds > 2 * seconds
-    assert seconds < e.counters.decode_seconds < 2 * seconds, "the seventh is one"
-    assert e.counters.step_seconds >= e.counters.model_seconds + e.counters.sample_seconds
+    assert e.counters.steps == 10 and e.counters.step_seconds == pytest.approx(2 * seconds, abs=0.001)
+    assert e.counters.decode_seconds == pytest.approx(seconds, abs=0.001), "the seventh is one"
+    assert e.counters.step_seconds >= e.counters.model_seconds + e.counters.sample_seconds >= 2 * seconds
 
 
 def test_a_forward_that_fails_does_not_take_the_step_before_with_it() -> None:

@@ -16,6 +16,12 @@ from engine.request import Sampling
 from engine.sampler import SamplingBatch, sample, uniform
 
 
+@pytest.fixture(autouse=True)
+def the_same_logits() -> None:
+    """Whichever tests ran before."""
+    torch.manual_seed(0)
+
+
 def batch(samplings: list[Sampling], position: int = 0) -> SamplingBatch:
     """One draw from one row of logits for each; draw i is child i."""
     n = len(samplings)

@@ -378,7 +378,7 @@ def test_addresses_never_change_and_memory_does_not_grow() -> None:
         engine.refresh(new, version=version)
         rss.append(process.memory_info().rss)
     assert {name: tensor.data_ptr() for name, tensor in module.named_parameters()} == addresses
-    assert max(rss[2:]) - rss[1] < size / 10, [(r - rss[1]) / 2**20 for r in rss]
+    assert max(rss[2:]) - rss[1] < size / 2, [(r - rss[1]) / 2**20 for r in rss]
     assert engine.weights.live_digest() == engine.weights.digest
 
 

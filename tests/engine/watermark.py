@@ -25,13 +25,13 @@ ROWS, COLUMNS = 300, 1000  # a tensor is longer than a slice of staging
 class WatermarkModel:
     name = "watermark"
     vocab_size = VOCAB
-    context = 4096
     q_heads = 1
     device = torch.device("cpu")
     geometry = KVGeometry(1, 1, 1, torch.float32)
     eos_token_ids: frozenset[int] = frozenset()
 
-    def __init__(self) -> None:
+    def __init__(self, context: int) -> None:
+        self.context = context
         self.module = torch.nn.Module()
         for i in range(TENSORS):
             self.module.register_parameter(f"w{i}", torch.nn.Parameter(torch.zeros(ROWS, COLUMNS), requires_grad=False))
@@ -56,7 +56,7 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
     return {f"w{i}": torch.full((ROWS, COLUMNS), float(version)) for i in range(TENSORS)}
 
 
-def watermark_engine(**config: object) -> Engine:
+def watermark_engine(context: int = 4096, **config: object) -> Engine:
     options = {
         "block_size": 16,
         "kv_tokens": 65_536,
@@ -65,7 +65,7 @@ def watermark_engine(**config: object) -> Engine:
         "cpu_offload_gib": 0,
         **config,
     }
-    return Engine(EngineConfig(dtype="float32", **options), WatermarkModel())  # type: ignore[arg-type]
+    return Engine(EngineConfig(dtype="float32", **options), WatermarkModel(context))  # type: ignore[arg-type]
 
 
 def check_marks(samples: Iterable[Sample]) -> int:

@@ -6,8 +6,8 @@ import dataclasses
 import queue
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 from engine.request import Sample, Sampling
 from rollout.handle import Handle
 from rollout.integrations import trl as integration
+from rollout.integrations import trl_async
 from rollout.integrations.trl_async import group_advantages
 
 END = 99
@@ -215,6 +216,13 @@ def test_correction_is_switched_on_or_refused() -> None:
 # AsyncGRPOTrainer
 
 
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.005)
+
+
 def make_worker(client: FakeClient, rewards: Any = None, **options: Any) -> integration.ServiceRolloutWorker:
     def longest(prompts: list[Any], completions: list[Any], completion_ids: list[Any], bonus: list[float]) -> list[float]:
         return [len(ids) + extra for ids, extra in zip(completion_ids, bonus, strict=True)]
@@ -230,8 +238,9 @@ def test_the_worker_delivers_scored_samples() -> None:
     client = FakeClient()
     worker = make_worker(client, groups_in_flight=2)
     client.version = 4
+    started = time.monotonic()
     worker.start()
-    samples = [worker.rollout_buffer.get(timeout=10) for _ in range(9)]
+    samples = [worker.rollout_buffer.get(timeout=60) for _ in range(9)]
     worker.stop()
     assert [sample.group_id for sample in samples] == [0] * 3 + [1] * 3 + [2] * 3
     last = samples[2]
@@ -242,29 +251,30 @@ def test_the_worker_delivers_scored_samples() -> None:
     assert [sample.metrics["reward"] for sample in samples[:6]] == [1, 2, 3, 2, 3, 4]
     assert [sample.metrics["rewards/longest"] for sample in samples[:3]] == [1, 2, 3]
     np.testing.assert_allclose([sample.advantage for sample in samples[:3]], group_advantages(np.array([1.0, 2, 3])))
-    metrics = worker.metrics_queue.get(timeout=10)
+    metrics = worker.metrics_queue.get(timeout=60)
     assert metrics["rollout/completion_length"] == (6.0, 3.0)
-    assert metrics["rollout/generated_tok_s"][0] == 6.0 and 0 <= metrics["rollout/generated_tok_s"][1] < 10
+    tokens, seconds = metrics["rollout/generated_tok_s"]
+    assert tokens == 6.0 and 0 <= seconds <= time.monotonic() - started
 
 
 def test_advantages_ignore_what_nobody_scored() -> None:
     client = FakeClient()
     worker = make_worker(client, rewards=[lambda **columns: [None, 1.0, 3.0]])
     worker.start()
-    samples = [worker.rollout_buffer.get(timeout=10) for _ in range(3)]
+    samples = [worker.rollout_buffer.get(timeout=60) for _ in range(3)]
     worker.stop()
     np.testing.assert_allclose([sample.advantage for sample in samples], [0.0, -1.0, 1.0], atol=1e-6)
     assert np.isnan(samples[0].metrics["reward"])
 
 
-def test_a_full_buffer_holds_the_worker_back_and_is_no_stall() -> None:
+def test_a_full_buffer_holds_the_worker_back_and_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(trl_async, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
     worker = make_worker(FakeClient(), buffer=4, groups_in_flight=2)
     worker.start()
-    deadline = time.monotonic() + 10
-    while worker.rollout_buffer.qsize() < 4:
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
-    threading.Event().wait(0.3)
+    until(lambda: worker.rollout_buffer.qsize() == 4)
+    now[0] = 1000.0
+    until(lambda: worker._progress == 1000.0)  # a sign of life, without a sample
     assert worker.rollout_buffer.qsize() == 4
     worker.check_health(0.25)
     worker.stop()  # while it waits for room
@@ -277,7 +287,7 @@ def test_health() -> None:
 
     worker = make_worker(FakeClient(), rewards=[broken])
     worker.start()
-    worker._thread.join(10)
+    worker._thread.join(60)
     with pytest.raises(RuntimeError, match="answer"):
         worker.check_health(60)
     silent = make_worker(FakeClient(answers=False))
@@ -301,10 +311,7 @@ def test_stopping_cancels_what_runs() -> None:
     client.submit = watched  # type: ignore[method-assign]
     worker = make_worker(client, groups_in_flight=2)
     worker.start()
-    deadline = time.monotonic() + 10
-    while len(client.handles) < 2:
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
+    until(lambda: len(client.handles) == 2)
     worker.stop()
     assert cancelled == ["#0", "#1"]
     make_worker(client).stop()  # never started: nothing to wait for
@@ -335,7 +342,7 @@ def test_the_trainer_s_count_begins_at_the_service_s_version() -> None:
     weights.send_weights(iter([("w", 1)]))
     assert weights.version == client.version == 8
     worker.start()
-    assert worker.rollout_buffer.get(timeout=10).model_version == 1
+    assert worker.rollout_buffer.get(timeout=60).model_version == 1
     worker.stop()
 
 
@@ -373,6 +380,7 @@ def test_the_sampling_is_the_config_s() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trl_trains_against_a_service_process(dtype: str, tiny_model: Path, tmp_path: Path) -> None:
     for package in ("trl", "reasoning_gym"):
@@ -383,7 +391,7 @@ def test_trl_trains_against_a_service_process(dtype: str, tiny_model: Path, tmp_
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "versions [1.0, 2.0, 3.0, 4.0, 5.0]" in done.stdout

@@ -18,6 +18,8 @@ class Proxy:
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.cuts = 0
         self.cut_after: tuple[int, int] | None = None
+        self.mute = False
+        """new connections end at once"""
         self._rng = random.Random(seed)
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -43,7 +45,7 @@ class Proxy:
         self._listener.close()
         self.cut()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(60)
             assert not thread.is_alive()
 
     def _start(self, target: object, *args: object) -> None:
@@ -55,6 +57,9 @@ class Proxy:
         while True:
             try:
                 client, _ = self._listener.accept()
+                if self.mute:
+                    client.close()
+                    continue
                 service = socket.create_connection(self._upstream)
             except OSError:
                 return  # closed

@@ -201,13 +201,6 @@ def test_in_process(tiny_model: Path, tmp_path: Path) -> None:
     assert rows[0]["prefill_tokens"] <= 8 * 32 + 8 * 16  # each prompt once, not once a child
 
 
-def test_through_the_service(tiny_model: Path, tmp_path: Path) -> None:
-    rows = run_command(tiny_model, tmp_path, "fork_latency", in_process=False)
-    assert rows[0]["engine"] == "rollout"
-    assert rows[0]["generated_tokens"] == 64 * 8
-    assert rows[1]["peak_rss_bytes"] > 50e6
-
-
 @pytest.mark.parametrize(("options", "named"), [({"scale": 0.0}, "--scale"), ({"repeat": 0}, "--repeat")])
 def test_bad_numbers_are_named(tiny_model: Path, tmp_path: Path, options: dict[str, Any], named: str) -> None:
     with pytest.raises(InputError, match=named):

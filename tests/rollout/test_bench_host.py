@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,25 @@ import pytest
 from rollout.bench import host, run
 
 
+class Clock:
+    """In place of time.perf_counter, everywhere: moves a microsecond when it is read, and when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", self)
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
 def test_bench_host_prints_the_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(host, "SEQUENCES", (16, 32))
     out = tmp_path / "rows.jsonl"
@@ -22,12 +40,12 @@ def test_bench_host_prints_the_parts(
     for row in rows:
         parts = sum(row[f"{name}_ms"] for name in host.PARTS)
         assert row["steps"] >= 20 and all(row[f"{name}_ms"] > 0 for name in host.PARTS)
-        assert 0.8 * parts < row["host_ms"] < 2 * parts, "medians of parts, and of all with what lies between them"
+        assert parts < row["host_ms"] < parts + 0.05, "and what lies between them"
         assert min(row["step_ms"], row["overlapped_step_ms"]) > 0.9 * host.DEVICE_MS
     assert "host: " in capsys.readouterr().out
 
 
-def test_what_a_part_takes_shows_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_part_takes_shows_in_it(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part, made slow, is the one that grows."""
     import engine.engine as module
 
@@ -36,9 +54,7 @@ def test_what_a_part_takes_shows_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def slow(call):  # type: ignore[no-untyped-def]
         def slowly(*args, **kwargs):  # type: ignore[no-untyped-def]
-            end = host.time.perf_counter() + spin
-            while host.time.perf_counter() < end:
-                pass
+            clock.now += spin
             return call(*args, **kwargs)
 
         return slowly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from rollout.config import InputError
 def test_bench_refresh_prints_the_ratios(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(refresh, "STEADY_S", 0.2)
-    monkeypatch.setattr(refresh, "WINDOW_S", 0.2)
+    monkeypatch.setattr(refresh, "STEADY_S", 0.0)
+    monkeypatch.setattr(refresh, "WINDOW_S", 0.0)
+    looks = itertools.count()
+    rates = (0, 100, 150, 250)  # tokens a second: 100 before, 50 around, 100 after
+    monkeypatch.setattr(refresh, "mark", lambda client: ((look := next(looks)) * 1.0, rates[look % 4]))
     out = tmp_path / "rows.jsonl"
     options = {"in_process": False, "scale": 1.0, "repeat": 1, "dtype": "float32", "threads": 1}
     assert run(("refresh",), model=str(tiny_model), json_file=str(out), **options) == 0  # type: ignore[arg-type]
@@ -24,7 +28,8 @@ def test_bench_refresh_prints_the_ratios(
     assert [row["via"] for row in summaries] == list(refresh.WAYS) and rows[-1]["via"] == "shm"
     for row in summaries:
         assert row["workload"] == "refresh" and row["runs"] == 1 and row["bytes"] > 0 and row["samples"] == 16
-        assert all(row[name] > 0 for name in ("pause_ratio", "total_ratio", "throughput_ratio"))
+        assert all(row[name] > 0 for name in ("pause_ratio", "total_ratio"))
+        assert (row["tokens_per_second"], row["throughput_ratio"]) == (100, 0.5)
     assert [row["version"] for row in rows if "version" in row] == list(range(1, 9))
     assert "pause/copy" in capsys.readouterr().out
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -23,14 +23,16 @@ from rollout.client import RolloutClient
 from rollout.config import Config, dump
 from rollout.process import ServiceFailed, service_process
 
+pytestmark = pytest.mark.timeout(400)  # most of these start processes that load a model
+
 ROLLOUT = [sys.executable, "-m", "rollout"]
 
 
-def rollout(*argv: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+def rollout(*argv: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*ROLLOUT, *argv], capture_output=True, text=True, timeout=timeout)
 
 
-def await_true(condition: Callable[[], bool], what: str, timeout_s: float = 30) -> None:
+def await_true(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
@@ -48,7 +50,7 @@ def serving(config: Config, folder: Path) -> Iterator[tuple[subprocess.Popen[str
             assert process.stdout is not None
             with selectors.DefaultSelector() as selector:
                 selector.register(process.stdout, selectors.EVENT_READ)
-                assert selector.select(60), "serve printed nothing"
+                assert selector.select(200), "serve printed nothing"
             line = process.stdout.readline()
             assert line.startswith("rollout: serving "), line
             yield process, line.split(" at ")[1].split(",")[0]
@@ -62,10 +64,10 @@ def test_serve_stops_cleanly(number: signal.Signals, tiny_config: Config, tmp_pa
         handle = client.submit([5, 6, 7], Sampling(n=2, max_tokens=8000, ignore_eos=True))
         await_true(lambda: client.status()["running"] == 2, "running")
         process.send_signal(number)
-        samples = handle.result(timeout=20)
+        samples = handle.result(timeout=60)
         assert [sample.finish_reason for sample in samples] == ["aborted", "aborted"]
-        assert process.wait(20) == 0
-        assert process.stderr is not None and process.stderr.read() == ""
+        assert process.wait(60) == 0
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
 
 
 def test_a_child_service_ends_with_its_parent(tiny_config: Config, tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ with service_process(load({str(tmp_path / "config.toml")!r})) as service:
     print(service.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert done.returncode == -signal.SIGKILL
     pid = int(done.stdout)
     await_true(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "the service ended")
@@ -130,7 +132,7 @@ def test_generate_with_a_service_of_its_own(tiny_model: Path, tmp_path: Path) ->
         (["generate", "--prompts", __file__, "--out", "-"], 1, "line 1"),
         (["bench", "fidelity", "--plot", "x.png"], 1, "host, refresh, fidelity and sharing have no picture"),
         (["serve", "--engine.device", "cuda:99", "--model", "{model}"], 1, "CUDA"),
-        (["bench", "fanout", "--json", "/nowhere/x", "--model", "{model}"], 1, "--json /nowhere/x: No such file"),
+        (["bench", "fanout", "--json", "/nowhere/x", "--model", "{model}"], 1, "--json /nowhere/x: "),
         (["status", "--address", "tcp://127.0.0.1:9", "--timeout", "0.3"], 1, "127.0.0.1:9"),
     ],
 )
@@ -173,6 +175,15 @@ def ended(process: psutil.Process) -> bool:
         return True
 
 
+def services(parent: int) -> list[psutil.Process]:
+    """Children that are `rollout serve`, not helpers of Python's."""
+    found = []
+    for child in psutil.Process(parent).children():
+        with suppress(psutil.NoSuchProcess):
+            found += [child] if "serve" in child.cmdline() else []
+    return found
+
+
 def test_the_demo_stops_what_it_started_on_ctrl_c(smollm2: Path) -> None:
     heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # these tests may run where Ctrl-C is ignored
     process = subprocess.Popen(
@@ -180,11 +191,11 @@ def test_the_demo_stops_what_it_started_on_ctrl_c(smollm2: Path) -> None:
     )
     try:
         assert process.stdout is not None
-        await_true(lambda: bool(psutil.Process(process.pid).children()), "the service was started", 60)
-        (child,) = psutil.Process(process.pid).children()
+        await_true(lambda: len(services(process.pid)) == 1, "the service was started", 200)
+        (child,) = services(process.pid)
         os.kill(process.pid, signal.SIGINT)
-        assert process.wait(30) == 130
-        await_true(lambda: ended(child), "the service has ended", 30)
+        assert process.wait(60) == 130
+        await_true(lambda: ended(child), "the service has ended")
     finally:
         process.kill()
         process.stdout.close()

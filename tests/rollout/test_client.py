@@ -24,7 +24,8 @@ from transport import messages as m
 from transport.frames import Decoder, Frame, pack
 from transport.loopback import LoopbackService
 
-WAIT = 10.0
+WAIT = 60.0
+"""for what comes: a bound for hangs only"""
 ENDLESS = Sampling(n=2, max_tokens=40_000)
 
 
@@ -33,16 +34,25 @@ def stop_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "IDLE_POLL_S", 0.005)
 
 
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.001)
+
+
 @contextmanager
 def serving(engine: FakeEngine | None = None, sockets: bool = False, **options: Any) -> Iterator[Callable[..., RolloutClient]]:
     """Runs a service in a thread; yields how to connect to it."""
     loopback = None if sockets else LoopbackService()
     endpoint = "tcp://127.0.0.1:*" if sockets else None
+    options.setdefault("client_grace_s", WAIT)
     service = Service(engine or FakeEngine(step_s=0.0005), endpoint, transport=loopback, **options)
     thread = threading.Thread(target=service.run)
     thread.start()
 
     def connect(**options: Any) -> RolloutClient:
+        options = {"connect_timeout_s": WAIT, "link_timeout_s": WAIT, **options}
         return (
             RolloutClient(transport=loopback.connect(), **options) if loopback else RolloutClient(service.endpoint, **options)
         )
@@ -125,8 +135,7 @@ def test_a_wait_that_takes_too_long(client: RolloutClient) -> None:
 def test_cancel_returns_what_there_is(client: RolloutClient) -> None:
     handle = client.submit([5], ENDLESS)
     other = client.submit([6], Sampling(max_tokens=50))
-    while not client.status(WAIT)["running"]:
-        pass
+    until(lambda: client.status(WAIT)["running"])
     handle.cancel()
     handle.cancel()
     for sample in handle.result(WAIT):
@@ -142,11 +151,9 @@ def test_ending_the_iteration_early_cancels_the_rest(client: RolloutClient) -> N
         client.generate_groups([[1], [2]], [Sampling(max_tokens=1), ENDLESS], timeout=WAIT),
     ):
         next(iteration)
-        assert client.status(WAIT)["service"]["clients"][0]["groups"] == 1
+        until(lambda: client.status(WAIT)["service"]["clients"][0]["groups"] == 1)
         iteration.close()
-        deadline = time.monotonic() + WAIT
-        while client.status(WAIT)["service"]["clients"][0]["groups"]:
-            assert time.monotonic() < deadline
+        until(lambda: client.status(WAIT)["service"]["clients"][0]["groups"] == 0)
 
 
 def test_more_groups_than_the_service_takes_at_once_wait_their_turn(engine: FakeEngine) -> None:
@@ -192,7 +199,7 @@ def test_two_clients_and_many_threads() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(WAIT)
         assert not failed and not any(thread.is_alive() for thread in threads)
 
 
@@ -251,8 +258,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"n": -(2**63)}, "n=-9223372036854775808"),
     ({"n": 10**12}, "Limits.max_n"),
     ({"n": 2**70}, "cannot be sent"),
-    ({"n": 2.5}, "cannot be sent.*Expected `int`"),
-    ({"n": "2"}, "cannot be sent.*Expected `int`"),
+    ({"n": 2.5}, "this group cannot be sent: ."),
+    ({"n": "2"}, "this group cannot be sent: ."),
     ({"max_tokens": 10**6}, "Limits.max_tokens"),
     ({"max_tokens": 60_000}, "never fit the KV pool"),
     ({"temperature": float("nan")}, "temperature=nan"),
@@ -323,7 +330,7 @@ def test_samples_of_a_failed_step_are_delivered_as_such(engine: FakeEngine) -> N
 
 
 def test_close_ends_what_is_open(engine: FakeEngine) -> None:
-    with serving(engine) as connect:
+    with serving(engine, client_grace_s=10 * WAIT) as connect:
         client = connect()
         handle = client.submit([1], ENDLESS)
         client.status(WAIT)
@@ -333,9 +340,7 @@ def test_close_ends_what_is_open(engine: FakeEngine) -> None:
                 use()
         handle.cancel()
         client.close()
-        deadline = time.monotonic() + WAIT
-        while not engine.aborted:  # at once, without waiting for the grace time
-            assert time.monotonic() < deadline
+        until(lambda: engine.aborted)  # at once: the grace time is longer than this waits
 
 
 def test_nobody_there() -> None:
@@ -440,6 +445,30 @@ class Played:
         )
 
 
+class Clock:
+    """Time as the client's I/O thread sees it: it stands until the test moves it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.asked = 0
+        monkeypatch.setattr(link, "POLL_S", 0.005)
+        monkeypatch.setattr(link, "time", self)
+
+    def monotonic(self) -> float:
+        self.asked += 1
+        return self.now
+
+    def let_it_turn(self) -> None:
+        """The thread goes around its loop, and more than once."""
+        seen = self.asked
+        until(lambda: self.asked > seen + 10)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
 @pytest.fixture
 def played() -> Iterator[Played]:
     played = Played()
@@ -469,10 +498,12 @@ def test_each_sample_is_acked_and_repeats_change_nothing(played: Played) -> None
     assert acked == [("g", 1), ("g", 1), ("g", 0), ("g", 0), ("unknown", 0)]  # nobody needs to send them again
 
 
-def test_heartbeats_come_while_nothing_happens(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "HEARTBEAT_S", 0.05)
+def test_heartbeats_come_while_nothing_happens(clock: Clock, played: Played) -> None:
     for _ in range(3):
+        clock.now += link.HEARTBEAT_S
         played.get(m.Heartbeat)
+    clock.let_it_turn()
+    assert not played.end.receive(0), "one a second"
 
 
 def test_a_session_that_the_service_has_forgotten_is_set_up_again(played: Played) -> None:
@@ -620,18 +651,20 @@ def test_a_restarted_service_is_told(played: Played) -> None:
     assert played.get(m.Submit).group_id == "h"
 
 
-def test_a_loop_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "POLL_S", 0.01)
-    played = Played(stall_timeout_s=0.3)
+def test_a_loop_that_stands_still(clock: Clock) -> None:
+    played = Played(stall_timeout_s=3.0)
     handle = played.client.submit([1], Sampling(), "g")
     for _ in range(4):  # longer than the timeout, but it says something
-        time.sleep(0.1)
+        clock.now += 2.0
         played.send(m.Alive(0, 1))
+        until(lambda: played.client._link._heard_at == clock.now)
         assert not handle.done
-    started = time.monotonic()
+    clock.now += 3.0
+    clock.let_it_turn()
+    assert not handle.done
+    clock.now += 0.1
     error = failure(handle)
-    assert type(error) is e.ServiceLost and "its loop said nothing for 0.3 s" in str(error)
-    assert time.monotonic() - started < 3
+    assert type(error) is e.ServiceLost and "its loop said nothing for 3.0 s" in str(error)
     while wanted(hello := played.get(m.Hello)):
         pass
     played.welcome(hello)  # it moves again
@@ -642,28 +675,33 @@ def test_a_loop_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     played.client.close()
 
 
-def test_a_service_that_never_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "POLL_S", 0.01)
-    played = Played(link_timeout_s=0.2)
+def test_a_service_that_never_comes_back(clock: Clock) -> None:
+    played = Played(link_timeout_s=3.0)
     handle = played.client.submit([1], Sampling(), "g")
     played.get(m.Submit)
     played.end.close()
+    clock.now += 3.0
+    clock.let_it_turn()
+    assert not handle.done
+    clock.now += 0.1
     error = failure(handle)
-    assert type(error) is e.ServiceLost and "dead or unreachable: no connection for 0.2 s" in str(error)
+    assert type(error) is e.ServiceLost and "dead or unreachable: no connection for 3.0 s" in str(error)
     assert type(failure(played.client.submit([1]))) is e.ServiceLost  # later ones too
     played.client.close()
 
 
-def test_a_refused_hello_is_not_repeated_in_a_hurry(played: Played) -> None:
+def test_a_refused_hello_is_not_repeated_in_a_hurry(clock: Clock, played: Played) -> None:
+    first = played.client.submit([1], Sampling())
     played.send(m.Refused(e.NoSession.kind, "who are you"))
     played.get(m.Hello)
     played.send(m.Refused("busy", "too many clients"))
+    assert type(failure(first)) is e.Busy
     handle = played.client.submit([1], Sampling())
-    hellos = 0
-    deadline = time.monotonic() + 0.5
-    while time.monotonic() < deadline:
-        hellos += sum(b"hello" in bytes(frames[0]) for _, frames in played.end.receive(0.05))
-    assert hellos == 0 and not handle.done
+    clock.now += link.HELLO_RETRY_S - 0.1
+    clock.let_it_turn()
+    assert not any(b"hello" in bytes(frames[0]) for _, frames in played.end.receive(0)) and not handle.done
+    clock.now += 0.2
+    assert played.get(m.Hello)
 
 
 def test_a_mistake_in_the_io_thread_leaves_nobody_waiting(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_loopback(make_engine: Callable[[], Engine], in_process: Bits) -> None:
             assert through(client) == in_process
     finally:
         service.stop()
-        thread.join(20)
+        thread.join(60)
     assert not thread.is_alive()
 
 

@@ -39,16 +39,16 @@ def test_three_ways_to_give_a_prompt(tmp_path: Path, tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ('{"prompt": "a"', "line 2"),
+        ('{"prompt": "a"', "."),
         ({"prompt": "a", "token_ids": [1]}, "exactly one"),
         ({"id": "nothing"}, "exactly one"),
         ({"promt": "typo"}, "promt"),
         ({"token_ids": ["x"]}, r"token_ids\[0\]"),
-        ("", "line 2"),
+        ("", "."),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: object, named: str) -> None:
-    with pytest.raises(InputError, match=f"prompts.jsonl, line 2: .*{named}|{named}"):
+    with pytest.raises(InputError, match=rf"prompts\.jsonl.*line 2: .*{named}"):
         read_lines(write(tmp_path, LINES[0], line))
 
 

@@ -69,7 +69,7 @@ def test_conversion_happens_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
     assert resolve("smollm2") == models.smollm2_folder()
     assert len(downloads) == 1

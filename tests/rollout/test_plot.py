@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from rollout import bench
+from rollout.bench import record
 from rollout.bench.record import Point, Recording, watching
 from rollout.config import InputError
 from rollout.plot import check, draw, grown, speeds
@@ -39,12 +41,19 @@ def points(seconds: list[float], tokens: list[int], **counters: list[int]) -> li
     return [msgspec.structs.replace(point, seconds=at) for point, at in zip(recording.points, seconds, strict=True)]
 
 
-def test_a_point_holds_what_the_status_said() -> None:
-    recording = Recording("run")
+def test_a_point_holds_what_the_status_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(record, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    recording = Recording("run", began=100.0)
+    assert recording.due
+    now[0] += 3
     recording.add(status(12, offloads=3))
     (point,) = recording.points
     assert (point.generated_tokens, point.offloads, point.device_used, point.host_blocks) == (12, 3, 50, 200)
-    assert not recording.due and 0 <= point.seconds < 5
+    now[0] += 0.9 * record.INTERVAL_S
+    assert not recording.due and point.seconds == 3
+    now[0] += 0.2 * record.INTERVAL_S
+    assert recording.due
 
 
 def test_speeds_are_over_a_second_not_between_two_looks() -> None:
@@ -72,7 +81,7 @@ def test_watching_takes_points_until_the_end(monkeypatch: pytest.MonkeyPatch) ->
 
     recording = Recording("run")
     with watching(recording, look):
-        assert enough.wait(20)
+        assert enough.wait(60)
     assert len(recording.points) == len(seen) and recording.points[-1].generated_tokens == len(seen)
     assert not _watchers()
 
@@ -84,7 +93,7 @@ def test_an_error_while_watching_is_not_lost() -> None:
     with pytest.raises(ConnectionError, match="gone"):
         with watching(Recording("run"), look):
             for thread in _watchers():
-                thread.join(20)
+                thread.join(60)
 
 
 def _watchers() -> list[threading.Thread]:
@@ -121,9 +130,12 @@ def test_what_cannot_be_drawn_is_said_before_the_run(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("in_process", [True, False])
-def test_bench_draws(tiny_model: Path, tmp_path: Path, in_process: bool) -> None:
+def test_bench_runs_and_draws(tiny_model: Path, tmp_path: Path, in_process: bool) -> None:
     picture, out = tmp_path / "run.png", tmp_path / "out.jsonl"
     options = {"in_process": in_process, "scale": 0.1, "repeat": 1, "dtype": "float32", "threads": 1}
     assert bench.run(("fork_latency",), model=str(tiny_model), json_file=str(out), plot=str(picture), **options) == 0
     assert picture.stat().st_size > 20_000
-    assert json.loads(out.read_text().splitlines()[-1])["summary"] is True
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert rows[-1]["summary"] is True and rows[0]["generated_tokens"] == 64 * 8
+    if not in_process:
+        assert rows[0]["engine"] == "rollout" and rows[1]["peak_rss_bytes"] > 50e6

@@ -300,6 +300,7 @@ def test_samples_that_end_while_there_is_no_connection_wait_for_one() -> None:
     assert ids(new.samples()) == [("g", 0), ("g", 1)]
 
 
+@pytest.mark.usefixtures("clock")  # nobody is told after a second that the service lives
 def test_welcome_is_the_first_message_of_a_connection() -> None:
     bench = Bench()
     group = submit("g")
@@ -589,7 +590,7 @@ def run(bench: Bench) -> threading.Thread:
 
 def last(peer: Peer) -> list[Any]:
     """Reads until Closing, as a client does, and says goodbye."""
-    for _ in range(500):
+    for _ in range(3000):
         peer.got += [peer._decoder.unpack(frames) for frames in peer.end.receive(0.02)]
         if peer.got and isinstance(peer.got[-1], m.Closing):
             peer.send(m.Goodbye())
@@ -598,13 +599,13 @@ def last(peer: Peer) -> list[Any]:
 
 
 def test_stop_returns_running_samples_as_aborted() -> None:
-    bench = Bench(FakeEngine(step_s=0.001), linger_s=20)
+    bench = Bench(FakeEngine(step_s=0.001), linger_s=1000)
     peer = bench.client().send(submit("g", n=2, max_tokens=10_000))
     bench.turn(3)
     thread = run(bench)
     bench.service.stop("SIGTERM")
     got = last(peer)
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()  # the goodbye is enough, the linger time is not used up
     assert [type(message) for message in got if not isinstance(message, m.Alive)] == [m.SampleDone, m.SampleDone, m.Closing]
     assert {sample.finish_reason for sample in peer.samples()} == {"aborted"} and got[-1].reason == "SIGTERM"
@@ -616,7 +617,7 @@ def test_stop_does_not_wait_for_the_dead() -> None:
     bench.client()
     bench.service.stop()
     thread = run(bench)
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -625,7 +626,7 @@ def test_an_engine_that_breaks_at_the_end() -> None:
         def abort(self, group_id: str) -> list[Sample]:
             raise RuntimeError("no")
 
-    bench = Bench(Broken(step_s=0.001), linger_s=20)
+    bench = Bench(Broken(step_s=0.001), linger_s=1000)
     peers = [bench.client(), bench.client()]
     for peer in peers:
         peer.send(submit(max_tokens=10_000))
@@ -634,7 +635,7 @@ def test_an_engine_that_breaks_at_the_end() -> None:
     thread = run(bench)
     for peer in peers:
         assert isinstance(last(peer)[-1], m.Closing)
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 

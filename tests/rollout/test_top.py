@@ -116,7 +116,7 @@ def test_bar(pool: tuple[int, int, int], cells: str) -> None:
 
 def test_once_against_a_service(tiny_service: str) -> None:
     console = Console(record=True, width=110, file=io.StringIO())
-    assert run(tiny_service, interval_s=0.1, timeout_s=20, once=True, console=console) == 0
+    assert run(tiny_service, interval_s=0.1, timeout_s=60, once=True, console=console) == 0
     text = console.export_text()
     assert "running 0" in text and "rollout top" in text  # it sees itself among the clients
 

@@ -8,6 +8,7 @@ import logging
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from engine.config import WeightOffload
+from engine.pressure import Pressure
 from engine.request import Group, Sample, Sampling
 from engine.streaming import Streamed
 from rollout.audit import Audit, plain_logprobs, plain_twin
@@ -185,7 +187,9 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     sinks = [ConsoleSink(console), JsonlSink(str(jsonl)), WandbSink(config)]
     tracker = Tracker(config, sinks, Audit(model, config), clock)
     groups = [group(str(i), prompt=24, n=4, max_tokens=40, seed=i) for i in range(4)]
-    run_engine(tracker, engine, clock, groups)
+    with pytest.MonkeyPatch.context() as patch:  # as copies_pay
+        patch.setattr(Pressure, "_copy_pays", lambda *_: True)
+        run_engine(tracker, engine, clock, groups)
     engine.refresh([(name, tensor + 0.01) for name, tensor in model.named_parameters()])
     run_engine(tracker, engine, clock, [group("after", prompt=24, n=4, max_tokens=40, seed=9)])
     tracker.close(engine.status)
@@ -494,16 +498,15 @@ def test_a_service_keeps_metrics_and_survives_a_broken_sink(tmp_path: Path) -> N
     try:
         with RolloutClient(transport=loopback.connect()) as client:
             list(client.generate([[1, 2], [3, 4]], Sampling(n=3, max_tokens=5)))
-            for _ in range(1000):  # answers, not seconds: the row is written a hundredth of a second after the samples
-                metrics = client.status()["metrics"]
-                if metrics.get("rollout/groups") == 2:
-                    break
+            deadline = time.monotonic() + 60
+            while (metrics := client.status()["metrics"]).get("rollout/groups") != 2:
+                assert time.monotonic() < deadline, "the row is written a hundredth of a second after the samples"
             assert (
                 metrics["rollout/samples"] == 6 and metrics["rollout/length_mean"] == 5 and metrics["off_policy/lag_max"] == 0
             )
     finally:
         service.stop()
-        thread.join(20)
+        thread.join(60)
     assert not thread.is_alive() and broken.calls > 0
     assert kept.rows[-1] == {} and kept.rows[-2]["rollout/samples"] == 6  # a last row, then closed
 

@@ -42,11 +42,11 @@ def push(address: str, job: dict[str, Any]) -> dict[str, Any]:
         del named[f"w{int(where * len(named))}"]
     if job["fault"] == "flip":
         flip(where)
-    with RolloutClient(address, name="pusher") as client:
+    with RolloutClient(address, name="pusher", connect_timeout_s=60, link_timeout_s=60) as client:
         if job["fault"] == "die":
             die(where * MESSAGES[job["via"]])
         try:
-            return {"ok": msgspec.to_builtins(client.refresh(named, version=job["version"], via=job["via"], timeout=20))}
+            return {"ok": msgspec.to_builtins(client.refresh(named, version=job["version"], via=job["via"], timeout=60))}
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 

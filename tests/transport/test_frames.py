@@ -135,8 +135,8 @@ def test_sizes_are_limited_before_anything_is_read() -> None:
 
 def test_unknown_fields_and_wrong_directions() -> None:
     heartbeat = msgspec.msgpack.encode({"type": "heartbeat", "more": 1})
-    assert "unknown field" in refusal([heartbeat])
-    assert "Invalid value" in refusal([bytes(frame) for frame in pack(m.Heartbeat())], m.ServiceMessage)
+    assert "not a message of this protocol: " in refusal([heartbeat])
+    assert "not a message of this protocol: " in refusal([bytes(frame) for frame in pack(m.Heartbeat())], m.ServiceMessage)
     future = {"type": "hello", "protocol": 2, "session": "0" * 32, "more": 1}  # a newer client must be told its version
     assert Decoder[Any](m.ClientMessage, Limits()).unpack([msgspec.msgpack.encode(future)]).protocol == 2
 

@@ -175,7 +175,7 @@ def test_shm_has_no_name_and_dies_with_its_ends() -> None:
     payload = ShmPayload(view.open(offer))
     assert set(os.listdir("/dev/shm")) == before
     child.kill()
-    child.wait(10)
+    child.wait(60)
     assert read_all(payload) == bytes([7]) * 1000, "what was opened stays readable after the trainer's death"
     child.stdin.close()
     child.stdout.close()
