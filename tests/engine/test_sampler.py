@@ -167,6 +167,17 @@ def test_greedy_takes_the_best_and_never_draws() -> None:
     np.testing.assert_allclose(drawn.logprobs, LOGITS.log_softmax(-1)[0].item(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_greedy_is_of_logits_and_not_of_their_rounded_log_probs(dtype: torch.dtype) -> None:
+    """Float16 goes through torch. Of two logits that are neighbours the larger is taken, wherever it stands."""
+    logits = torch.randn(200, 1000).to(dtype)
+    best = logits.argmax(-1)
+    top, row = logits.amax(-1), torch.arange(200)
+    logits[row, (best + 1 + row) % 1000] = torch.nextafter(top, torch.zeros_like(top))
+    drawn = sample(logits, batch([Sampling(temperature=0.0)] * 200))
+    assert drawn.tokens.tolist() == best.tolist()
+
+
 def test_the_ends_of_the_unit_interval() -> None:
     """u = 0 and u just below 1 fall on tokens that can be drawn."""
     logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]] * 2)

@@ -233,7 +233,7 @@ def test_prompts_that_are_none(prompt: Any, reason: str) -> None:
 
 
 def test_samplings_that_are_none(shared: RolloutClient) -> None:
-    with pytest.raises(InvalidRequest, match="sampling is a dict: give Sampling"):
+    with pytest.raises(e.InvalidRequest, match="sampling is a dict: give Sampling"):
         shared.submit([1], {"n": 2})  # type: ignore[arg-type]
 
 

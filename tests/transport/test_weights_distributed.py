@@ -309,6 +309,21 @@ def test_a_service_that_does_not_come() -> None:
     assert isinstance(trainer.error, RequestTimeout)
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_service_that_dies_before_the_group_is_made(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo waits on, in a thread that nobody waits for."""
+    monkeypatch.setattr(distributed, "JOIN_S", 1.0)
+    over = threading.Event()
+    trainer = Sending(ARRAYS, len(WHOLE), over.is_set if told else NEVER, seconds=WAIT if told else 0.1)
+    trainer.sender._store.set(f"{trainer.sender.offer.group}/joined", "1")  # all that such a service has done
+    wait_for(lambda: not told or "rollout-weights-join" in [thread.name for thread in threading.enumerate()])
+    over.set()
+    trainer.join()
+    waiting = [thread.name for thread in threading.enumerate()]
+    assert isinstance(trainer.error, RequestTimeout) != told and (not told or "rollout-weights-join" in waiting)
+    trainer.close()
+
+
 def test_an_address_of_another_machine() -> None:
     with pytest.raises(SourceUnreachable, match=r"192\.0\.2\.1.*of this machine"):
         Sender("gloo", "192.0.2.1", 10)
