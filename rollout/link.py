@@ -86,7 +86,8 @@ class Link:
         """Welcome to that Hello has come, on this connection"""
         self._hello_at = now
         self._beat_at = now
-        self._connected_at = now
+        self._waited_since = now
+        """when there was a connection last, or nobody who waited for one"""
         self._heard_at = now
         self._thread = threading.Thread(target=self._run, name="rollout-client", daemon=True)
         self._thread.start()
@@ -168,17 +169,19 @@ class Link:
             elif self._ready and now >= self._beat_at:
                 self._beat_at = now + HEARTBEAT_S
                 self._send(m.Heartbeat())
-            self._connected_at = now
+            self._waited_since = now
             if now - self._heard_at > self._stall_timeout_s:
                 self._heard_at = now
                 silent = f"its loop said nothing for {self._stall_timeout_s} s"
                 self._start_over(ServiceLost(f"{transport.address} is connected, but {silent}"))
         else:
             self._ready = False
-            if now - self._connected_at > self._link_timeout_s:
+            if now - self._waited_since > self._link_timeout_s:
                 self._fail_all(
                     ServiceLost(f"{transport.address} is dead or unreachable: no connection for {self._link_timeout_s} s")
                 )
+            if not (self._groups or self._requests):
+                self._waited_since = now  # whoever comes later has all of the time-out
 
     # out
 

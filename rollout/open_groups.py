@@ -24,6 +24,9 @@ class OpenGroups:
         self._unsent: deque[Handle] = deque()
         self._sent_samples = 0
 
+    def __len__(self) -> int:
+        return len(self._all)
+
     def add(self, handle: Handle) -> bool:
         """False if its id is taken."""
         if handle.group_id in self._all:

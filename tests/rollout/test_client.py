@@ -686,7 +686,13 @@ def test_a_service_that_never_comes_back(clock: Clock) -> None:
     clock.now += 0.1
     error = failure(handle)
     assert type(error) is e.ServiceLost and "dead or unreachable: no connection for 3.0 s" in str(error)
-    assert type(failure(played.client.submit([1]))) is e.ServiceLost  # later ones too
+    clock.let_it_turn()
+    later = played.client.submit([1])
+    clock.now += 2.9
+    clock.let_it_turn()
+    assert not later.done, "it has a time-out of its own"
+    clock.now += 0.2
+    assert type(failure(later)) is e.ServiceLost
     played.client.close()
 
 
