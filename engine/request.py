@@ -73,7 +73,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     temperature: float = 1.0
     """0 = greedy"""
     top_k: int = 0
-    """0 = off"""
+    """0 = off. Order and ties of truncation: docs/decisions/logprobs.md"""
     top_p: float = 1.0
     """in (0, 1]"""
     min_p: float = 0.0

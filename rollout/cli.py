@@ -58,7 +58,7 @@ class StatusArgs(msgspec.Struct, kw_only=True):
 class TopArgs(msgspec.Struct, kw_only=True):
     """Watch a running service; Ctrl-C ends it."""
 
-    address: tyro.conf.Positional[str] = DEFAULT_ENDPOINT
+    address: str = DEFAULT_ENDPOINT
     interval: float = 1.0
     """seconds between two looks"""
     once: bool = False
@@ -326,4 +326,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except (InputError, ModelNotFound, RolloutError, ServiceFailed) as error:
         print(f"rollout {name}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read standard output wants no more, as `head` does
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  or Python complains once more at its end
         return 1

@@ -72,6 +72,8 @@ def read_lines(path: Path) -> list[Line]:
     decoder = msgspec.json.Decoder(Line)
     lines = []
     for number, raw in enumerate(text.removesuffix("\n").split("\n") if text else [], 1):
+        if not raw.strip():
+            raise InputError(f"{path}, line {number}: the line is empty, remove it")
         try:
             line = decoder.decode(raw)
         except msgspec.DecodeError as error:

@@ -44,7 +44,7 @@ def test_three_ways_to_give_a_prompt(tmp_path: Path, tiny_model: Path) -> None:
         ({"id": "nothing"}, "exactly one"),
         ({"promt": "typo"}, "promt"),
         ({"token_ids": ["x"]}, r"token_ids\[0\]"),
-        ("", "."),
+        ("", "is empty"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: object, named: str) -> None:

@@ -122,7 +122,7 @@ def test_once_against_a_service(tiny_service: str) -> None:
 
 
 def test_the_command(tiny_service: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", tiny_service, "--once", "--interval", "0.1"]) == 0
+    assert main(["top", "--address", tiny_service, "--once", "--interval", "0.1"]) == 0
     assert "tokens/s" in capfd.readouterr().out
-    assert main(["top", "tcp://127.0.0.1:9", "--once", "--timeout", "0.3"]) == 1
+    assert main(["top", "--address", "tcp://127.0.0.1:9", "--once", "--timeout", "0.3"]) == 1
     assert "127.0.0.1:9" in capfd.readouterr().err
