@@ -31,8 +31,7 @@ class WeightOffload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to run and in how much memory. `Engine.status()` reports what was chosen where
-    nothing was said."""
+    """What to run and in how much memory. `Engine.status()` reports what was chosen where nothing was said."""
 
     model: str = "smollm2"
     """folder of a transformers model (`rollout.models` resolves hub ids and the word smollm2 to one)"""
@@ -59,8 +58,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int = 32
     """tokens of KV in one block"""
     kv_gib: float | None = None
-    """KV pool on the device in GiB, taken at start; or give kv_tokens; neither = a quarter of the free memory,
-    as used; on CUDA 80 %"""
+    """KV pool on the device in GiB, taken at start; or give kv_tokens; neither = a quarter of the free memory, as used, and on
+    CUDA 80 %"""
     kv_tokens: int | None = None
     """KV pool on the device in tokens, rounded up to blocks"""
     max_num_seqs: int = 256

@@ -217,6 +217,7 @@ class Scheduler:
         """The weights are another version now. `kv`: "keep" the KV of live sequences, "recompute" it, or "abort" them. A prompt
         of which nothing was drawn yet keeps KV as old as `max_kv_lag` allows, as if it had just come. Returns the samples that
         end: aborted ones, and those that `max_version_lag` makes stale."""
+        assert kv in ("keep", "recompute", "abort")
         self.version = version
         samples: list[Sample] = []
         for state in list(self.groups.values()):
