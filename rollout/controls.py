@@ -83,6 +83,8 @@ class Controls:
             self._resume()
         if session is self._sleeper and self._engine.asleep:
             self._wake()
+            if self._engine.weights.dropped:
+                log.warning("client %d slept at level 2 and is gone: nothing is sampled until a refresh has come", session.number)
 
     def _wake(self) -> None:
         self._sleeper = None
