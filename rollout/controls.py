@@ -84,7 +84,7 @@ class Controls:
         if session is self._sleeper and self._engine.asleep:
             self._wake()
             if self._engine.weights.dropped:
-                log.warning("client %d slept at level 2 and is gone: nothing is sampled until a refresh has come", session.number)
+                log.warning("client %d dropped the weights and is gone: nothing is sampled before a refresh", session.number)
 
     def _wake(self) -> None:
         self._sleeper = None
