@@ -63,8 +63,6 @@ class Model:
         if not getattr(module, "_supports_attention_backend", False):
             raise UnsupportedModel(f"{name} ({type(module).__name__}): does not support transformers' attention interface")
         self.module = module.eval().requires_grad_(False)
-        if module.device.type == "cuda":
-            fuse_norms(module)
         self.module.set_attn_implementation(ATTENTION_NAME)
         self.name = name
         self.streamed = streamed
@@ -72,6 +70,8 @@ class Model:
         self.context: int = config.max_position_embeddings
         self.device = module.device
         asked = _probe(self.module, config, name)
+        if module.device.type == "cuda":
+            fuse_norms(module)
         heads = {layer["q_heads"] for layer in asked.values()}
         self.q_heads: int = heads.pop() if len(heads) == 1 else 0
         """0 = not the same in all layers"""

@@ -18,7 +18,7 @@ are filled from the masters again, inside the same transaction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,7 +138,7 @@ class Weights:
             raise InvalidWeights("the weights were dropped by sleep(level=2): a refresh of all tensors must come first")
         targets = self._check(manifest, partial)
         if partial:
-            _ = self.digest  # of tensors that were never sent: computed now, and not while steps wait for the exchange
+            self._know_digests(self._tensors.keys() - set(targets))  # now: at the exchange it would lengthen the pause
         if self._buffer is None:
             self._buffer = self._allocate()
         parts = [
@@ -248,10 +248,13 @@ class Weights:
     @property
     def digest(self) -> str:
         """`manifest_digest` of all tensors as they were committed; of those never refreshed, as they are."""
-        for name, tensor in self._tensors.items():
-            if name not in self._digests:
-                self._digests[name] = _digest(tensor)
+        self._know_digests(self._tensors)
         return self._manifest_digest(self._digests)
+
+    def _know_digests(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._digests:
+                self._digests[name] = _digest(self._tensors[name])
 
     def live_digest(self) -> str:
         """The same of the bytes that lie there now. Reads every tensor."""

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal, TypeVar
@@ -130,8 +130,7 @@ def serve(argv: list[str]) -> int:
     stop = Stopper()
     with ExitStack() as started:
         try:
-            end = ServiceEnd(config.service.endpoint, config.limits)  # first: a port in use is told before a model is loaded
-            started.callback(end.close)
+            ServiceEnd(config.service.endpoint, config.limits).close()  # a port in use is told before a model is loaded
             sinks = open_sinks(config.tracking)
             for sink in sinks:
                 started.callback(sink.close)
@@ -144,7 +143,7 @@ def serve(argv: list[str]) -> int:
             engine = Engine(msgspec.structs.replace(config.engine, model=str(folder)), limits=config.limits)
             service = Service(
                 engine,
-                transport=end,
+                config.service.endpoint,
                 limits=config.limits,
                 client_grace_s=config.service.client_grace_s,
                 max_outbox_bytes=config.service.max_outbox_bytes,
@@ -160,7 +159,8 @@ def serve(argv: list[str]) -> int:
     if args.exit_on_stdin_close:
         threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
     kv = engine.status()["kv"]
-    print(f"rollout: serving {config.engine.model} at {service.endpoint}, KV {kv}", flush=True)
+    with suppress(BrokenPipeError):  # whoever started it need not read on
+        print(f"rollout: serving {config.engine.model} at {service.endpoint}, KV {kv}", flush=True)
     if args.ready_file:
         write_atomically(Path(args.ready_file), service.endpoint)
     service.run()
@@ -320,7 +320,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"rollout: no command {name!r}\n{USAGE}", file=sys.stderr)
         return 2
     try:
-        return COMMANDS[name](rest)
+        status = COMMANDS[name](rest)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print(f"rollout {name}: stopped", file=sys.stderr)
         return 130

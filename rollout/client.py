@@ -40,9 +40,9 @@ class RolloutClient:
         name: for people, in logs and in the status.
         transport: another end instead of a socket, e.g. `LoopbackService().connect()`.
         connect_timeout_s: how long to wait for the service here. ServiceLost after that, saying what to check.
-        link_timeout_s: without a connection for so long, open groups and calls fail with ServiceLost; those that come when it
-            is lost already wait as long for it. A link that heals sooner loses nothing. A stopped process is noticed 4 s
-            before that clock starts.
+        link_timeout_s: without a connection for so long, open groups and calls fail with ServiceLost. The first that comes
+            when the link is lost already waits as long for it, and what comes meanwhile ends with that one. A link that heals
+            sooner loses nothing. A stopped process is noticed 4 s before that clock starts.
         stall_timeout_s: connected, but the service's loop says nothing for so long (a single engine step may take minutes):
             open groups fail with ServiceLost.
         require_version: oldest weights to sample from. A service with older ones, e.g. after a restart, refuses groups of this

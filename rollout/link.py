@@ -180,7 +180,7 @@ class Link:
                 self._fail_all(
                     ServiceLost(f"{transport.address} is dead or unreachable: no connection for {self._link_timeout_s} s")
                 )
-            if not (self._groups or self._requests):
+            if not self._groups and all(future.cancelled() for _, future in self._requests.values()):
                 self._waited_since = now  # whoever comes later has all of the time-out
 
     # out
@@ -338,8 +338,10 @@ class Link:
     def _start_over(self, error: RolloutError) -> None:
         """Everybody fails, and the service is told to drop what it still runs for them: a new group may use the same id."""
         self._fail_all(error)
-        if self._ready:  # otherwise Hello is on its way, or is what went wrong: it has its own pace
+        if self._ready:
             self._greet_again(time.monotonic())
+        else:  # Hello is on its way, or is what went wrong: it has its own pace, and what answers it is of before this
+            self._hello_number += 1
 
     def _fail_all(self, error: RolloutError) -> None:
         """Everybody who waits gets this error, each an object of its own: tracebacks are written into it."""

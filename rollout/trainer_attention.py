@@ -9,8 +9,8 @@ transformers computes attention in one way for a full forward and in another for
     q, k, v ──► native kernel, real tokens only ──► out          forward: the service's numbers
         └─────► torch's SDPA, recomputed ◄── grad of out         backward: an ordinary gradient
 
-On the CPU, for whole sequences and for any transformers model that the service runs with attention="native" and the same
-block_size. An importance ratio is exactly 1 on policy then.
+On the CPU, for any transformers model that the service runs with attention="native" and the same block_size, and for rows that
+hold one sequence each: packed ones are not told apart. An importance ratio is exactly 1 on policy then.
 """
 
 from __future__ import annotations
@@ -135,5 +135,7 @@ def _attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
+    if not isinstance(attention_mask, Rows):
+        raise ValueError("the service's attention takes an attention_mask [B, L], or none, and no mask of another shape")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return _Attention.apply(query, key, value, attention_mask, scaling, sliding_window or 0), None

@@ -80,14 +80,13 @@ def cut(
     small, large = (rows // group for rows in tile_rows(group))
     size = np.where(counts <= small, small, large)  # tokens of a row's tiles
     todo = -(-counts // size) * (chunks - own)
-    in_common = sum((end - begin) * -(-int(query_starts[b] - query_starts[a]) // large) for a, b, begin, end in shared)
-
-    def chunks_of_a_tile(todo: int) -> int:
-        return max(1, -(-todo * kv_heads // programs))
-
+    of_kind = [int(todo[counts <= small].sum()), int(todo[counts > small].sum())]
+    for first, end, begin, stop in shared:
+        tokens = int(query_starts[end] - query_starts[first])
+        of_kind[tokens > small] += (stop - begin) * -(-tokens // large)
     # small and large tiles are launched one after the other: each kind has all programs
-    of_large = chunks_of_a_tile(int(todo[counts > small].sum()) + in_common)
-    run = np.where(counts <= small, chunks_of_a_tile(int(todo[counts <= small].sum())), of_large)
+    runs = [max(1, -(-chunks_of_kind * kv_heads // programs)) for chunks_of_kind in of_kind]
+    run = np.where(counts <= small, *runs)
     split = splits & ((own > 0) | (chunks > run))
     parts = np.where(split, counts * chunks, 0)
     first_part = np.cumsum(parts) - parts
@@ -95,7 +94,7 @@ def cut(
     within = np.arange(len(row_of)) - query_starts[row_of]
     tiles = [_of_rows(query_starts, context_lens, own, split, run, size, chunk, block_table.shape[1])]
     if shared:
-        tiles.append(_of_prefixes(query_starts, shared, of_large, large, block_table.shape[1]))
+        tiles.append(_of_prefixes(query_starts, shared, runs, (small, large), block_table.shape[1]))
     every = np.concatenate(tiles).astype(np.int32)
     every = every[np.argsort(every[:, 3] - every[:, 4], kind="stable")]
     is_small = every[:, 1] <= small
@@ -142,11 +141,14 @@ def _shared(
 
 
 def _of_prefixes(
-    query_starts: np.ndarray, shared: list[tuple[int, int, int, int]], run: int, size: int, columns: int
+    query_starts: np.ndarray, shared: list[tuple[int, int, int, int]], runs: list[int], sizes: tuple[int, int], columns: int
 ) -> np.ndarray:
-    """A piece of at most `size` tokens of all rows that share × a run of the chunks in common."""
+    """A piece of at most the larger of `sizes` tokens of all rows that share × a run of the chunks in common. `runs`: for those
+    that fit into the smaller one, and for the others."""
     tiles = []
+    small, size = sizes
     for first, end, begin, stop in shared:
+        run = runs[int(query_starts[end] - query_starts[first]) > small]
         for token in range(int(query_starts[first]), int(query_starts[end]), size):
             tokens = min(size, int(query_starts[end]) - token)
             tiles += [(token, tokens, first * columns, at, min(at + run, stop), 1) for at in range(begin, stop, run)]

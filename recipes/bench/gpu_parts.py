@@ -115,20 +115,22 @@ def whole_steps(bench: Bench, engine: Engine, overlap: bool) -> Rows:
     seconds: list[float] = []
     read, marks, decoding = [], [], 0
     drawn_before = engine.counters.generated_tokens
-    while len(seconds) < wanted:
-        before, held = msgspec.to_builtins(engine.counters), rows * prompt + engine.counters.generated_tokens - drawn_before
-        started = time.perf_counter()
-        if engine.step() or not engine.has_work:
-            raise RuntimeError(f"samples ended after {len(seconds)} of {wanted} steps of {rows} sequences")
-        elapsed = time.perf_counter() - started
-        decoding += engine.counters.decode_tokens == before["decode_tokens"] + rows
-        if decoding > SETTLE:
-            seconds.append(elapsed)
-            read.append(bench.read_bytes + held * engine.model.geometry.bytes_per_token)
-            marks.append((before, msgspec.to_builtins(engine.counters)))
-    for i in range(rows):
-        engine.abort(f"decode{i}")
-    engine.step()  # what is in flight lands
+    try:
+        while len(seconds) < wanted:
+            before, held = msgspec.to_builtins(engine.counters), rows * prompt + engine.counters.generated_tokens - drawn_before
+            started = time.perf_counter()
+            if engine.step() or not engine.has_work:
+                raise RuntimeError(f"samples ended after {len(seconds)} of {wanted} steps of {rows} sequences")
+            elapsed = time.perf_counter() - started
+            decoding += engine.counters.decode_tokens == before["decode_tokens"] + rows
+            if decoding > SETTLE:
+                seconds.append(elapsed)
+                read.append(bench.read_bytes + held * engine.model.geometry.bytes_per_token)
+                marks.append((before, msgspec.to_builtins(engine.counters)))
+    finally:
+        for i in range(rows):
+            engine.abort(f"decode{i}")
+        engine.step()  # what is in flight lands
     parts = ("plan_seconds", "build_seconds", "commit_seconds", "model_seconds", "sample_seconds")
     figures = {
         name.replace("_seconds", "_ms"): 1e3 * statistics.median(after[name] - before[name] for before, after in marks)

@@ -8,7 +8,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,9 +50,16 @@ class Peer:
     ) -> dict[str, Any]:
         """{"seconds", "generated_tokens"} of one run. Raises PeerFailed, after `limit_s` seconds as well."""
         request = {"prompts": [prompt.tolist() for prompt in prompts], "n": n, "new_tokens": new_tokens, "seed": seed}
-        self._to.write(json.dumps(request) + "\n")
-        self._to.flush()
+        tell(self.name, self._to, request)
         return read(self.name, self._back, limit_s)
+
+
+def tell(name: str, to: IO[str], what: dict[str, Any]) -> None:
+    try:
+        to.write(json.dumps(what) + "\n")
+        to.flush()
+    except OSError:
+        raise PeerFailed(f"{name} ended; what it said is on standard error") from None
 
 
 def read(name: str, back: IO[str], limit_s: float | None = None) -> dict[str, Any]:
@@ -81,14 +88,14 @@ def peer(name: str, python: str, setup: dict[str, Any], limit_s: float | None = 
     assert child.stdin is not None
     try:
         with os.fdopen(back) as results:
-            child.stdin.write(json.dumps(setup) + "\n")
-            child.stdin.flush()
+            tell(name, child.stdin, setup)
             yield Peer(name, str(read(name, results, limit_s)["ready"]), child.stdin, results)
     except BaseException:
         child.kill()
         raise
     finally:
-        child.stdin.close()
+        with suppress(OSError):  # what it did not take any more
+            child.stdin.close()
         try:
             child.wait(20)
         except subprocess.TimeoutExpired:

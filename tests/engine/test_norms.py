@@ -54,6 +54,15 @@ def test_what_computes_something_else_is_seen(late: bool) -> None:
     assert fuse_norms(nn.Sequential(Other(late)).to(DEVICE)) == 0
 
 
+class Gated(Other):
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x) if gate is None else super().forward(x) * gate
+
+
+def test_norms_that_take_more_are_left_alone() -> None:
+    assert fuse_norms(nn.Sequential(Gated(True)).to(DEVICE)) == 0
+
+
 def test_a_weight_that_is_written_reaches_it() -> None:
     model = tiny("llama").to(DEVICE)
     fuse_norms(model)

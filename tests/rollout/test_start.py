@@ -77,4 +77,4 @@ def test_a_start_that_fails_closes_what_it_opened(tiny_model: Path, tmp_path: Pa
         cli.serve([
             "--model", str(tiny_model), "--service.endpoint", "tcp://127.0.0.1:0", "--tracking.jsonl", str(tmp_path / "rows"),
         ])  # fmt: skip
-    assert closed == ["JsonlSink", "ServiceEnd"]
+    assert closed == ["ServiceEnd", "JsonlSink"]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -322,6 +325,30 @@ def test_a_service_that_dies_before_the_group_is_made(told: bool, monkeypatch: p
     waiting = [thread.name for thread in threading.enumerate()]
     assert isinstance(trainer.error, RequestTimeout) != told and (not told or "rollout-weights-join" in waiting)
     trainer.close()
+
+
+def test_a_group_that_fails_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the tensors nor the store's port, also where nobody collects garbage."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("injected failure of the group")
+
+    monkeypatch.setattr(distributed, "_group", broken)
+    piece = np.zeros(1000, np.uint8)
+    seen = weakref.ref(piece)
+    sender = Sender("gloo", "127.0.0.1", 1000)
+    sender._store.set(f"{sender.offer.group}/joined", "1")
+    gc.disable()
+    try:
+        with pytest.raises(SourceUnreachable, match="injected"):
+            sender.send([piece], NEVER, time.monotonic() + WAIT)
+        sender.close()
+        del piece
+        assert seen() is None
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", sender.offer.port), 1).close()
+    finally:
+        gc.enable()
 
 
 def test_an_address_of_another_machine() -> None:

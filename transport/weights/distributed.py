@@ -116,7 +116,10 @@ class Sender:
         except RequestTimeout as error:
             failure = RequestTimeout(error.message)
         if failure is not None:
-            raise failure  # out here, so that no traceback holds a broadcast, and with it the connections of the group
+            try:
+                raise failure  # out here, so that no traceback holds a broadcast, and with it the connections of the group
+            finally:
+                del failure  # nor this frame the error that holds it
 
     def _send(self, left: deque[Any], over: Callable[[], bool], end: float) -> None:
         slots = _slots(self._device, SLOTS, self.offer.total)
@@ -152,9 +155,11 @@ class Sender:
         finally:
             if self._group is None:  # nobody will use it
                 future.add_done_callback(partial(_left, self.offer.backend))
+            del future, make  # an error's traceback would hold them, and they it, and with both all that is sent
 
     def close(self) -> None:
-        """Leave the group and close the store. May be repeated."""
+        """Leave the group and close the store; where gloo still waits for the other end, the store ends with that. May be
+        repeated."""
         group, self._group, self._store = self._group, None, None
         if group is not None:
             leave(group, self.offer.backend)
