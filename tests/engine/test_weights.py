@@ -669,3 +669,19 @@ def test_drain_finishes_what_has_begun(kv_tokens: int) -> None:
     assert not engine.has_work and "later" in engine.scheduler.groups
     engine.resume()
     assert ("later", 0) in run(engine)
+
+
+def test_a_partial_refresh_digests_nothing_in_its_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that were never sent are read when it begins."""
+    model = tiny("llama")
+    engine = tiny_engine(model=model)
+    name, tensor = next(iter(model.named_parameters()))
+    data = describe(name, tensor.detach() * 2)
+    staged = engine.stage([with_digest(*data)], partial=True)
+    source = source_of([data[1]])
+    while not staged.complete:
+        staged.take(source)
+    monkeypatch.setattr("engine.weights._digest", None)  # would raise TypeError
+    assert engine.commit(staged).digest == engine.weights.digest
+    monkeypatch.undo()
+    assert engine.weights.live_digest() == engine.weights.digest

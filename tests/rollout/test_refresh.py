@@ -824,6 +824,8 @@ def test_dropped_weights_wait_for_a_refresh(served: Any) -> None:
     assert client.status()["state"] == "without weights" and engine.counters.steps == steps
     with pytest.raises(WeightsRefused, match="all tensors must come first"):
         client.refresh(weights_of(1), partial=True)
+    with pytest.raises(Busy, match="without weights"):
+        client.drain(timeout=WAIT)
     assert client.refresh(weights_of(1)).version == 1
     wait_for(lambda: engine.counters.steps > steps)
     handle.cancel()
