@@ -1,9 +1,9 @@
 """RMSNorm in two kernels instead of eight, for CUDA.
 
 transformers writes RMSNorm as eight operators. Under a CUDA graph each is still a kernel of some microseconds, and a layer of
-Qwen3 has four norms: 32 of its 57 kernels, more time than attention takes at short contexts. torch has all but the last one in
-a single kernel (`torch.nn.functional.rms_norm`), with the same roundings: squares, their mean and the product in fp32, once
-rounded to the dtype, and only then the weight. The mean's order of summation is another.
+Qwen3 has four norms: 32 of its 57 kernels. torch has all but the last one in a single kernel
+(`torch.nn.functional.rms_norm`), with the same roundings: squares, their mean and the product in fp32, once rounded to the
+dtype, and only then the weight. The mean's order of summation is another.
 """
 
 from __future__ import annotations

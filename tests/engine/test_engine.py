@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from engine import memory
 from engine.config import EngineConfig
+from engine.engine import Engine
 from engine.memory import VERSIONS, free_memory
 from engine.request import Group, Limits, Sampling
 from tests.engine.tiny import tiny_engine
@@ -188,6 +190,16 @@ def test_what_is_parked_is_copied_if_that_is_faster(copy: float, prefill: float,
     assert (e.counters.recomputed_tokens == 0) == pays
 
 
+def assert_mended(e: Engine, broken: Callable[[Any], Any]) -> None:
+    """Under pressure, with `broken` in place of the copies: some fail, and every sample is what it should be."""
+    e.kv.move = broken  # type: ignore[method-assign]
+    groups = [group(f"g{i}", range(1, 9), n=4, max_tokens=16, seed=i, ignore_eos=True) for i in range(4)]
+    samples = run(e, groups)
+    assert e.counters.failed_moves > 0
+    for each in groups:
+        assert [samples[each.id, i].token_ids.tolist() for i in range(4)] == expected(each)
+
+
 def test_a_failed_copy_is_mended() -> None:
     e = engine(kv_tokens=60, cpu_offload_gib=0.0001)
     move, calls = e.kv.move, [0]
@@ -199,12 +211,7 @@ def test_a_failed_copy_is_mended() -> None:
             raise MemoryError("injected failure of a copy")
         return move(moves)
 
-    e.kv.move = broken  # type: ignore[method-assign]
-    groups = [group(f"g{i}", range(1, 9), n=4, max_tokens=16, seed=i, ignore_eos=True) for i in range(4)]
-    samples = run(e, groups)
-    assert e.counters.failed_moves > 0
-    for each in groups:
-        assert [samples[each.id, i].token_ids.tolist() for i in range(4)] == expected(each)
+    assert_mended(e, broken)
 
 
 def test_mirrors_that_never_succeed_stop_nobody() -> None:
@@ -216,12 +223,7 @@ def test_mirrors_that_never_succeed_stop_nobody() -> None:
             raise MemoryError("injected failure of a copy")
         return move(moves)
 
-    e.kv.move = broken  # type: ignore[method-assign]
-    groups = [group(f"g{i}", range(1, 9), n=4, max_tokens=16, seed=i, ignore_eos=True) for i in range(4)]
-    samples = run(e, groups)
-    assert e.counters.failed_moves > 0
-    for each in groups:
-        assert [samples[each.id, i].token_ids.tolist() for i in range(4)] == expected(each)
+    assert_mended(e, broken)
 
 
 def test_nan_ends_its_child_only() -> None:

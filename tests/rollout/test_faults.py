@@ -27,6 +27,7 @@ from rollout.service import Service
 from rollout.session import Session
 from tests.rollout.fake_engine import FakeEngine, expected
 from tests.rollout.faulty_link import Proxy
+from tests.rollout.wire import serving
 from tests.transport.wire_fuzz import CLIENT_MESSAGES, mutate, valid_frames
 from transport import errors as e
 from transport import messages as m
@@ -74,19 +75,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
             return process
 
         yield one
-
-
-@contextmanager
-def serving(engine: FakeEngine, **options: float) -> Iterator[Service]:
-    service = Service(engine, "tcp://127.0.0.1:*", **options)  # type: ignore[arg-type]
-    thread = threading.Thread(target=service.run)
-    thread.start()
-    try:
-        yield service
-    finally:
-        service.stop()
-        thread.join(WAIT)
-        assert not thread.is_alive()
 
 
 # processes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from rollout.service import Service
 from tests.engine.test_weights import fail_commit
 from tests.engine.watermark import check_marks, token_of, watermark_engine, weights_of
 from tests.rollout.faulty_link import Proxy
+from tests.rollout.wire import serving
 from tests.transport.test_weights_cuda_ipc import FakeGPU
 from transport import messages as m
 from transport.errors import Busy, ClientClosed, InvalidRequest, RequestTimeout, SourceUnreachable, StaleWeights, WeightsRefused
@@ -349,7 +349,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Callable[..
     engine = roomy_engine()
     loopback = LoopbackService() if request.param == "loopback" else None
     clients: list[RolloutClient] = []
-    with serving(engine, loopback) as service:
+    with serving(engine, loopback, lease_s=2 * WAIT) as service:
 
         def connect(**options: Any) -> RolloutClient:
             options = {"connect_timeout_s": WAIT, "link_timeout_s": WAIT, **options}
@@ -362,20 +362,6 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Callable[..
         for client in clients:
             client.close()
     engine.check()
-
-
-@contextmanager
-def serving(engine: Engine, loopback: LoopbackService | None = None) -> Iterator[Service]:
-    """A service in a thread, which ends whatever happens."""
-    service = Service(engine, None if loopback else "tcp://127.0.0.1:*", transport=loopback, lease_s=2 * WAIT)
-    thread = threading.Thread(target=service.run)
-    thread.start()
-    try:
-        yield service
-    finally:
-        service.stop()
-        thread.join(WAIT)
-    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("via", ["auto", pytest.param("shm", marks=needs_shm), "inline", "gloo"])
@@ -415,7 +401,7 @@ def test_a_link_that_breaks_again_and_again_loses_nothing(monkeypatch: pytest.Mo
     """What was not answered is sent again, in order; what came twice counts once."""
     monkeypatch.setattr(inline, "CHUNK_BYTES", 300_001)
     with (
-        serving(watermark_engine()) as service,
+        serving(watermark_engine(), lease_s=2 * WAIT) as service,
         Proxy(service.endpoint) as proxy,
         RolloutClient(proxy.address, connect_timeout_s=WAIT, link_timeout_s=WAIT) as client,
     ):
@@ -722,7 +708,7 @@ def test_a_restart_shows_in_the_incarnation_and_to_require_version() -> None:
     for _ in range(2):
         end = LoopbackService()
         with (
-            serving(watermark_engine(), end),
+            serving(watermark_engine(), end, lease_s=2 * WAIT),
             RolloutClient(transport=end.connect(), require_version=0 if not incarnations else 4) as client,
         ):
             incarnations.append(client.info.incarnation)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +18,8 @@ from transport.frames import Decoder, Frame, pack
 from transport.loopback import LoopbackService
 
 T = TypeVar("T")
+JOIN_S = 60.0
+"""for a service's thread to end: a bound for hangs only"""
 
 
 class Peer:
@@ -92,6 +97,20 @@ class Bench:
         peer = self.connect()
         peer.hello()
         return peer
+
+
+@contextmanager
+def serving(engine: Any, end: LoopbackService | None = None, **options: Any) -> Iterator[Service]:
+    """A service in a thread, at `end` or at a socket, which ends whatever happens."""
+    service = Service(engine, None if end else "tcp://127.0.0.1:*", transport=end, **options)
+    thread = threading.Thread(target=service.run)
+    thread.start()
+    try:
+        yield service
+    finally:
+        service.stop()
+        thread.join(JOIN_S)
+    assert not thread.is_alive()
 
 
 def submit(group_id: str = "g", prompt: list[int] | np.ndarray = [1, 2, 3], serial: int = 0, **sampling: Any) -> m.Submit:  # noqa: B006
