@@ -88,7 +88,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """also return log-probs at temperature 1 without truncation"""
     max_kv_lag: int = 0
     """the first tokens may be drawn from KV of the prompt that weights at most this many versions older computed: found in the
-    cache, or left by a refresh in the middle of its prefill"""
+    cache, or left by a refresh with kv="keep" in the middle of its prefill. A refresh with kv="recompute" has all KV of a group
+    that has begun computed again, whatever this says"""
     max_version_lag: int | None = None
     """a child whose first token is further behind the live weights than this ends as "stale"; None = no bound"""
 

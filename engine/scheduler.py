@@ -214,8 +214,9 @@ class Scheduler:
         return self._end_group(seq.state, "error", reason)
 
     def refresh(self, version: int, kv: str) -> list[Sample]:
-        """The weights are another version now. `kv`: "keep" the KV of live sequences, "recompute" it, or "abort" them. A prompt
-        of which nothing was drawn yet keeps KV as old as `max_kv_lag` allows, as if it had just come. Returns the samples that
+        """The weights are another version now. `kv`: "keep" the KV of live sequences, "recompute" it, or "abort" them. Recomputed
+        is all KV of every group that has begun, whatever its `max_kv_lag`: that is about what a new sample finds. A prompt of
+        which nothing was drawn yet keeps KV as old as `max_kv_lag` allows, as if it had just come. Returns the samples that
         end: aborted ones, and those that `max_version_lag` makes stale."""
         assert kv in ("keep", "recompute", "abort")
         self.version = version
@@ -225,13 +226,14 @@ class Scheduler:
             if kv == "abort" and begun:
                 samples += self._end_group(state, "aborted")
                 continue
+            if kv == "recompute" and begun:
+                state.oldest_kv = version
             for seq in list(state.sequences.values()):
                 lag = state.group.sampling.max_version_lag
                 if lag is not None and seq.spans and seq.spans[0][1] < version - lag:
                     samples.append(self._end(seq, "stale"))
                 elif kv == "recompute" or not state.forked:
-                    oldest = version - state.group.sampling.max_kv_lag if kv == "keep" else version
-                    self.tables.drop_older(seq, oldest)
+                    self.tables.drop_older(seq, state.readable_from(version))
         return samples
 
     # ── starting and stopping ─────────────────────────────────────────────────────────────────────────────────────────

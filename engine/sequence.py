@@ -13,7 +13,7 @@ from engine.request import FinishReason, Group, Sample
 class GroupState:
     """A group while the engine works on it. Written by the scheduler only."""
 
-    __slots__ = ("group", "client", "number", "seed", "arrived", "sequences", "forked", "eos")
+    __slots__ = ("group", "client", "number", "seed", "arrived", "sequences", "forked", "eos", "oldest_kv")
 
     def __init__(self, group: Group, client: str, number: int, seed: int, arrived: float, eos: frozenset[int]) -> None:
         self.group = group
@@ -27,6 +27,13 @@ class GroupState:
         self.sequences: dict[int, Sequence] = {}
         """the children not yet finished by index; before the fork only 0, which prefills the prompt for all"""
         self.forked = False
+        self.oldest_kv = 0
+        """version of the last refresh that had its KV computed again: what older weights computed is not read any more"""
+
+    def readable_from(self, version: int) -> int:
+        """The oldest version whose KV it may take over while `version` is live: as old as its `max_kv_lag` allows a new sample,
+        but none from before its KV was to be computed again."""
+        return max(self.oldest_kv, version - self.group.sampling.max_kv_lag)
 
 
 class Sequence:

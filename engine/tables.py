@@ -21,7 +21,7 @@ class BlockTables:
         """Full blocks that the prefix index knows are taken over instead of computed. One token stays to be computed, for its
         logits."""
         size = self.block_size
-        oldest = version - seq.state.group.sampling.max_kv_lag
+        oldest = seq.state.readable_from(version)
         while seq.cached % size == 0 and seq.cached + size < seq.length:
             parent = seq.blocks[-1].key if seq.blocks else None
             if seq.blocks and parent is None:

@@ -51,8 +51,8 @@ class Harness:
         self.device: list[list[Cell | None]] = [[None] * size for _ in range(device_blocks)]
         self.host: list[list[Cell | None]] = [[None] * size for _ in range(host_blocks)]
         self.groups: dict[str, Group] = {}
-        self.born: dict[str, int] = {}
-        """oldest version whose KV a group may read, but for its max_kv_lag"""
+        self.oldest: dict[str, int] = {}
+        """oldest version whose KV a group may read, from when it began"""
         self.got: dict[tuple[str, int], Sample] = {}
         self.overlap = overlap
         self.flight: tuple[Plan, Drawn] | None = None
@@ -85,10 +85,12 @@ class Harness:
         self.land()
         version = self.scheduler.version + 1
         self.take(self.scheduler.refresh(version, kv))
-        for id in self.born:
+        for id, oldest in self.oldest.items():
             state = self.scheduler.groups.get(id)
-            if kv == "recompute" or (state is not None and not state.forked):
-                self.born[id] = version
+            if kv == "recompute":  # whatever lag a new sample allows
+                self.oldest[id] = version
+            elif state is not None and not state.forked:
+                self.oldest[id] = max(oldest, version - state.group.sampling.max_kv_lag)
 
     def step(self, fail_copy: int | None = None) -> None:
         """`fail_copy`: the copies stop after that many of them."""
@@ -96,7 +98,8 @@ class Harness:
             self.land()
         plan = self.scheduler.plan()
         for seq in self.scheduler.running:
-            self.born.setdefault(seq.state.group.id, self.scheduler.version)
+            group = seq.state.group
+            self.oldest.setdefault(group.id, self.scheduler.version - group.sampling.max_kv_lag)
         if plan.moves and fail_copy is not None:
             self.move(plan.moves, fail_copy)
             self.land()
@@ -160,8 +163,8 @@ class Harness:
             cells = [cell for slot in seq.table[: len(seq.blocks)] for cell in self.device[slot]][: row.start + row.count]
             assert None not in cells, "a row reads KV that was never written"
             state = seq.state
-            floor = self.born[state.group.id] - state.group.sampling.max_kv_lag
-            assert all(cell[1] >= floor for cell in cells if cell), "a row reads KV of older weights than it may"
+            oldest = self.oldest[state.group.id]
+            assert all(cell[1] >= oldest for cell in cells if cell), "a row reads KV of older weights than it may"
             ids = tuple(cell[0] for cell in cells if cell)
             tokens += [
                 draw(ids, state.seed, i) for i in (range(row.samples) if not state.forked else [seq.index] * row.samples)
@@ -227,7 +230,7 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
     h = random_harness(r)
     base = [r.randrange(1, VOCAB) for _ in range(40)]
     breaks = r.random() < 0.4
-    lag = r.choice([0, 0, 0, 2])
+    lags = r.choice([[0], [0, 1, 2], [2]])
     measured = r.random() < 0.5
     for number in range(operations):
         kind = r.random()
@@ -240,7 +243,7 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
                 n=r.choice([1, 2, 3, 7]),
                 max_tokens=r.choice([1, 3, 12]),
                 seed=number,
-                max_kv_lag=lag,
+                max_kv_lag=r.choice(lags),
             )
         elif kind < 0.36 and h.groups:
             h.take(h.scheduler.abort(r.choice(list(h.groups))))

@@ -17,7 +17,7 @@ import engine.tables
 from engine.blocks import BlockStore
 from engine.columns import Columns
 from engine.pool import Block, BlockPool, Moves, OutOfBlocks
-from engine.sequence import Sequence
+from engine.sequence import GroupState, Sequence
 from engine.tables import BlockTables
 from tests.engine.harness import Harness, random_schedule, tight_schedule
 
@@ -198,6 +198,16 @@ def patch_enter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Columns, "enter", crowd)
 
 
+def patch_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a group whose KV is computed again takes the old one back, as far as a new sample may"""
+    monkeypatch.setattr(GroupState, "readable_from", lambda self, version: version - self.group.sampling.max_kv_lag)
+
+
+def patch_new_lag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a new sample finds KV older than its lag allows"""
+    monkeypatch.setattr(GroupState, "readable_from", lambda self, version: self.oldest_kv)
+
+
 def patch_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """a table goes on to name the blocks of a sequence that has left"""
 
@@ -223,6 +233,8 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_lost,
     patch_enter,
     patch_leave,
+    patch_recompute,
+    patch_new_lag,
 ]
 
 

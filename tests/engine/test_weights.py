@@ -570,12 +570,15 @@ def test_a_refresh_in_the_middle_of_a_prefill(lag: int) -> None:
         assert np.array_equal(mine[key].logprobs, sample.logprobs) == (lag == 0)
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("lag", [0, 1, 3])
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_samples_go_on_over_a_refresh(kv: str) -> None:
-    """Recomputed, the rest of a sample is what a fresh engine makes of the tokens so far; kept, it is not, and says so."""
+def test_samples_go_on_over_a_refresh(kv: str, lag: int, prefix_cache: bool) -> None:
+    """Recomputed, the rest of a sample is what a fresh engine makes of the tokens so far, whatever KV a new sample may read;
+    kept, it is not, and says so."""
     new = tiny("llama", seed=1)
-    engine = tiny_engine()
-    engine.submit(ask("g", n=3, max_tokens=30))
+    engine = tiny_engine(prefix_cache=prefix_cache)
+    engine.submit(ask("g", n=3, max_tokens=30, max_kv_lag=lag))
     for _ in range(11):
         assert engine.step() == []
     engine.refresh(new.named_parameters(), kv=kv)  # type: ignore[arg-type]
