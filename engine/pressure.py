@@ -4,6 +4,9 @@
     soft reset   host memory is full, or computing again is cheaper than copying: the KV is dropped
     mirror       full blocks are copied to host memory ahead of need, so that parking copies only partial blocks
 
+What a soft reset costs is bounded at the return: a sequence whose KV would be lost again starts when there is room for all that
+it has to compute and for a share of what it then draws, beside the growth of those that run (docs/decisions/pressure.md).
+
 Batched offload and soft reset are ideas of transformers' continuous batching (changes #45184, #43150, #46587).
 """
 
@@ -17,6 +20,10 @@ from engine.config import EngineConfig
 from engine.pool import Block
 from engine.sequence import Sequence
 from engine.stats import Counters
+
+
+COMPUTED_PER_DRAWN = 4
+"""tokens of KV that could be lost, for each token that is drawn before they are: what bounds the work of soft resets"""
 
 
 class Pressure:
@@ -57,7 +64,7 @@ class Pressure:
                 enough = max(need, min(stay * ahead, most)) if rested else need
                 if self.store.available + gained >= enough or stay == 1:
                     return chosen
-                if seq not in chosen and (not rested or seq.ran >= self.config.min_run_tokens):
+                if seq not in chosen and (not rested or seq.ran >= seq.least_run):
                     chosen.append(seq)
                     need -= self.need(seq)
                     gained += sum(block.users == 1 for block in seq.blocks)
@@ -76,7 +83,7 @@ class Pressure:
             rested = [
                 seq
                 for seq in running
-                if seq.state.client == other and seq.ran >= self.config.min_run_tokens and seq not in chosen
+                if seq.state.client == other and seq.ran >= seq.least_run and seq not in chosen
             ]
             if most <= share or not rested:
                 break
@@ -85,36 +92,65 @@ class Pressure:
         return chosen
 
     def fits(self, seq: Sequence, running: list[Sequence], budget: int) -> bool:
-        """Whether a waiting sequence can run now: its blocks come to the device, a chunk of it or its next token finds room,
-        and a block is left over for each that runs (together at most a thirty-second of the pool), so that it is not parked
-        again at once."""
-        absent, growth = self._room_for(seq, budget)
-        if self.store.available >= absent + growth + self._reserve(running):
+        """Whether a waiting sequence can run now: there is room for what `_room_for` says, and beside those that run."""
+        room = self._room_for(seq, budget)
+        if self.store.available >= room + self._room_beside(seq, running):
             return True
         if running:
             return False
         # nothing runs, so nothing will be freed: blocks of others that wait leave, and one block at a time will do
-        self.reclaim_idle(absent + max(growth, 1), set(seq.blocks))
-        return self.store.available >= absent + (1 if growth and seq.cached % self.config.block_size == 0 else 0)
+        absent = _absent(seq)
+        self.reclaim_idle(max(room, absent + 1), set(seq.blocks))
+        return self.store.available >= absent + (1 if room > absent and seq.cached % self.config.block_size == 0 else 0)
 
     def make_room(self, seq: Sequence, running: list[Sequence], budget: int) -> None:
         """Blocks that nobody uses leave for a waiting sequence, if it fits then. For the beginning of a plan: slots that its
         restores and copies take must stay what they are."""
         mine = set(seq.blocks)
-        need = sum(self._room_for(seq, budget)) + self._reserve(running)
+        need = self._room_for(seq, budget) + self._room_beside(seq, running)
         spare = sum(block not in mine for block in self.store.idle)
         if self.store.available < need <= self.store.available + spare:
             self.reclaim_idle(need, mine)
 
-    def _room_for(self, seq: Sequence, budget: int) -> tuple[int, int]:
-        """Slots for the blocks of a waiting sequence that are not on the device, and for the new ones of its next chunk."""
-        size = self.config.block_size
-        absent = sum(block.device is None for block in seq.blocks)
-        growth = -(-(seq.cached + min(seq.uncached, budget)) // size) - len(seq.blocks)
-        return absent, growth + bool(seq.cached % size and seq.blocks[-1].owners > 1)
+    def least_run(self, seq: Sequence) -> int:
+        """Tokens that a waiting sequence draws, if it starts now, before it may be parked, unless nothing else can make room."""
+        if not self._could_be_lost(seq):
+            return self.config.min_run_tokens
+        share = -(-seq.uncached // COMPUTED_PER_DRAWN)
+        return max(self.config.min_run_tokens, min(share, seq.limit - seq.length))
 
-    def _reserve(self, running: list[Sequence]) -> int:
-        return min(len(running), 1 + self.store.device.size // 32)
+    def _could_be_lost(self, seq: Sequence) -> bool:
+        """A waiting sequence has more than a token to compute, and if it is parked then, it is reset."""
+        return seq.uncached > 1 and not self._can_leave(-(-seq.length // self.config.block_size), seq.length)
+
+    def _room_for(self, seq: Sequence, budget: int) -> int:
+        """Slots for the blocks of a waiting sequence that are not on the device, and for new ones: of its next token or chunk
+        if parking it would lose nothing; else of all that it has to compute and of its least run."""
+        if self._could_be_lost(seq):
+            return _absent(seq) + self._growth(seq, self._after(seq, self.least_run(seq)))
+        return _absent(seq) + self._growth(seq, seq.cached + min(seq.uncached, budget))
+
+    def _room_beside(self, seq: Sequence, running: list[Sequence]) -> int:
+        """Slots that stay free for those that run when `seq` starts. Where parking it would lose nothing: one for each of them,
+        so that it is not parked again at once (together at most a thirty-second of the pool), and what is left of the least run
+        of those who would lose something. Else all that they grow by until it is computed and has made its least run."""
+        if not self._could_be_lost(seq):
+            owed = (seq for seq in running if seq.ran < seq.least_run > self.config.min_run_tokens)
+            kept = sum(self._growth(seq, self._after(seq, seq.least_run - seq.ran)) for seq in owed)
+            return min(len(running), 1 + self.store.device.size // 32) + kept
+        to_compute = seq.uncached + sum(other.uncached for other in running if other.uncached > 1)
+        steps = self.least_run(seq) - (-to_compute // (self.config.max_batch_tokens - len(running)))
+        return sum(other.draws * self._growth(other, self._after(other, steps)) for other in running)
+
+    def _after(self, seq: Sequence, draws: int) -> int:
+        """Tokens that have KV when a sequence has drawn so many more."""
+        return min(seq.length + draws, seq.limit) - 1
+
+    def _growth(self, seq: Sequence, cached: int) -> int:
+        """New slots for KV of so many tokens in all."""
+        size = self.config.block_size
+        copied = seq.cached < cached and seq.cached % size and seq.blocks[-1].owners > 1
+        return max(0, -(-cached // size) - len(seq.blocks)) + bool(copied)
 
     def reclaim_idle(self, need: int, keep: Collection[Block] = ()) -> bool:
         """Blocks whose owners all wait leave the device, newest first, until `need` are available."""
@@ -130,8 +166,7 @@ class Pressure:
         """Move the idle blocks of a stopped sequence to host memory. False if they do not fit there, or if prefilling them
         again is cheaper; nothing has been moved then."""
         leaving = [block for block in seq.blocks if block.users == 0 and block.device is not None]
-        fresh = sum(block.host is None for block in leaving)
-        if not self.store.host.size or fresh > self.store.host_available or not self._copy_pays(fresh, seq):
+        if not self._can_leave(sum(block.host is None for block in leaving), seq.cached):
             return False
         for block in leaving:
             if not self.store.offload(block):
@@ -158,10 +193,17 @@ class Pressure:
             if not left:
                 return
 
-    def _copy_pays(self, blocks: int, seq: Sequence) -> bool:
-        """Copying so many blocks out and back takes no longer than prefilling the tokens again, at the measured rates. True
-        while one of them is not known."""
+    def _can_leave(self, blocks: int, tokens: int) -> bool:
+        """Host memory has room for so many blocks, and copying them out and back takes no longer than prefilling the tokens
+        again, at the measured rates. True while one of these is not known."""
+        if not self.store.host.size or blocks > self.store.host_available:
+            return False
         copy, prefill = self.counters.copy_blocks_per_second, self.counters.prefill_tokens_per_second
         if not copy or not prefill:
             return True
-        return 2 * blocks / copy <= seq.cached / prefill
+        return 2 * blocks / copy <= tokens / prefill
+
+
+def _absent(seq: Sequence) -> int:
+    """Its blocks that are not on the device."""
+    return sum(block.device is None for block in seq.blocks)

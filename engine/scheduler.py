@@ -150,7 +150,8 @@ class Scheduler:
         for seq in list(self.running):
             if any(block in broken for block in seq.blocks):
                 self._stop(seq)
-                self._soft_reset(seq)
+                self.tables.truncate(seq, 0)
+                self.counters.soft_resets += 1
         self.store.discard(broken)
 
     def launched(self, plan: Plan) -> None:
@@ -201,8 +202,11 @@ class Scheduler:
         return [sample for state in states.values() for sample in self._end_group(state, "error", reason)]
 
     def fail_running(self, reason: str) -> list[Sample]:
-        """The same, of a step that was launched: whoever runs may have taken over what it computed, and so may the index."""
+        """The same, of a step that was launched: whoever runs may have taken over what it computed, and so may the index and
+        whoever waits, who is reset."""
         self.store.forget_all()
+        for seq in self.waiting:
+            self.tables.truncate(seq, 0)
         return self.fail(list(self.running), reason)
 
     def fail_stuck(self) -> list[Sample]:
@@ -243,16 +247,19 @@ class Scheduler:
             if block.lost:
                 self.tables.truncate(seq, i)
                 break
+        self.tables.find_in_use(seq, self.version)
         if not self.pressure.fits(seq, self.running, budget):
             return False
+        least_run = self.pressure.least_run(seq)
         self.waiting.remove(seq, served=True)
         for i, block in enumerate(seq.blocks):
             self.store.use(block, full=i < seq.cached // self.block_size)
-        self._run(seq)
+        self._run(seq, least_run)
         return True
 
-    def _run(self, seq: Sequence) -> None:
+    def _run(self, seq: Sequence, least_run: int) -> None:
         seq.running = True
+        seq.least_run = least_run
         seq.begun = True
         seq.drawn_before = len(seq.output)
         self.columns.enter(seq)
@@ -299,9 +306,12 @@ class Scheduler:
         return self.pressure.over_share(seq.state.client, self.waiting.counts(), self.running_of, self.running)
 
     def _soft_reset(self, seq: Sequence) -> None:
-        """Give the KV up; it is prefilled again from whatever the prefix index still has."""
-        self.tables.truncate(seq, 0)
-        self.counters.soft_resets += 1
+        """Give the KV up but for the leading blocks that others use; the rest is prefilled again from whatever the prefix index
+        still has."""
+        kept = next((i for i, block in enumerate(seq.blocks) if not block.users), len(seq.blocks))
+        if kept < len(seq.blocks):
+            self.tables.truncate(seq, kept)
+            self.counters.soft_resets += 1
 
     # ── after a step ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _fork(self, seq: Sequence) -> list[Sequence]:
@@ -315,7 +325,7 @@ class Scheduler:
             if len(self.running) < self.config.max_num_seqs:
                 for block in child.blocks:
                     self.store.use(block, full=True)
-                self._run(child)
+                self._run(child, self.config.min_run_tokens)
             else:
                 self.waiting.put(child)
         self.counters.forks += len(children) - 1

@@ -70,6 +70,7 @@ class Sequence:
         "running",
         "ended",
         "drawn_before",
+        "least_run",
         "offloads",
         "mirrored",
         "place",
@@ -110,6 +111,8 @@ class Sequence:
         """its sample was made"""
         self.drawn_before = 0
         """tokens drawn when it last started to run"""
+        self.least_run = 0
+        """tokens to draw from there on before it is parked, unless nothing else can make room"""
         self.offloads = 0
         self.mirrored = 0
         """leading full blocks known to have a copy in host memory"""

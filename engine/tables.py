@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.blocks import BlockStore
 from engine.config import EngineConfig
+from engine.pool import Block
 from engine.prefix import block_key
 from engine.sequence import Sequence
 from engine.stats import Counters
@@ -20,20 +21,36 @@ class BlockTables:
     def find_cached(self, seq: Sequence, version: int) -> None:
         """Full blocks that the prefix index knows are taken over instead of computed. One token stays to be computed, for its
         logits."""
-        size = self.block_size
-        oldest = seq.state.readable_from(version)
-        while seq.cached % size == 0 and seq.cached + size < seq.length:
-            parent = seq.blocks[-1].key if seq.blocks else None
-            if seq.blocks and parent is None:
-                return
-            block = self.store.index.find(parent, seq.tokens(seq.cached, size), version, oldest)
-            if block is None or (block.device is None and not self.store.available):
+        while block := self._next_known(seq, version):
+            if block.device is None and not self.store.available:
                 return
             self.store.adopt(block)
             self.store.use(block, full=True)
             seq.add_block(block)
-            seq.cached += size
-            self.counters.prefix_hit_tokens += size
+            self._found(seq)
+
+    def find_in_use(self, seq: Sequence, version: int) -> None:
+        """The same for a sequence that waits, as far as these blocks take no room: somebody uses them. It does not use them
+        yet; what follows them is found when it runs."""
+        while block := self._next_known(seq, version):
+            if not block.users:
+                return
+            self.store.adopt(block)
+            seq.blocks.append(block)
+            self._found(seq)
+
+    def _next_known(self, seq: Sequence, version: int) -> Block | None:
+        """The block that continues the full ones of a sequence, if the index has it and a token is left to compute behind it."""
+        size = self.block_size
+        parent = seq.blocks[-1].key if seq.blocks else None
+        if seq.cached % size or seq.cached + size >= seq.length or (seq.blocks and parent is None):
+            return None
+        oldest = seq.state.readable_from(version)
+        return self.store.index.find(parent, seq.tokens(seq.cached, size), version, oldest)
+
+    def _found(self, seq: Sequence) -> None:
+        seq.cached += self.block_size
+        self.counters.prefix_hit_tokens += self.block_size
 
     def extend(self, seq: Sequence, cached: int, version: int) -> None:
         """Blocks to write tokens up to `cached`: a shared partial block is copied first, new ones are taken."""
