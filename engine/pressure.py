@@ -13,7 +13,7 @@ Batched offload and soft reset are ideas of transformers' continuous batching (c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from engine.blocks import BlockStore
 from engine.config import EngineConfig
@@ -22,7 +22,7 @@ from engine.sequence import Sequence
 from engine.stats import Counters
 
 
-COMPUTED_PER_DRAWN = 4
+COMPUTED_PER_DRAWN = 8
 """tokens of KV that could be lost, for each token that is drawn before they are: what bounds the work of soft resets"""
 
 
@@ -102,6 +102,16 @@ class Pressure:
         absent = _absent(seq)
         self.reclaim_idle(max(room, absent + 1), set(seq.blocks))
         return self.store.available >= absent + (1 if room > absent and seq.cached % self.config.block_size == 0 else 0)
+
+    def first_alone(self, seq: Sequence, waiting: Iterable[Sequence], budget: int) -> Sequence:
+        """Who starts where nothing runs and it is the turn of `seq`: the first in rank of those whose KV lies idle on the device,
+        if `seq` could only have their room and they would have to compute again. So a turn among clients lasts until a group
+        is done, and not a single child of it."""
+        fresh = sum(block.host is None for block in self.store.idle)
+        if self._room_for(seq, budget) <= self.store.available or self._can_leave(fresh, fresh * self.config.block_size):
+            return seq
+        idle = (other for other in waiting if other.begun and other.blocks and other.blocks[0] in self.store.idle)
+        return min(idle, key=lambda other: other.rank, default=seq)
 
     def make_room(self, seq: Sequence, running: list[Sequence], budget: int) -> None:
         """Blocks that nobody uses leave for a waiting sequence, if it fits then. For the beginning of a plan: slots that its

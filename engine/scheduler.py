@@ -110,7 +110,7 @@ class Scheduler:
                 rows.append(row)
                 budget -= row.count
         while budget and len(self.running) < self.config.max_num_seqs:
-            seq = self.waiting.next(self.running_of, begun=not self.admitting)
+            seq = self._next()
             if seq is None or not self._start(seq, budget, planned):
                 break
             if row := self.rows.prefill(seq, budget, planned, self.version):
@@ -240,6 +240,13 @@ class Scheduler:
                     self.tables.drop_older(seq, state.readable_from(version))
         return samples
 
+    def _next(self) -> Sequence | None:
+        """Who waits and is next to start. If nothing runs, that is whoever has KV on the device that would be lost to another."""
+        seq = self.waiting.next(self.running_of, begun=not self.admitting)
+        if seq is None or self.running or not self.store.idle:
+            return seq
+        return self.pressure.first_alone(seq, self.waiting, self.config.max_batch_tokens)
+
     # ── starting and stopping ─────────────────────────────────────────────────────────────────────────────────────────
     def _start(self, seq: Sequence, budget: int, planned: set[bytes]) -> bool:
         """Let a waiting sequence run if its blocks and the next chunk fit beside what runs."""
@@ -291,7 +298,7 @@ class Scheduler:
 
     def _give_way(self) -> None:
         """Every slot is taken and another client's turn has come: some stop. Their KV stays until its room is needed."""
-        seq = self.waiting.next(self.running_of, begun=not self.admitting)
+        seq = self._next()
         if seq is None:
             return
         for last in self._over_share(seq):
