@@ -204,10 +204,12 @@ class Pressure:
                 return
 
     def _can_leave(self, blocks: int, tokens: int) -> bool:
-        """Host memory has room for so many blocks, and copying them out and back takes no longer than prefilling the tokens
-        again, at the measured rates. True while one of these is not known."""
-        if not self.store.host.size or blocks > self.store.host_available:
-            return False
+        """Blocks with KV of so many tokens would move to host memory, instead of being lost: they fit there, and that pays."""
+        return bool(self.store.host.size) and blocks <= self.store.host_available and self._copy_pays(blocks, tokens)
+
+    def _copy_pays(self, blocks: int, tokens: int) -> bool:
+        """Copying so many blocks out and back takes no longer than prefilling the tokens again, at the measured rates. True
+        while one of them is not known."""
         copy, prefill = self.counters.copy_blocks_per_second, self.counters.prefill_tokens_per_second
         if not copy or not prefill:
             return True

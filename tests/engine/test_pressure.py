@@ -1,0 +1,144 @@
+"""What soft resets may cost: over random pools, tokens computed again against tokens drawn. The scheduler alone, in ints."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.plan import Drawn
+from engine.pressure import COMPUTED_PER_DRAWN, Pressure
+from engine.request import Group, Sampling
+from engine.scheduler import Scheduler
+from engine.stats import Counters
+
+
+class Ask(NamedTuple):
+    prompt: int
+    n: int
+    new: int
+    client: str = ""
+
+
+def run(groups: list[Ask], *, pool: int, host: int = 0, most_steps: int = 100_000, **config: Any) -> Counters:
+    """All groups to the end over pools of so many tokens; every child makes all its tokens."""
+    size = config["block_size"]
+    counters = Counters()
+    scheduler = Scheduler(
+        EngineConfig(kv_tokens=1, **config),
+        device_blocks=pool // size,
+        host_blocks=host // size,
+        max_blocks=pool // size,
+        counters=counters,
+    )
+    r = np.random.default_rng(0)
+    for i, ask in enumerate(groups):
+        prompt = r.integers(1, 10**6, ask.prompt).astype(np.int32)
+        scheduler.submit(Group(f"g{i}", prompt, Sampling(n=ask.n, max_tokens=ask.new)), ask.client, i, frozenset())
+    while scheduler.groups:
+        counters.steps += 1
+        assert counters.steps < most_steps, "no end in sight"
+        plan = scheduler.plan()
+        scheduler.moved()
+        assert plan.rows or scheduler.running, "stuck"
+        scheduler.launched(plan)
+        draws = sum(row.samples for row in plan.rows)
+        tokens = r.integers(1, 10**6, draws).astype(np.int32)
+        scheduler.commit(plan, Drawn(tokens, np.zeros(draws, np.float32), None, np.ones(draws, bool)))
+    assert counters.generated_tokens == sum(ask.n * ask.new for ask in groups)
+    return counters
+
+
+def random_run(seed: int) -> None:
+    """Groups of one or two clients over a pool that holds 1 to 2.5 times the longest sequence, and as much or no host memory."""
+    r = random.Random(seed)
+    size, slots = r.choice([1, 2, 4, 8, 16]), r.choice([1, 2, 4, 16])
+    groups = [
+        Ask(
+            prompt=r.randrange(1, r.choice([20, 400])),
+            n=r.choice([1, 1, 2, 4, 8]),
+            new=r.randrange(1, r.choice([8, 200])),
+            client=r.choice("aab"),
+        )
+        for _ in range(r.randrange(1, 6))
+    ]
+    longest = max(-(-(ask.prompt + ask.new) // size) for ask in groups)
+    counters = run(
+        groups,
+        pool=int(longest * r.choice([1, r.uniform(1, 1.2), r.uniform(1, 2.5)])) * size,
+        host=int(longest * r.choice([0, 0, 0.3, 1.5])) * size,
+        block_size=size,
+        max_num_seqs=slots,
+        max_batch_tokens=max(slots, r.choice([1, 4, 16, 64, 256])),
+        lookahead_blocks=r.choice([1, 2, 4]),
+        min_run_tokens=r.choice([0, 8, 64]),
+        prefix_cache=r.random() < 0.7,
+    )
+    partial = size * sum(ask.n for ask in groups)  # a child's share of the prompt's last block is its own
+    again, most = counters.recomputed_tokens, COMPUTED_PER_DRAWN * counters.generated_tokens + partial
+    assert again <= most, f"seed {seed}: {again} tokens computed again for {counters.generated_tokens}"
+
+
+def test_resets_cost_a_bounded_share() -> None:
+    """300 runs, whatever the pool, the chunks, the blocks, the children and the clients."""
+    for seed in range(300):
+        random_run(seed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_resets_cost_a_bounded_share_long() -> None:
+    first = random.SystemRandom().randrange(2**48)
+    for seed in range(first, first + 20_000):
+        random_run(seed)
+
+
+THRASH = [
+    ([Ask(1200, 4, 400)], 1800, 102, 32),
+    ([Ask(1200, 8, 400)], 1800, 102, 32),
+    ([Ask(3000, 4, 1000)], 4500, 256, 32),
+    ([Ask(600, 4, 200)], 904, 64, 8),
+    ([Ask(600, 4, 200, "a"), Ask(600, 4, 200, "b")], 904, 64, 8),
+    ([Ask(100, 1, 900), Ask(1000, 4, 60)], 1600, 64, 8),
+]
+
+
+@pytest.mark.parametrize(("groups", "pool", "chunk", "size"), THRASH)
+def test_sequences_longer_than_a_step(groups: list[Ask], pool: int, chunk: int, size: int) -> None:
+    """Without host memory, prompts of several chunks: about as much is computed again as drawn, or less."""
+    counters = run(groups, pool=pool, block_size=size, max_num_seqs=16, max_batch_tokens=chunk)
+    assert counters.recomputed_tokens <= 1.25 * counters.generated_tokens
+
+
+def test_host_memory_makes_room_at_once() -> None:
+    """Where parking loses nothing the next chunk is enough to start: nothing is computed again, and the pool stays full."""
+    counters = run(
+        [Ask(256, 32, 256)] * 2, pool=6_144, host=10**6, block_size=32, max_num_seqs=64, max_batch_tokens=1024
+    )
+    assert counters.recomputed_tokens == 0 and counters.offloads and counters.steps <= 560
+
+
+def next_chunk_only(patch: pytest.MonkeyPatch) -> None:
+    """a sequence returns when its next chunk fits"""
+    patch.setattr(Pressure, "_could_be_lost", lambda self, seq: False)
+
+
+def turn_by_child(patch: pytest.MonkeyPatch) -> None:
+    """clients take turns child by child where only one prompt fits"""
+    patch.setattr(Pressure, "first_alone", lambda self, seq, waiting, budget: seq)
+
+
+MUTANTS = [next_chunk_only, turn_by_child]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__doc__)
+def test_the_old_rules_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: the rule left out breaks the bound."""
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match="computed again for|no end in sight"):
+        for seed in range(300):
+            random_run(seed)
