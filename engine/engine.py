@@ -229,7 +229,8 @@ class Engine:
         """New weights in place, all or nothing, between two steps.
 
         Args:
-            named_tensors: `model.named_parameters()`, a state dict or any iterable of (name, tensor), of any float dtype.
+            named_tensors: the model, a state dict or any iterable of (name, tensor), floats of any float dtype. Parameters and
+                persistent buffers, all of them: `model.named_parameters()` is enough where there are no such buffers.
             version: above the live one; None = the next.
             kv: running groups "keep" their KV, "recompute" it under the new weights, or end ("abort") in the next step.
             partial: tensors that are not given stay as they are.

@@ -80,11 +80,7 @@ class Pressure:
         chosen: list[Sequence] = []
         for _ in range(min(share - has[client], waiting[client])):
             other, most = max(has.items(), key=lambda item: item[1])
-            rested = [
-                seq
-                for seq in running
-                if seq.state.client == other and seq.ran >= seq.least_run and seq not in chosen
-            ]
+            rested = [seq for seq in running if seq.state.client == other and seq.ran >= seq.least_run and seq not in chosen]
             if most <= share or not rested:
                 break
             chosen.append(max(rested, key=lambda seq: seq.rank))

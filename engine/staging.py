@@ -34,7 +34,7 @@ GRAIN = 32_768
 """elements up to which torch works in the calling thread alone (at::internal::GRAIN_SIZE)"""
 _INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+NamedTensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 Source = Callable[[np.ndarray], int]
 """fills the beginning of a [bytes] uint8 array with the next bytes of the payload; returns how many, 0 = none have come yet"""
 
@@ -218,17 +218,37 @@ def with_digest(info: TensorInfo, data: np.ndarray) -> TensorInfo:
 
 
 def named_pairs(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
-    """A state dict, `named_parameters()` or any iterable of (name, tensor), as a list. Raises InvalidWeights."""
+    """A module's `checkpoint_tensors`, a state dict, or any iterable of (name, tensor), as a list. Raises InvalidWeights."""
+    wanted = "a refresh takes the model, its state_dict(), or pairs of name and tensor as model.named_parameters() gives them"
+    if isinstance(named_tensors, torch.nn.Module):
+        named_tensors, _ = checkpoint_tensors(named_tensors)
     if not isinstance(named_tensors, Iterable):
-        kind = type(named_tensors).__name__
-        raise InvalidWeights(f"a refresh takes pairs of name and tensor, as model.named_parameters() gives them, not a {kind}")
+        raise InvalidWeights(f"{wanted}, not a {type(named_tensors).__name__}")
     pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
     for pair in pairs:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise InvalidWeights(
-                f"a refresh takes pairs of name and tensor, as model.named_parameters() gives them, not {type(pair).__name__}"
-            )
+            raise InvalidWeights(f"{wanted}, not {type(pair).__name__}")
     return pairs
+
+
+def checkpoint_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """What a checkpoint of a module holds, parameters and persistent buffers: every tensor once under its first name, and every
+    name's first name, since tied tensors have several."""
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    named |= persistent_buffers(module)
+    owner: dict[int, str] = {}
+    first_name = {name: owner.setdefault(id(tensor), name) for name, tensor in named.items()}
+    return {name: tensor for name, tensor in named.items() if first_name[name] == name}, first_name
+
+
+def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that are in its state dict, found without making one, which gathers shards."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, part in module.named_modules(remove_duplicate=False)
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False)
+        if name not in part._non_persistent_buffers_set
+    }
 
 
 def source_of(arrays: Iterable[np.ndarray]) -> Source:

@@ -26,7 +26,7 @@ import xxhash
 
 from engine.memory import host_buffer, placed, side_by_side, storage_bytes
 from engine.request import TensorInfo, manifest_digest
-from engine.staging import DTYPES, SLICE_BYTES, InvalidWeights, Part, Staging, dtype_name, tensor_bytes
+from engine.staging import DTYPES, SLICE_BYTES, InvalidWeights, Part, Staging, checkpoint_tensors, dtype_name, tensor_bytes
 from engine.streaming import Streamed
 
 VERSION_LIMIT = 2**63
@@ -47,7 +47,7 @@ class Weights:
         self.torn = False
         self._module = module
         self._streamed = streamed
-        self._tensors, self._first_name = _tensors_of(module)
+        self._tensors, self._first_name = ({}, {}) if module is None else checkpoint_tensors(module)
         masters = {} if streamed is None else streamed.masters
         self._offloaded = {name for name, tensor in self._tensors.items() if id(tensor) in masters}
         self._tensors = {name: masters.get(id(tensor), tensor) for name, tensor in self._tensors.items()}
@@ -177,10 +177,19 @@ class Weights:
             if (twin.dtype, twin.digest) != (info.dtype, info.digest):
                 raise InvalidWeights(f"the model ties it to {twin.name!r}, which is sent with other bytes", info.name)
             targets.append(name if twin is info else None)
-        missing = [name for name, t in self._tensors.items() if isinstance(t, torch.nn.Parameter) and name not in writes]
+        missing = [name for name in self._tensors if name not in writes]
         if missing and not partial:
-            raise InvalidWeights(f"it is missing ({len(missing)} are); a refresh of some tensors must say partial", missing[0])
+            raise self._missing(missing)
         return targets
+
+    def _missing(self, names: list[str]) -> InvalidWeights:
+        buffers = [name for name in names if not isinstance(self._tensors[name], torch.nn.Parameter)]
+        reason = f"it is missing ({len(names)} are); a refresh of some tensors must say partial"
+        if not buffers:
+            return InvalidWeights(reason, names[0])
+        some = ", ".join(buffers[:4]) + ", …" * (len(buffers) > 4)
+        fix = "the checkpoint holds them and named_parameters() leaves them out: give the model itself, or its state_dict()"
+        return InvalidWeights(f"{reason}. Buffers among these: {some}; {fix}", names[0])
 
     def commit(self, staging: Staging) -> None:
         """Exchange what is staged with what is live, then change the version. For the time between two steps.
@@ -273,15 +282,3 @@ class Weights:
 
 def _digest(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor))
-
-
-def _tensors_of(module: torch.nn.Module | None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Every tensor once under its first name, and every name's first name: tied parameters have several."""
-    if module is None:
-        return {}, {}
-    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    kept = module.state_dict(keep_vars=True)
-    named |= {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in kept}
-    owner: dict[int, str] = {}
-    first_name = {name: owner.setdefault(id(tensor), name) for name, tensor in named.items()}
-    return {name: tensor for name, tensor in named.items() if first_name[name] == name}, first_name

@@ -236,7 +236,7 @@ def lags(groups: list[list[Sample]], version: int) -> np.ndarray:
 
 def push(client: RolloutClient, model: torch.nn.Module, version: int) -> dict[str, float]:
     """The service goes on with these weights, running samples included; they keep the KV they have."""
-    done = client.refresh(model.named_parameters(), version=version, kv="keep")
+    done = client.refresh(model, version=version, kv="keep")
     return {
         "train/version": done.version,
         "train/refresh_s": done.seconds,

@@ -208,7 +208,7 @@ class RolloutClient:
         """New weights for the service, in place and all or nothing, while it goes on generating. Returns when they are live.
 
         Args:
-            named_tensors: `model.named_parameters()`, a state dict or any iterable of (name, tensor), on any device, of any
+            named_tensors: the model, its state dict or any iterable of (name, tensor), on any device, of any
                 float dtype (cast to the model's). Or the path of a folder of safetensors that the service sees as well.
             version: above the live one; None = the next.
             kv: running samples "keep" their KV and go on over it (their version spans say so), "recompute" it under the new

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args
 
 import msgspec
 import numpy as np
@@ -37,8 +37,11 @@ from transport.weights.inline import InlineOffer, chunks
 from transport.weights.manifest import pack_manifest
 from transport.weights.shm import Segment, host_key
 
+if TYPE_CHECKING:
+    import torch
+
 Via = Literal["auto", "shm", "inline", "files", "cuda_ipc", "gloo", "nccl"]
-NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]] | str | os.PathLike[str]
+NamedTensors = Union["torch.nn.Module", Mapping[str, Any], Iterable[tuple[str, Any]], str, os.PathLike[str]]
 
 
 class RefreshHandle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,3 +30,21 @@ def finished(sample: Sample) -> Sample:
 def seed_of(*numbers: int) -> int:
     """One seed for a group, from whatever makes it unique."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def checkpoint_name(name: str) -> str:
+    """Of a tensor in a model that a trainer has wrapped."""
+    return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
+
+
+def whole(tensor: Any) -> Any:
+    """A tensor of a model, gathered if it is sharded."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
+
+
+def full_buffers(model: Any) -> Iterator[tuple[str, Any]]:
+    """(name, whole tensor) of each persistent buffer under its checkpoint name."""
+    from engine.staging import persistent_buffers
+
+    for name, buffer in persistent_buffers(model).items():
+        yield checkpoint_name(name), whole(buffer)

@@ -33,7 +33,7 @@ import msgspec
 from engine.request import KVPolicy, Sample, Sampling
 from rollout.client import RolloutClient
 from rollout.handle import Handle
-from rollout.integrations.common import encode, finished, seed_of
+from rollout.integrations.common import checkpoint_name, encode, finished, full_buffers, seed_of, whole
 from rollout.integrations.trl_async import RolloutSample, ServiceRolloutWorker, ServiceWeights
 from rollout.refresh import Via
 
@@ -167,11 +167,12 @@ def template_of(trainer: Any) -> dict[str, Any]:
 
 
 def full_parameters(model: Any) -> Iterator[tuple[str, Any]]:
-    """(name, whole tensor) of each parameter under its checkpoint name; sharded ones are gathered one at a time.
+    """(name, whole tensor) of each parameter and persistent buffer under its checkpoint name; sharded ones are gathered one at
+    a time.
 
     Raises ValueError for a PEFT model."""
     if hasattr(model, "peft_config"):
         raise ValueError("a PEFT model: the service holds whole weights; merge the adapter, or train without peft_config")
     for name, parameter in model.named_parameters():
-        name = name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
-        yield name, (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach())
+        yield checkpoint_name(name), whole(parameter)
+    yield from full_buffers(model)

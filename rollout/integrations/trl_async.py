@@ -21,7 +21,7 @@ import numpy as np
 from engine.request import KVPolicy, Sample, Sampling
 from rollout.client import RolloutClient
 from rollout.handle import Handle
-from rollout.integrations.common import encode, finished, seed_of
+from rollout.integrations.common import encode, finished, full_buffers, seed_of
 from rollout.refresh import Via
 from transport.errors import RequestTimeout
 
@@ -31,10 +31,22 @@ class ServiceWeights:
 
     The trainer counts its pushes from 1. The service's versions only grow, and it may have seen another training, so they are
     counted from the version that is live when this is made; `ServiceRolloutWorker` takes the same number off again. Make both
-    before the training begins."""
+    before the training begins.
 
-    def __init__(self, client: RolloutClient, *, kv: KVPolicy = "keep", via: Via = "auto", timeout: float = 1800.0) -> None:
+    The trainer sends parameters alone. `model`: its model, whose persistent buffers go along; needed where there are some, since
+    the service refuses weights without them."""
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        *,
+        kv: KVPolicy = "keep",
+        via: Via = "auto",
+        timeout: float = 1800.0,
+        model: Any = None,
+    ) -> None:
         self._client = client
+        self._model = model
         self._kv, self._via, self._timeout = kv, via, timeout
         self.version = int(client.status()["version"])
         """of the last push, by the service's count"""
@@ -48,7 +60,8 @@ class ServiceWeights:
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
         """Returns when the weights are live. On any error the old ones serve on."""
-        self._client.refresh(iterator, version=self.version + 1, kv=self._kv, via=self._via, timeout=self._timeout)
+        weights = iterator if self._model is None else itertools.chain(iterator, full_buffers(self._model))
+        self._client.refresh(weights, version=self.version + 1, kv=self._kv, via=self._via, timeout=self._timeout)
         self.version += 1
 
     def resume(self) -> None:

@@ -116,9 +116,7 @@ def test_sequences_longer_than_a_step(groups: list[Ask], pool: int, chunk: int, 
 
 def test_host_memory_makes_room_at_once() -> None:
     """Where parking loses nothing the next chunk is enough to start: nothing is computed again, and the pool stays full."""
-    counters = run(
-        [Ask(256, 32, 256)] * 2, pool=6_144, host=10**6, block_size=32, max_num_seqs=64, max_batch_tokens=1024
-    )
+    counters = run([Ask(256, 32, 256)] * 2, pool=6_144, host=10**6, block_size=32, max_num_seqs=64, max_batch_tokens=1024)
     assert counters.recomputed_tokens == 0 and counters.offloads and counters.steps <= 560
 
 

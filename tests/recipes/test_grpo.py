@@ -39,11 +39,11 @@ class Client:
             for sample in self.engine.step():
                 self.handles[sample.group_id].take(sample)
 
-    def refresh(self, named_tensors: Iterator[tuple[str, torch.Tensor]], *, version: int, kv: str) -> Any:
+    def refresh(self, model: torch.nn.Module, *, version: int, kv: str) -> Any:
         assert version > self.engine.version
         own = dict(self.model.named_parameters())
         with torch.no_grad():
-            for name, tensor in named_tensors:
+            for name, tensor in model.named_parameters():
                 own[name].copy_(tensor)
         self.engine.scheduler.refresh(version, kv)
         return SimpleNamespace(version=version, seconds=0.0, paused_seconds=0.0)

@@ -93,6 +93,9 @@ class Model:
         sharded = SimpleNamespace(full_tensor=lambda: "whole")
         return [("module.a", tensor), ("b._checkpoint_wrapped_module.c", sharded)]
 
+    def named_modules(self, remove_duplicate: bool) -> list[tuple[str, Any]]:
+        return []
+
 
 def trainer(**changes: Any) -> Any:
     args = SimpleNamespace(
@@ -156,7 +159,9 @@ def test_a_service_that_has_seen_another_training(live: int, step: int, versions
 def test_only_the_main_process_pushes_and_all_gather() -> None:
     client, gathered = FakeClient(), []
     model = SimpleNamespace(
-        named_parameters=lambda: [("w", SimpleNamespace(full_tensor=lambda: gathered.append("w")))], config=None
+        named_parameters=lambda: [("w", SimpleNamespace(full_tensor=lambda: gathered.append("w")))],
+        named_modules=lambda remove_duplicate: [],
+        config=None,
     )
     it = trainer(model=model)
     it.accelerator.is_main_process, it.accelerator.process_index = False, 1
