@@ -150,6 +150,9 @@ class Engine:
         eos = frozenset(group.sampling.stop_token_ids)
         if not group.sampling.ignore_eos:
             eos |= self.model.eos_token_ids
+        if group.sampling.min_tokens and len(eos.intersection(range(self.vocab_size))) == self.vocab_size:
+            reason = f"each of the model's {self.vocab_size} tokens ends a sample, so none is left to draw before"
+            raise ValueError(f"min_tokens={group.sampling.min_tokens}: {reason}; set it to 0, or give fewer stop_token_ids")
         self.scheduler.submit(group, client, seed, eos)
 
     def abort(self, group_id: str) -> list[Sample]:

@@ -21,7 +21,6 @@ from engine.pool import Block
 from engine.sequence import Sequence
 from engine.stats import Counters
 
-
 COMPUTED_PER_DRAWN = 8
 """tokens of KV that could be lost, for each token that is drawn before they are: what bounds the work of soft resets"""
 
@@ -99,12 +98,13 @@ class Pressure:
         self.reclaim_idle(max(room, absent + 1), set(seq.blocks))
         return self.store.available >= absent + (1 if room > absent and seq.cached % self.config.block_size == 0 else 0)
 
-    def first_alone(self, seq: Sequence, waiting: Iterable[Sequence], budget: int) -> Sequence:
-        """Who starts where nothing runs and it is the turn of `seq`: the first in rank of those whose KV lies idle on the device,
-        if `seq` could only have their room and they would have to compute again. So a turn among clients lasts until a group
-        is done, and not a single child of it."""
+    def first_alone(self, seq: Sequence, waiting: Iterable[Sequence]) -> Sequence:
+        """Who starts where nothing runs and it is the turn of `seq`: the first in rank of those whose KV lies idle on the
+        device, if `seq` could only have their room and they would have to compute again. So a turn among clients lasts until
+        a group is done, and not a single child of it."""
         fresh = sum(block.host is None for block in self.store.idle)
-        if self._room_for(seq, budget) <= self.store.available or self._can_leave(fresh, fresh * self.config.block_size):
+        beside = self._room_for(seq, self.config.max_batch_tokens) <= self.store.available
+        if not fresh or beside or self._can_leave(fresh, fresh * self.config.block_size):
             return seq
         idle = (other for other in waiting if other.begun and other.blocks and other.blocks[0] in self.store.idle)
         return min(idle, key=lambda other: other.rank, default=seq)
@@ -119,7 +119,7 @@ class Pressure:
             self.reclaim_idle(need, mine)
 
     def least_run(self, seq: Sequence) -> int:
-        """Tokens that a waiting sequence draws, if it starts now, before it may be parked, unless nothing else can make room."""
+        """Tokens that a waiting sequence draws, if it starts now, before it is parked, unless nothing else makes room."""
         if not self._could_be_lost(seq):
             return self.config.min_run_tokens
         share = -(-seq.uncached // COMPUTED_PER_DRAWN)

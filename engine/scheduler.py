@@ -23,7 +23,7 @@ from collections.abc import Callable
 from engine.blocks import BlockStore
 from engine.columns import Columns
 from engine.config import EngineConfig
-from engine.plan import Drawn, Plan, Row
+from engine.plan import Drawn, Plan
 from engine.pressure import Pressure
 from engine.queue import WaitingQueue
 from engine.request import FinishReason, Group, Sample
@@ -162,7 +162,7 @@ class Scheduler:
             seq, start, count, draws = row
             forked = seq.state.forked
             if count > 1 or not draws or not forked:
-                self._count_row(row)
+                self.counters.launched(row)
             seq.cached = cached = start + count
             if cached > seq.computed:
                 seq.computed = cached
@@ -202,8 +202,7 @@ class Scheduler:
         return [sample for state in states.values() for sample in self._end_group(state, "error", reason)]
 
     def fail_running(self, reason: str) -> list[Sample]:
-        """The same, of a step that was launched: whoever runs may have taken over what it computed, and so may the index and
-        whoever waits, who is reset."""
+        """The same, of a step that was launched: what it computed may be in the index, and with whoever runs or waits."""
         self.store.forget_all()
         for seq in self.waiting:
             self.tables.truncate(seq, 0)
@@ -218,10 +217,9 @@ class Scheduler:
         return self._end_group(seq.state, "error", reason)
 
     def refresh(self, version: int, kv: str) -> list[Sample]:
-        """The weights are another version now. `kv`: "keep" the KV of live sequences, "recompute" it, or "abort" them. Recomputed
-        is all KV of every group that has begun, whatever its `max_kv_lag`: that is about what a new sample finds. A prompt of
-        which nothing was drawn yet keeps KV as old as `max_kv_lag` allows, as if it had just come. Returns the samples that
-        end: aborted ones, and those that `max_version_lag` makes stale."""
+        """The weights are another version now. `kv`: "keep" the KV of live sequences, "recompute" it, or "abort" them.
+        Recomputed is all KV of groups that have begun, whatever their `max_kv_lag`. A prompt of which nothing was drawn
+        yet keeps KV as old as that allows, as if it had just come. Returns the samples that end, aborted or made stale by the refresh."""
         assert kv in ("keep", "recompute", "abort")
         self.version = version
         samples: list[Sample] = []
@@ -241,19 +239,14 @@ class Scheduler:
         return samples
 
     def _next(self) -> Sequence | None:
-        """Who waits and is next to start. If nothing runs, that is whoever has KV on the device that would be lost to another."""
+        """Who waits and is next to start. If nothing runs, that is whoever has KV on the device that another would take."""
         seq = self.waiting.next(self.running_of, begun=not self.admitting)
-        if seq is None or self.running or not self.store.idle:
-            return seq
-        return self.pressure.first_alone(seq, self.waiting, self.config.max_batch_tokens)
+        return seq if seq is None or self.running else self.pressure.first_alone(seq, self.waiting)
 
     # ── starting and stopping ─────────────────────────────────────────────────────────────────────────────────────────
     def _start(self, seq: Sequence, budget: int, planned: set[bytes]) -> bool:
         """Let a waiting sequence run if its blocks and the next chunk fit beside what runs."""
-        for i, block in enumerate(seq.blocks):
-            if block.lost:
-                self.tables.truncate(seq, i)
-                break
+        self.tables.cut_lost(seq)
         self.tables.find_in_use(seq, self.version)
         if not self.pressure.fits(seq, self.running, budget):
             return False
@@ -315,10 +308,7 @@ class Scheduler:
     def _soft_reset(self, seq: Sequence) -> None:
         """Give the KV up but for the leading blocks that others use; the rest is prefilled again from whatever the prefix index
         still has."""
-        kept = next((i for i, block in enumerate(seq.blocks) if not block.users), len(seq.blocks))
-        if kept < len(seq.blocks):
-            self.tables.truncate(seq, kept)
-            self.counters.soft_resets += 1
+        self.counters.soft_resets += self.tables.cut_unused(seq)
 
     # ── after a step ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _fork(self, seq: Sequence) -> list[Sequence]:
@@ -344,8 +334,7 @@ class Scheduler:
         """Append what was drawn; the sample if that ends the child."""
         if not finite:
             self.tables.distrust(seq)
-            reason = f"the logits of token {len(seq.output)} hold NaN or infinity: the weights or the KV are not finite"
-            return self._end(seq, "error", reason)
+            return self._end(seq, "error", seq.not_finite())
         seq.append(token, logprob, raw, self.version)
         self.counters.generated_tokens += 1
         if token in seq.state.eos and len(seq.output) > seq.state.group.sampling.min_tokens:
@@ -379,8 +368,3 @@ class Scheduler:
             self.counters.ended[reason] += n - 1
             return [only, *(Sequence(state, i).sample(reason, only.seconds, error) for i in range(1, n))]
         return [self._end(seq, reason, error) for seq in list(state.sequences.values())]
-
-    def _count_row(self, row: Row) -> None:
-        if not row.sequence.state.forked or row.sequence.uncached > 1:
-            self.counters.prefill_tokens += row.count
-        self.counters.recomputed_tokens += max(0, min(row.sequence.computed, row.start + row.count) - row.start)

@@ -199,6 +199,13 @@ class Sequence:
         if not self.pending:
             self.newest = token
 
+    def not_finite(self) -> str:
+        """Why nothing can be drawn where the largest logit that is left is no number."""
+        reason = f"the logits of token {len(self.output)} hold NaN or infinity: the weights or the KV are not finite"
+        if self.state.eos and len(self.output) < self.state.group.sampling.min_tokens:
+            reason += ", or min_tokens forbids every token that could be drawn"
+        return reason
+
     def sample(self, reason: FinishReason, seconds: float, error: str | None = None) -> Sample:
         return Sample(
             group_id=self.state.group.id,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.lanes import Copied
-from engine.plan import Plan
+from engine.plan import Plan, Row
 from engine.pool import Moves
 from engine.sequence import Sequence
 
@@ -88,6 +88,12 @@ class Counters:
         self.move_seconds += copied.seconds
         if copied.blocks:
             self.copy_blocks_per_second = self._copies.add(copied.blocks, copied.seconds)
+
+    def launched(self, row: Row) -> None:
+        """A row is under way that its sequence does not count as computed yet."""
+        if not row.sequence.state.forked or row.sequence.uncached > 1:
+            self.prefill_tokens += row.count
+        self.recomputed_tokens += max(0, min(row.sequence.computed, row.start + row.count) - row.start)
 
     def stepped(self, plan: Plan, seconds: float) -> None:
         """A step was committed, so long after it was planned, or after the one before was, if that was later."""

@@ -40,7 +40,7 @@ class BlockTables:
             self._found(seq)
 
     def _next_known(self, seq: Sequence, version: int) -> Block | None:
-        """The block that continues the full ones of a sequence, if the index has it and a token is left to compute behind it."""
+        """The block that continues the full ones of a sequence, if the index has it and a token is left to compute."""
         size = self.block_size
         parent = seq.blocks[-1].key if seq.blocks else None
         if seq.cached % size or seq.cached + size >= seq.length or (seq.blocks and parent is None):
@@ -81,6 +81,20 @@ class BlockTables:
             if block.version < oldest:
                 self.truncate(seq, i)
                 return
+
+    def cut_lost(self, seq: Sequence) -> None:
+        """Give up what left the device for nowhere while it waited, and all that follows it."""
+        for i, block in enumerate(seq.blocks):
+            if block.lost:
+                self.truncate(seq, i)
+                return
+
+    def cut_unused(self, seq: Sequence) -> bool:
+        """Keep the leading blocks that others use. True: there was more to give up."""
+        kept = next((i for i, block in enumerate(seq.blocks) if not block.users), None)
+        if kept is not None:
+            self.truncate(seq, kept)
+        return kept is not None
 
     def truncate(self, seq: Sequence, blocks: int) -> None:
         for block in reversed(seq.blocks[blocks:]):

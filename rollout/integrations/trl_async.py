@@ -33,8 +33,8 @@ class ServiceWeights:
     counted from the version that is live when this is made; `ServiceRolloutWorker` takes the same number off again. Make both
     before the training begins.
 
-    The trainer sends parameters alone. `model`: its model, whose persistent buffers go along; needed where there are some, since
-    the service refuses weights without them."""
+    The trainer sends parameters alone. `model`: its model, whose persistent buffers go along; needed where there are some,
+    since the service refuses weights without them."""
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ def run(groups: list[Ask], *, pool: int, host: int = 0, most_steps: int = 100_00
 
 
 def random_run(seed: int) -> None:
-    """Groups of one or two clients over a pool that holds 1 to 2.5 times the longest sequence, and as much or no host memory."""
+    """Groups of one or two clients over a pool that holds 1 to 2.5 times the longest sequence, with host memory or without."""
     r = random.Random(seed)
     size, slots = r.choice([1, 2, 4, 8, 16]), r.choice([1, 2, 4, 16])
     groups = [
@@ -127,7 +127,7 @@ def next_chunk_only(patch: pytest.MonkeyPatch) -> None:
 
 def turn_by_child(patch: pytest.MonkeyPatch) -> None:
     """clients take turns child by child where only one prompt fits"""
-    patch.setattr(Pressure, "first_alone", lambda self, seq, waiting, budget: seq)
+    patch.setattr(Pressure, "first_alone", lambda self, seq, waiting: seq)
 
 
 MUTANTS = [next_chunk_only, turn_by_child]

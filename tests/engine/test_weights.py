@@ -10,11 +10,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from engine import staging
 from engine.engine import Engine
 from engine.request import Group, Sample, Sampling, TensorInfo
-from engine.staging import InvalidWeights, Staging, describe, source_of, with_digest
+from engine.staging import InvalidWeights, Staging, describe, persistent_buffers, source_of, with_digest
 from engine.weights import Weights, WeightsTorn
 from tests.engine.tiny import plain_logprobs, tiny, tiny_engine
 from tests.engine.toy import group, run
@@ -109,6 +110,74 @@ def test_tied_parameters_are_one(names: str) -> None:
 NORM = "model.norm.weight"
 
 
+def with_buffers(seed: int) -> PreTrainedModel:
+    """A tiny llama with persistent buffers of an integer and a truth value, and one that no checkpoint holds."""
+    module = tiny("llama", seed=seed)
+    module.model.register_buffer("steps", torch.tensor(7 + seed))
+    module.model.register_buffer("mask", torch.arange(5) % 2 == seed)
+    module.model.register_buffer("scratch", torch.full((3,), float(seed)), persistent=False)
+    return module
+
+
+@pytest.mark.parametrize("form", ["model", "state dict", "pairs"])
+def test_persistent_buffers_are_weights(form: str) -> None:
+    """Of any dtype, a scalar included; other buffers are nobody's business."""
+    engine, new = tiny_engine(model=with_buffers(0)), with_buffers(1)
+    named: Any = {
+        "model": new,
+        "state dict": new.state_dict(),
+        "pairs": [*new.named_parameters(), ("model.steps", new.model.steps), ("model.mask", new.model.mask)],
+    }[form]
+    before = engine.weights.digest
+    assert engine.refresh(named).digest == engine.weights.live_digest() != before
+    served = engine.model.module.model  # type: ignore[attr-defined]
+    assert served.steps.item() == 8 and served.mask.tolist() == new.model.mask.tolist() and served.scratch[0] == 0
+
+
+def test_a_buffer_that_is_missing_is_named() -> None:
+    engine, new = tiny_engine(model=with_buffers(0)), with_buffers(1)
+    before = state(engine)
+    reason = r"'model.steps': it is missing \(2 are\).*model.steps, model.mask.*give the model"
+    with pytest.raises(InvalidWeights, match=reason) as it:
+        engine.refresh(new.named_parameters())
+    assert it.value.tensor == "model.steps"
+    wrong = {**new.state_dict(), "model.steps": torch.tensor(1.0)}
+    with pytest.raises(InvalidWeights, match="dtype 'float32' cannot be cast to int64"):
+        engine.refresh(wrong)
+    assert_untouched(engine, before)
+    assert engine.refresh({"model.steps": torch.tensor(3)}, partial=True).version == 1
+
+
+def test_buffers_are_put_back_when_a_refresh_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(model=with_buffers(0))
+    before = state(engine)
+    last = len(engine.weights._tensors) - 1
+    with monkeypatch.context() as patch:
+        fail_commit(patch, last, PLACES[-1])
+        with pytest.raises(MemoryError, match="injected"):
+            engine.refresh(with_buffers(1))
+    assert_untouched(engine, before)
+
+
+def test_the_buffers_of_a_model_that_computes_with_them() -> None:
+    """glm4_moe's router corrects its scores by a persistent buffer: after a refresh the numbers are the new ones."""
+    options = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+
+    def made(seed: int) -> PreTrainedModel:
+        model = tiny("glm4_moe", seed=seed, **options)
+        for name, buffer in persistent_buffers(model).items():
+            assert name.endswith("e_score_correction_bias")
+            buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(seed)))
+        return model
+
+    engine, new = tiny_engine(model=made(0)), made(1)
+    with pytest.raises(InvalidWeights, match="e_score_correction_bias.*give the model itself"):
+        engine.refresh(new.named_parameters())
+    engine.refresh(new)
+    for sample in run(engine, [ask("g", n=2, max_tokens=20)]).values():
+        assert np.abs(plain_logprobs(new, PROMPT, sample) - sample.logprobs).max() <= 1e-5
+
+
 def changed(**tensors: torch.Tensor) -> Pushed:
     return {**pushed(), **{name.replace("__", "."): tensor for name, tensor in tensors.items()}}
 
@@ -157,7 +226,10 @@ def test_refused_with_the_tensor_named(named: Any, tensor: str, reason: str) -> 
 
 @pytest.mark.parametrize("given", [[torch.ones(3)], [("a", torch.ones(3), 1)], [(1, torch.ones(3))]])
 def test_what_is_no_pair_of_name_and_tensor_is_told(given: Any) -> None:
-    with pytest.raises(InvalidWeights, match=r"pairs of name and tensor, as model.named_parameters\(\) gives them"):
+    with pytest.raises(
+        InvalidWeights,
+        match=r"the model, its state_dict\(\), or pairs of name and tensor as model.named_parameters\(\) gives them",
+    ):
         tiny_engine().refresh(given)
 
 

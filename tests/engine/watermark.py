@@ -19,6 +19,7 @@ from engine.request import Sample
 VOCAB = 4096
 MIXED = VOCAB - 1
 TENSORS = 6
+BUFFERS = 2  # the last ones of these are persistent buffers
 ROWS, COLUMNS = 300, 1000  # a tensor is longer than a slice of staging
 
 
@@ -34,7 +35,11 @@ class WatermarkModel:
         self.context = context
         self.module = torch.nn.Module()
         for i in range(TENSORS):
-            self.module.register_parameter(f"w{i}", torch.nn.Parameter(torch.zeros(ROWS, COLUMNS), requires_grad=False))
+            tensor = torch.zeros(ROWS, COLUMNS)
+            if i < TENSORS - BUFFERS:
+                self.module.register_parameter(f"w{i}", torch.nn.Parameter(tensor, requires_grad=False))
+            else:
+                self.module.register_buffer(f"w{i}", tensor)
 
     def forward(self, batch: Batch, kv: PagedKV, backend: object) -> torch.Tensor:
         logits = torch.zeros(batch.num_logits, VOCAB)
@@ -44,7 +49,7 @@ class WatermarkModel:
     def read(self) -> int:
         """The token of the weights as they are: corners and middle of each tensor."""
         at = torch.tensor([0, ROWS * COLUMNS // 2, -1])
-        seen = {value for tensor in self.module.parameters() for value in tensor.view(-1)[at].tolist()}
+        seen = {value for tensor in self.module.state_dict().values() for value in tensor.view(-1)[at].tolist()}
         return token_of(int(seen.pop())) if len(seen) == 1 else MIXED
 
 
