@@ -219,7 +219,7 @@ class Scheduler:
     def refresh(self, version: int, kv: str) -> list[Sample]:
         """The weights are another version now. `kv`: "keep" the KV of live sequences, "recompute" it, or "abort" them.
         Recomputed is all KV of groups that have begun, whatever their `max_kv_lag`. A prompt of which nothing was drawn
-        yet keeps KV as old as that allows, as if it had just come. Returns the samples that end, aborted or made stale by the refresh."""
+        yet keeps KV as old as that allows. Returns the samples that end, aborted or made stale by the refresh."""
         assert kv in ("keep", "recompute", "abort")
         self.version = version
         samples: list[Sample] = []

@@ -393,3 +393,24 @@ def test_all_children_are_counted_where_a_group_ends_before_its_fork() -> None:
 def test_what_cannot_be_had_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         EngineConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_min_tokens_that_forbids_every_token_is_refused() -> None:
+    """Where all tokens end a sample none can be drawn before `min_tokens`; one that does not is enough."""
+    e = engine()
+    every = tuple(range(1, 23))  # and 0 is the model's own
+    with pytest.raises(ValueError, match="min_tokens=1: each of the model's 23 tokens ends a sample.*set it to 0"):
+        e.submit(group("a", [1, 2], min_tokens=1, stop_token_ids=every))
+    assert not e.has_work
+    samples = run(
+        e,
+        [
+            group("none", [1, 2], min_tokens=0, stop_token_ids=every),
+            group("one left", [1, 2], min_tokens=3, stop_token_ids=every[:-1]),
+            group("own ignored", [1, 2], min_tokens=3, stop_token_ids=every, ignore_eos=True),
+        ],
+    )
+    assert {len(s.token_ids) for s in samples.values() if s.group_id == "none"} == {1}
+    for sample in samples.values():
+        if sample.group_id != "none":
+            assert set(sample.token_ids[:3].tolist()) == {22 if sample.group_id == "one left" else 0}

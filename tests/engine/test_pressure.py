@@ -114,6 +114,18 @@ def test_sequences_longer_than_a_step(groups: list[Ask], pool: int, chunk: int, 
     assert counters.recomputed_tokens <= 1.25 * counters.generated_tokens
 
 
+def two_clients() -> None:
+    """Two clients with many short children of long prompts, of which one fits at a time."""
+    groups = [Ask(393, 1, 7, "b"), Ask(389, 8, 2, "a"), Ask(350, 8, 6, "b")]
+    counters = run(groups, pool=736, block_size=8, max_num_seqs=2, max_batch_tokens=64)
+    again, drawn = counters.recomputed_tokens, counters.generated_tokens
+    assert again <= COMPUTED_PER_DRAWN * drawn, f"{again} tokens computed again for {drawn}"
+
+
+def test_clients_take_turns_by_group() -> None:
+    two_clients()
+
+
 def test_host_memory_makes_room_at_once() -> None:
     """Where parking loses nothing the next chunk is enough to start: nothing is computed again, and the pool stays full."""
     counters = run([Ask(256, 32, 256)] * 2, pool=6_144, host=10**6, block_size=32, max_num_seqs=64, max_batch_tokens=1024)
@@ -138,5 +150,6 @@ def test_the_old_rules_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], 
     """The negative control: the rule left out breaks the bound."""
     mutant(monkeypatch)
     with pytest.raises(AssertionError, match="computed again for|no end in sight"):
+        two_clients()
         for seed in range(300):
             random_run(seed)
