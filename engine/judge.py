@@ -49,7 +49,7 @@ NARROW = 16
 """a window, in tokens, that these texts go far beyond"""
 TRIES = 3
 """texts that may differ before a model is refused: rounding may send a token to another expert, a mistake shows in every text"""
-SPREAD = 16.0
+SPREAD = 4.0
 """× what rounding every input embedding the other way does: the noise of one rounding that passes through the whole model.
 An engine rounds in each layer what the module rounds elsewhere, so it may differ by the root of their number, and some"""
 LEAST = {torch.float32: 1e-6, torch.bfloat16: 2**-9, torch.float16: 2**-12}
