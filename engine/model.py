@@ -35,6 +35,10 @@ class UnsupportedModel(ValueError):
     """The model asks for something that paged attention does not serve; the message names the model and the feature."""
 
 
+class BrokenModel(ValueError):
+    """The files of a model cannot be loaded as what they say they are; the message names the folder and what is wrong."""
+
+
 def open_model(config: EngineConfig) -> Model:
     """The model that a configuration names. Raises ValueError if it cannot be had or served so."""
     dtype, device, offload = getattr(torch, config.dtype), torch.device(config.device), config.weight_offload
@@ -47,7 +51,7 @@ def open_model(config: EngineConfig) -> Model:
 
 
 def load_model(folder: str, dtype: torch.dtype, device: torch.device | None) -> PreTrainedModel:
-    """A model from a local folder; device None: it stays in the pages of its files. Raises ValueError if there is none."""
+    """A model from a local folder; device None: it stays in the pages of its files. Raises BrokenModel."""
     _look_at_config(folder)
     try:
         with _reports_held_back():
@@ -60,26 +64,29 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device | None) -> 
                 output_loading_info=True,
             )
     except Exception as error:  # a dozen unrelated types; each says that this is no model
-        raise ValueError(f"model folder {folder!r} cannot be loaded: {in_one_line(error)}") from error
+        raise BrokenModel(f"model folder {folder!r} cannot be loaded: {in_one_line(error)}") from error
     _look_at_report(folder, report)
     if device is None:
         return model
     if device.type == "cpu":
         own_parameters(model.parameters())
-    return model.to(device)
+    try:
+        return model.to(device)
+    except (RuntimeError, ValueError) as error:  # no room for it, or quantised weights that stay where they are
+        raise BrokenModel(f"model folder {folder!r} cannot be moved to {device}: {in_one_line(error)}") from error
 
 
 def _look_at_config(folder: str) -> None:
     file = Path(folder) / "config.json"
     if not file.is_file():
-        raise ValueError(f"model folder {folder!r} has no config.json; give a folder that save_pretrained wrote")
+        raise BrokenModel(f"model folder {folder!r} has no config.json; give a folder that save_pretrained wrote")
     try:
         config = json.loads(file.read_text())
         kind = config.get("model_type")
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{str(file)!r} is not a model's configuration: {in_one_line(error)}") from error
-    if "AutoModelForCausalLM" in config.get("auto_map", {}) and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ValueError(
+        raise BrokenModel(f"{str(file)!r} is not a model's configuration: {in_one_line(error)}") from error
+    if config.get("auto_map") and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise BrokenModel(
             f"model folder {folder!r} brings code of its own for model type {kind!r} (auto_map in config.json), which is not run: "
             f"only classes of transformers {transformers.__version__} are; set model_type to one of them if the weights fit it"
         )
@@ -91,7 +98,7 @@ def _look_at_report(folder: str, report: dict[str, Any]) -> None:
     kinds = ("missing", "unexpected", "mismatched")
     found = {kind: sorted(str(key[0] if isinstance(key, tuple) else key) for key in report[f"{kind}_keys"]) for kind in kinds}
     if wrong := [f"{len(names)} {kind} ({_few(names)})" for kind, names in found.items() if names]:
-        raise ValueError(
+        raise BrokenModel(
             f"model folder {folder!r}: its weights are not those that its config.json describes: {', '.join(wrong)}; "
             "save the model again with save_pretrained"
         )
