@@ -85,6 +85,8 @@ def paged_attention(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if rollout is None:
+        raise TypeError(f"attention {ATTENTION_NAME!r} runs inside the engine only, in models that hand keyword arguments on to it")
     if isinstance(rollout, Probe):
         rollout.calls[layer] += 1
         rollout.layers[layer] = {
@@ -101,7 +103,6 @@ def paged_attention(
             "other": {name: value for name, value in other.items() if value is not None and name not in HARMLESS},
         }
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-    assert rollout is not None, f"attention {ATTENTION_NAME!r} runs inside the engine only"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = rollout.backend.attend(layer, q, k, v, rollout.batch, rollout.kv, scaling, sliding_window or 0)
     return out[None], None
