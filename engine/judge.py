@@ -35,7 +35,6 @@ from engine.attention import Backend, CannotAttend
 from engine.batch import Batch, padded
 from engine.kv import PagedKV
 from engine.model import Model, UnsupportedModel, in_one_line
-from engine.sampler import SamplingBatch
 
 log = logging.getLogger("rollout.engine")
 
@@ -48,7 +47,8 @@ LOOK_EVERY = 5
 NARROW = 16
 """a window, in tokens, that these texts go far beyond"""
 TRIES = 3
-"""texts that may differ before a model is refused: rounding may send a token to another expert, a mistake shows in every text"""
+"""texts that may differ before a model is refused: rounding sends a token to another expert now and then, a mistake shows in
+every text"""
 SPREAD = 4.0
 """× what rounding every input embedding the other way does: the noise of one rounding that passes through the whole model.
 An engine rounds in each layer what the module rounds elsewhere, so it may differ by the root of their number, and some"""
@@ -171,19 +171,13 @@ class _Forgetful(DynamicCache):
 
 def _plain(model: Model, ids: torch.Tensor, first: int) -> torch.Tensor:
     """[looked at, vocabulary] fp32 log-probs by the module as it is, which counts positions itself."""
-    module, attention = model.module, model.module.config._attn_implementation
-    module.set_attn_implementation("eager")
-    try:
-        arguments = {"past_key_values": _Forgetful(first), "use_cache": True} if first else {"use_cache": False}
-        output = module(input_ids=ids[None].to(model.device), **arguments)
-    finally:
-        module.set_attn_implementation(attention)
+    arguments = {"past_key_values": _Forgetful(first), "use_cache": True} if first else {"use_cache": False}
+    with _own_attention(model.module):
+        output = model.module(input_ids=ids[None].to(model.device), **arguments)
     return output.logits[0, _looked_at(len(ids)).to(model.device)].float().log_softmax(-1)
 
 
-def _engine(
-    model: Model, backend: Backend, block_size: int, most_tokens: int, ids: torch.Tensor, way: Way
-) -> torch.Tensor:
+def _engine(model: Model, backend: Backend, block_size: int, most_tokens: int, ids: torch.Tensor, way: Way) -> torch.Tensor:
     """The same as the engine computes it: in two chunks or more, behind another row."""
     blocks = -(-len(ids) // block_size)
     kv = PagedKV(model.geometry, block_size, 2 * blocks, 0, model.device)
@@ -201,7 +195,13 @@ def _engine(
 
 
 def _batch(
-    model: Model, ids: torch.Tensor, rows: list[tuple[int, int]], first: int, tables: np.ndarray, size: int, wanted: torch.Tensor
+    model: Model,
+    ids: torch.Tensor,
+    rows: list[tuple[int, int]],
+    first: int,
+    tables: np.ndarray,
+    size: int,
+    wanted: torch.Tensor,
 ) -> Batch:
     """What `Batch.build` makes of two rows (start, count) of this text, at positions from `first` on in the eyes of the model.
     The KV of what would stand before is not there, for either way."""
@@ -225,6 +225,21 @@ def _batch(
         num_logits=len(wanted),
         sampling=None,
     )
+
+
+@contextmanager
+def _own_attention(module: torch.nn.Module) -> Iterator[None]:
+    """Meanwhile the module attends by itself. A model may be put together of others, of which some have our attention: so each
+    configuration gets its own back, the inner ones last, as the outer ones hand theirs down."""
+    configs = {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}
+    names = [(config, config._attn_implementation) for config in configs.values()]
+    for config, _ in names:
+        config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        for config, name in names:
+            config._attn_implementation = name
 
 
 @contextmanager

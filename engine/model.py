@@ -87,8 +87,8 @@ def _look_at_config(folder: str) -> None:
         raise BrokenModel(f"{str(file)!r} is not a model's configuration: {in_one_line(error)}") from error
     if config.get("auto_map") and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise BrokenModel(
-            f"model folder {folder!r} brings code of its own for model type {kind!r} (auto_map in config.json), which is not run: "
-            f"only classes of transformers {transformers.__version__} are; set model_type to one of them if the weights fit it"
+            f"model folder {folder!r} brings code of its own for model type {kind!r} (auto_map in config.json), which is "
+            f"not run: only classes of transformers {transformers.__version__} are; set model_type to one of them if the weights fit it"
         )
 
 
@@ -227,7 +227,9 @@ def _probe(module: PreTrainedModel, config: Any, name: str) -> dict[int, dict[st
             f"{name} ({config.model_type}): two tokens do not come through it with attention of our own: {in_one_line(error)}"
         ) from error
     if often := sorted(layer for layer, calls in probe.calls.items() if calls > 1):
-        refuse(f"attention of {probe.calls[often[0]]} calls in layer {often[0]}, of which one would overwrite the KV of another,")
+        refuse(
+            f"attention of {probe.calls[often[0]]} calls in layer {often[0]}, of which one would overwrite the KV of another,"
+        )
     if sorted(probe.layers) != list(range(config.num_hidden_layers)):
         refuse(f"attention in {len(probe.layers)} of {config.num_hidden_layers} layers")
     first = probe.layers[0]
@@ -253,7 +255,9 @@ def _sizes(module: PreTrainedModel, config: Any, name: str) -> tuple[int, int]:
     try:
         vocabulary, context = module.get_input_embeddings().num_embeddings, config.max_position_embeddings
     except (AttributeError, NotImplementedError) as error:
-        raise UnsupportedModel(f"{name} ({config.model_type}): no vocabulary or length of context: {in_one_line(error)}") from error
+        raise UnsupportedModel(
+            f"{name} ({config.model_type}): no vocabulary or length of context: {in_one_line(error)}"
+        ) from error
     if not isinstance(context, int) or context < 2:
         raise UnsupportedModel(f"{name} ({config.model_type}): max_position_embeddings is {context!r}, not a number of tokens")
     return vocabulary, context

@@ -14,8 +14,8 @@ from engine.attention.seam import Backend
 from engine.native.build import NativeUnavailable
 
 __all__ = [
-    "Backend", "CannotAttend", "Capacity", "NativeAttention", "NativeUnavailable", "ReferenceAttention", "TritonAttention", "TritonUnavailable",
-    "choose_backend",
+    "Backend", "CannotAttend", "Capacity", "NativeAttention", "NativeUnavailable", "ReferenceAttention", "TritonAttention",
+    "TritonUnavailable", "choose_backend",
 ]  # fmt: skip
 
 log = logging.getLogger("rollout.engine")

@@ -86,7 +86,9 @@ def paged_attention(
         scaling = query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
     if rollout is None:
-        raise TypeError(f"attention {ATTENTION_NAME!r} runs inside the engine only, in models that hand keyword arguments on to it")
+        raise TypeError(
+            f"attention {ATTENTION_NAME!r} runs inside the engine only, in models that hand keyword arguments on to it"
+        )
     if isinstance(rollout, Probe):
         rollout.calls[layer] += 1
         rollout.layers[layer] = {

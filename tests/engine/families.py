@@ -1,6 +1,6 @@
 """Every causal family of transformers as a tiny model, and what becomes of it in an engine: right, refused, or something else.
 
-    in a child process, with a time-out:   build → Engine → samples → their log-probs against the module's plain forward
+in a child process, with a time-out:   build → Engine → samples → their log-probs against the module's plain forward
 """
 
 from __future__ import annotations

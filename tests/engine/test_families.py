@@ -26,7 +26,7 @@ CASES = {
     "a window beyond the texts of the judge": ("phimoe", FP32, {"sliding_window": 300}, ELSE),
     "a window that every layer asks for": ("mistral", FP32, {"sliding_window": 300}, ""),
     "two calls a layer": ("diffllama", FP32, {}, "2 calls in layer 0"),
-    "queries scaled by positions counted from 0": ("llama4_text", FP32, {**LLAMA4, "floor_scale": 300, "attn_scale": 0.5}, ELSE),
+    "queries scaled by the place in the batch": ("llama4_text", FP32, {**LLAMA4, "floor_scale": 300, "attn_scale": 0.5}, ELSE),
     "the same without scaling": ("llama4_text", FP32, {**LLAMA4, "attn_temperature_tuning": False}, ""),
     "positions that start elsewhere": ("roberta", FP32, {}, ELSE),
     "queries scaled by position": ("ministral3", BF16, {"head_dim": 32, "hidden_size": 128, "intermediate_size": 160,
