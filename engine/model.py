@@ -87,8 +87,8 @@ def _look_at_config(folder: str) -> None:
         raise BrokenModel(f"{str(file)!r} is not a model's configuration: {in_one_line(error)}") from error
     if config.get("auto_map") and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise BrokenModel(
-            f"model folder {folder!r} brings code of its own for model type {kind!r} (auto_map in config.json), which is "
-            f"not run: only classes of transformers {transformers.__version__} are; set model_type to one of them if the weights fit it"
+            f"model folder {folder!r} brings code of its own for model type {kind!r} (auto_map in config.json), which is not "
+            f"run; set model_type to one of transformers {transformers.__version__}, if the weights fit it"
         )
 
 

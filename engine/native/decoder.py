@@ -91,8 +91,8 @@ class NativeDecoder:
         self._structs: Any = None
 
     def check(self, eager: Callable[[Any, Any, Any], torch.Tensor], vocabulary: int) -> None:
-        """Compare with `eager`, the transformers model behind the same signature, at positions from the first to the last of the
-        context. Raises NotNative where a bit differs."""
+        """Compare with `eager`, the transformers model behind the same signature, at positions from the first to the last one
+        of the context. Raises NotNative where a bit differs."""
         generator = torch.Generator().manual_seed(0)
         for rows in CHECKED_ROWS:
             ids = torch.randint(vocabulary, (1, max(2, rows)), generator=generator)
