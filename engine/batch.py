@@ -68,10 +68,9 @@ class Batch:
         slots = table[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
         sampled = np.flatnonzero(samples)
         logits_at = query_starts[sampled + 1].astype(np.int64) - 1
-        least = MIN_ROWS.get(dtype, 16)
         wanted = logits_at if len(logits_at) else np.zeros(1, np.int64)
-        padded = [_pad(array, least) for array in (ids, positions, wanted)]
-        input_ids, position_ids, wanted_at = to_device(padded, device)
+        whole = [padded(array, dtype) for array in (ids, positions, wanted)]
+        input_ids, position_ids, wanted_at = to_device(whole, device)
         if ids.min() < 0:
             assert drawn is not None, "a token is pending, and nothing is in flight"
             input_ids = torch.where(input_ids < 0, drawn[(~input_ids).clamp(min=0)].long(), input_ids)
@@ -90,6 +89,7 @@ class Batch:
         )
 
 
-def _pad(values: np.ndarray, least: int) -> np.ndarray:
-    """Repeat the last value until there are `least`."""
+def padded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Repeat the last value until there are as many rows as a product in this dtype needs."""
+    least = MIN_ROWS.get(dtype, 16)
     return values if len(values) >= least else np.pad(values, (0, least - len(values)), mode="edge")

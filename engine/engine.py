@@ -19,9 +19,10 @@ from engine.config import EngineConfig
 from engine.flight import Flight, Stopwatch
 from engine.graphs import DecodeGraphs, cuda_capture
 from engine.invariants import check
+from engine.judge import judge, try_out
 from engine.kv import KVGeometry, PagedKV
 from engine.memory import taken_memory
-from engine.model import open_model
+from engine.model import Model, open_model
 from engine.plan import Plan
 from engine.request import Group, KVPolicy, Limits, Refreshed, Sample, TensorInfo
 from engine.sampler import launch_draws, uniform
@@ -79,8 +80,11 @@ class Engine:
             raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, Streamed(…))")
         self.model = model
         capacity = Capacity.of(config, model)
-        self.backend = choose_backend(config.attention, model.device, config.threads, capacity)
+        tried = partial(try_out, model, config.block_size) if isinstance(model, Model) else lambda backend: None
+        self.backend = choose_backend(config.attention, model.device, config.threads, capacity, tried)
         log.info("%s: %s", model.name, self.backend)
+        if isinstance(model, Model):
+            judge(model, self.backend, config.block_size, capacity.tokens)
         self.graphs: DecodeGraphs | None = None
         if config.cuda_graphs and model.device.type == "cuda" and isinstance(self.backend, TritonAttention):
             ring = None if streamed is None else streamed.ring

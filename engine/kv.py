@@ -1,6 +1,7 @@
 """The bytes of KV: one pool on the device, one in host memory, and every copy there is.
 
     data [blocks, layers, 2, kv_heads, block_size, head_dim]      device and host alike
+         [blocks, layers, kv_heads · block_size · (head_dim + value_dim)]      where K and V have different widths
 
           block 0                                   block 1
           ┌ layer 0 ───────┬ layer 1 ───────┬ … ┐   ┌ …
@@ -32,11 +33,24 @@ class KVGeometry(NamedTuple):
     layers: int
     kv_heads: int
     head_dim: int
+    """of K"""
     dtype: torch.dtype
+    other_value_dim: int | None = None
+    """of V, where it has a width of its own"""
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.other_value_dim is None else self.other_value_dim
 
     @property
     def bytes_per_token(self) -> int:
-        return self.layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.layers * self.kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
+
+    def block_shape(self, block_size: int) -> tuple[int, ...]:
+        """Of one block in the pools."""
+        if self.value_dim == self.head_dim:
+            return (self.layers, 2, self.kv_heads, block_size, self.head_dim)
+        return (self.layers, self.kv_heads * block_size * (self.head_dim + self.value_dim))
 
 
 class PagedKV:
@@ -57,9 +71,9 @@ class PagedKV:
         self.geometry = geometry
         self.block_size = block_size
         self.block_bytes = geometry.bytes_per_token * block_size
-        shape = (geometry.layers, 2, geometry.kv_heads, block_size, geometry.head_dim)
+        shape = geometry.block_shape(block_size)
         self.data, self._map = _allocate((device_blocks, *shape), geometry.dtype, device)
-        """[blocks, layers, 2, kv_heads, block_size, head_dim] on the device; zero at first, so that no NaN lies in it"""
+        """[blocks, *block_shape] on the device; zero at first, so that no NaN lies in it"""
         host = torch.device("cpu")
         self.host, host_map = _allocate((host_blocks, *shape), geometry.dtype, host, pin=device.type == "cuda")
         """the same shape in host memory, pinned on CUDA"""
@@ -98,6 +112,15 @@ class PagedKV:
             copy_rows(self._rows, self._rows, moves.copies)
 
         return self.lane.run(first, lambda: copy_rows(self._rows, self._host_rows, moves.mirrors), moves.blocks)
+
+
+def keys_and_values(kv: PagedKV, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the device pool: K [blocks, kv_heads, block_size, head_dim] and V [blocks, kv_heads, block_size, value_dim]."""
+    if kv.data.dim() == 6:
+        return kv.data[:, layer, 0], kv.data[:, layer, 1]
+    geometry, at = kv.geometry, kv.data[:, layer]
+    end = geometry.kv_heads * kv.block_size * geometry.head_dim
+    return tuple(x.view(len(at), geometry.kv_heads, kv.block_size, -1) for x in (at[:, :end], at[:, end:]))
 
 
 def copy_rows(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:

@@ -5,12 +5,17 @@ Parameter names stay those of the trainer's model, and its arithmetic outside at
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.attention.seam import ATTENTION_NAME, Backend, Call, Probe
 from engine.batch import Batch
@@ -30,6 +35,10 @@ class UnsupportedModel(ValueError):
     """The model asks for something that paged attention does not serve; the message names the model and the feature."""
 
 
+class BrokenModel(ValueError):
+    """The files of a model cannot be loaded as what they say they are; the message names the folder and what is wrong."""
+
+
 def open_model(config: EngineConfig) -> Model:
     """The model that a configuration names. Raises ValueError if it cannot be had or served so."""
     dtype, device, offload = getattr(torch, config.dtype), torch.device(config.device), config.weight_offload
@@ -42,15 +51,79 @@ def open_model(config: EngineConfig) -> Model:
 
 
 def load_model(folder: str, dtype: torch.dtype, device: torch.device | None) -> PreTrainedModel:
-    """A model from a local folder; device None: it stays in the pages of its files. Raises ValueError if there is none."""
-    if not (Path(folder) / "config.json").is_file():
-        raise ValueError(f"model folder {folder!r} has no config.json; give a folder that save_pretrained wrote")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    """A model from a local folder; device None: it stays in the pages of its files. Raises BrokenModel."""
+    _look_at_config(folder)
+    try:
+        with _reports_held_back():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,  # True runs what the folder brings, None asks on standard input
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                output_loading_info=True,
+            )
+    except Exception as error:  # a dozen unrelated types; each says that this is no model
+        raise BrokenModel(f"model folder {folder!r} cannot be loaded: {in_one_line(error)}") from error
+    _look_at_report(folder, report)
     if device is None:
         return model
     if device.type == "cpu":
         own_parameters(model.parameters())
-    return model.to(device)
+    try:
+        return model.to(device)
+    except (RuntimeError, ValueError) as error:  # no room for it, or quantised weights that stay where they are
+        raise BrokenModel(f"model folder {folder!r} cannot be moved to {device}: {in_one_line(error)}") from error
+
+
+def _look_at_config(folder: str) -> None:
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        raise BrokenModel(f"model folder {folder!r} has no config.json; give a folder that save_pretrained wrote")
+    try:
+        config = json.loads(file.read_text())
+        kind = config.get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise BrokenModel(f"{str(file)!r} is not a model's configuration: {in_one_line(error)}") from error
+    if config.get("auto_map") and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise BrokenModel(
+            f"model folder {folder!r} brings code of its own for model type {kind!r} (auto_map in config.json), which is not "
+            f"run; set model_type to one of transformers {transformers.__version__}, if the weights fit it"
+        )
+
+
+def _look_at_report(folder: str, report: dict[str, Any]) -> None:
+    """Refuse weights that are not this model's, all of them: transformers would fill what is missing with random numbers. Ties
+    and what a model class declares to be ignored are no longer in its report."""
+    kinds = ("missing", "unexpected", "mismatched")
+    found = {kind: sorted(str(key[0] if isinstance(key, tuple) else key) for key in report[f"{kind}_keys"]) for kind in kinds}
+    if wrong := [f"{len(names)} {kind} ({_few(names)})" for kind, names in found.items() if names]:
+        raise BrokenModel(
+            f"model folder {folder!r}: its weights are not those that its config.json describes: {', '.join(wrong)}; "
+            "save the model again with save_pretrained"
+        )
+
+
+def _few(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+@contextmanager
+def _reports_held_back() -> Iterator[None]:
+    """transformers prints a table of what is wrong with weights; the error that follows says it."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def in_one_line(error: Exception) -> str:
+    """The kind of an error and the beginning of what it says."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 class Model:
@@ -63,21 +136,24 @@ class Model:
         if not getattr(module, "_supports_attention_backend", False):
             raise UnsupportedModel(f"{name} ({type(module).__name__}): does not support transformers' attention interface")
         self.module = module.eval().requires_grad_(False)
-        self.module.set_attn_implementation(ATTENTION_NAME)
         self.name = name
         self.streamed = streamed
-        self.vocab_size: int = module.get_input_embeddings().num_embeddings
-        self.context: int = config.max_position_embeddings
         self.device = module.device
-        asked = _probe(self.module, config, name)
+        self.vocab_size, self.context = _sizes(module, config, name)
+        self.asked = _probe(self.module, config, name)
+        """what each layer asks of its attention, by layer"""
         if module.device.type == "cuda":
             fuse_norms(module)
-        heads = {layer["q_heads"] for layer in asked.values()}
+        heads = {layer["q_heads"] for layer in self.asked.values()}
         self.q_heads: int = heads.pop() if len(heads) == 1 else 0
         """0 = not the same in all layers"""
-        self.geometry = KVGeometry(len(asked), asked[0]["kv_heads"], asked[0]["head_dim"], module.dtype)
+        first = self.asked[0]
+        widths = first["head_dim"], first["value_dim"]
+        self.geometry = KVGeometry(
+            len(self.asked), first["kv_heads"], widths[0], module.dtype, widths[1] if widths[0] != widths[1] else None
+        )
         self.eos_token_ids = _eos(module)
-        self.native = self._native(asked) if native else None
+        self.native = self._native(self.asked) if native else None
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
         """[S, vocab] logits of the tokens `batch.logits_at`: by the native decoder where it has the bits of transformers."""
@@ -110,13 +186,16 @@ class Model:
         except NotNative as error:
             log.info("%s runs through transformers, not natively: %s", self.name, error)
             return None
+        except (AttributeError, TypeError) as error:  # of a module that is not put together as the decoder reads it
+            log.info("%s runs through transformers, not natively: a model of another kind (%s)", self.name, error)
+            return None
         return decoder
 
 
 def _refuse_config(config: Any, name: str) -> None:
     """What a probe of the attention function would not show."""
 
-    def refuse(feature: str) -> None:
+    def refuse(feature: str) -> NoReturn:
         raise UnsupportedModel(f"{name} ({config.model_type}): {feature} is not supported")
 
     for kind in set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}:
@@ -132,15 +211,25 @@ def _refuse_config(config: Any, name: str) -> None:
 
 
 def _probe(module: PreTrainedModel, config: Any, name: str) -> dict[int, dict[str, Any]]:
-    """Run two tokens through the model and see what each layer asks of its attention, by layer."""
-    probe = Probe()
-    ids = torch.zeros((1, 2), dtype=torch.long, device=module.device)
-    with torch.inference_mode():
-        module(input_ids=ids, position_ids=torch.arange(2, device=module.device)[None], use_cache=False, rollout=probe)
+    """Put our attention in place, run two tokens through the model and see what each layer asks of it, by layer."""
 
-    def refuse(feature: str) -> None:
+    def refuse(feature: str) -> NoReturn:
         raise UnsupportedModel(f"{name} ({config.model_type}): {feature} is not supported")
 
+    probe = Probe()
+    ids = torch.zeros((1, 2), dtype=torch.long, device=module.device)
+    try:
+        module.set_attn_implementation(ATTENTION_NAME)
+        with torch.inference_mode():
+            module(input_ids=ids, position_ids=torch.arange(2, device=module.device)[None], use_cache=False, rollout=probe)
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{name} ({config.model_type}): two tokens do not come through it with attention of our own: {in_one_line(error)}"
+        ) from error
+    if often := sorted(layer for layer, calls in probe.calls.items() if calls > 1):
+        refuse(
+            f"attention of {probe.calls[often[0]]} calls in layer {often[0]}, of which one would overwrite the KV of another,"
+        )
     if sorted(probe.layers) != list(range(config.num_hidden_layers)):
         refuse(f"attention in {len(probe.layers)} of {config.num_hidden_layers} layers")
     first = probe.layers[0]
@@ -151,11 +240,27 @@ def _probe(module: PreTrainedModel, config: Any, name: str) -> dict[int, dict[st
             refuse(f"an attention mask of its own in layer {layer}")
         if not asked["causal"]:
             refuse(f"attention without causality in layer {layer}")
-        if len({asked["head_dim"], asked["value_dim"], asked["query_dim"]}) > 1:
-            refuse(f"keys of {asked['head_dim']} and values of {asked['value_dim']} dimensions in layer {layer}")
-        if (asked["kv_heads"], asked["head_dim"]) != (first["kv_heads"], first["head_dim"]):
+        if asked["query_dim"] != asked["head_dim"]:
+            refuse(f"queries of {asked['query_dim']} and keys of {asked['head_dim']} dimensions in layer {layer}")
+        if asked["q_heads"] % asked["kv_heads"] or asked["value_heads"] != asked["kv_heads"]:
+            heads = asked["q_heads"], asked["kv_heads"], asked["value_heads"]
+            refuse("{} query, {} key and {} value heads in a layer".format(*heads))
+        if any(asked[size] != first[size] for size in ("kv_heads", "head_dim", "value_dim")):
             refuse("layers with KV of different shapes")
     return probe.layers
+
+
+def _sizes(module: PreTrainedModel, config: Any, name: str) -> tuple[int, int]:
+    """Ids in the vocabulary, and positions of the context."""
+    try:
+        vocabulary, context = module.get_input_embeddings().num_embeddings, config.max_position_embeddings
+    except (AttributeError, NotImplementedError) as error:
+        raise UnsupportedModel(
+            f"{name} ({config.model_type}): no vocabulary or length of context: {in_one_line(error)}"
+        ) from error
+    if not isinstance(context, int) or context < 2:
+        raise UnsupportedModel(f"{name} ({config.model_type}): max_position_embeddings is {context!r}, not a number of tokens")
+    return vocabulary, context
 
 
 def _eos(module: PreTrainedModel) -> frozenset[int]:

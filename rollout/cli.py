@@ -1,6 +1,7 @@
 """The command `rollout`. Each command is a function of its arguments that returns an exit status.
 
-0 = done, 1 = an error with its reason on standard error, 2 = wrong usage, 130 = stopped by Ctrl-C.
+0 = done, 1 = an error with its reason on standard error, 2 = wrong usage, or a model that cannot be served, 130 = stopped by
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class ServeArgs(msgspec.Struct, kw_only=True):
     """file that appears, holding the endpoint, once the service listens"""
     exit_on_stdin_close: bool = False
     """stop when standard input ends, for parents that may die without a word"""
+
+
+class CannotServe(Exception):
+    """The model is not there, is broken, or asks for what the engine does not compute; the message says which."""
 
 
 class StatusArgs(msgspec.Struct, kw_only=True):
@@ -135,12 +140,16 @@ def serve(argv: list[str]) -> int:
             for sink in sinks:
                 started.callback(sink.close)
             from engine.engine import Engine
+            from engine.model import BrokenModel, UnsupportedModel
             from rollout import models
             from rollout.service import Service
 
-            folder = models.resolve(config.engine.model)
             models.hide_progress_bars()
-            engine = Engine(msgspec.structs.replace(config.engine, model=str(folder)), limits=config.limits)
+            try:
+                folder = models.resolve(config.engine.model)
+                engine = Engine(msgspec.structs.replace(config.engine, model=str(folder)), limits=config.limits)
+            except (ModelNotFound, BrokenModel, UnsupportedModel) as error:
+                raise CannotServe(str(error)) from error
             service = Service(
                 engine,
                 config.service.endpoint,
@@ -326,9 +335,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"rollout {name}: stopped", file=sys.stderr)
         return 130
-    except (InputError, ModelNotFound, RolloutError, ServiceFailed) as error:
+    except (CannotServe, InputError, ModelNotFound, RolloutError, ServiceFailed) as error:
         print(f"rollout {name}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, CannotServe) else 1
     except BrokenPipeError:  # whoever read standard output wants no more, as `head` does
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  or Python complains once more at its end
         return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -13,25 +14,38 @@ from engine.attention.seam import Backend
 from engine.native.build import NativeUnavailable
 
 __all__ = [
-    "Backend", "Capacity", "NativeAttention", "NativeUnavailable", "ReferenceAttention", "TritonAttention", "TritonUnavailable",
-    "choose_backend",
+    "Backend", "CannotAttend", "Capacity", "NativeAttention", "NativeUnavailable", "ReferenceAttention", "TritonAttention",
+    "TritonUnavailable", "choose_backend",
 ]  # fmt: skip
 
 log = logging.getLogger("rollout.engine")
 
 
-def choose_backend(name: str, device: torch.device, threads: int | None, capacity: Capacity) -> Backend:
+class CannotAttend(Exception):
+    """A backend does not serve the shapes of a model; the message says which."""
+
+
+def choose_backend(
+    name: str,
+    device: torch.device,
+    threads: int | None,
+    capacity: Capacity,
+    try_out: Callable[[Backend], None] = lambda backend: None,
+) -> Backend:
     """The backend of `EngineConfig.attention`. "auto" takes the device's fast one where it can be had, and says why if not.
 
-    Raises ValueError if a backend is asked for by name and cannot be had."""
+    `try_out` attends with a backend as the model will, and raises CannotAttend with the reason where it cannot.
+    Raises ValueError if a backend is asked for by name and cannot be had, or cannot serve the model."""
     kind = {"auto": "native" if device.type == "cpu" else "triton"}.get(name, name)
     if kind == "native" and device.type != "cpu":
         raise ValueError(f'attention="native" runs on the CPU only, not on {device}: use "auto"')
     if kind == "reference":
         return ReferenceAttention()
     try:
-        return NativeAttention(threads) if kind == "native" else TritonAttention(device, capacity)
-    except (NativeUnavailable, TritonUnavailable) as error:
+        backend = NativeAttention(threads) if kind == "native" else TritonAttention(device, capacity)
+        try_out(backend)
+        return backend
+    except (NativeUnavailable, TritonUnavailable, CannotAttend) as error:
         if name == kind:
             raise ValueError(f'attention="{name}": {error}; "auto" falls back to the torch reference') from error
         log.warning("attention in plain torch, which is slow: %s", error)

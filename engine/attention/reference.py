@@ -10,7 +10,7 @@ Every product has the same shape whatever the batch, and a masked position adds 
 depend on who else is in its tile or its batch, nor on how its prompt was chunked. Prefixes in common are read like
 any other block: `Batch.shared` is a hint that this backend does not need.
 
-Inside a block: K and V as [kv_heads, block_size, head_dim].
+Inside a block: K and V as [kv_heads, block_size, width], each of its own width.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from engine.batch import Batch
-from engine.kv import PagedKV
+from engine.kv import PagedKV, keys_and_values
 
 MASKED = -1e30
 
@@ -64,12 +64,12 @@ class ReferenceAttention:
             batch.attention[group] = _tiles(batch, -(-16 // group), kv.block_size, query.device)
         tiles = batch.attention[group]
         n, size = batch.num_tokens, kv.block_size
-        keys, values = kv.data[:, layer, 0], kv.data[:, layer, 1]  # [blocks, kv_heads, block_size, head_dim]
+        keys, values = keys_and_values(kv, layer)
         keys[tiles.slots // size, :, tiles.slots % size] = key[:n].to(keys.dtype)
         values[tiles.slots // size, :, tiles.slots % size] = value[:n].to(values.dtype)
         padded = torch.cat([query[:n].float(), query.new_zeros(1, *query.shape[1:], dtype=torch.float32)])
         out = attend_tiles(padded, keys, values, tiles, group, scaling, window)
-        result = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        result = query.new_zeros(*query.shape[:2], value.shape[2])
         real = tiles.positions >= 0
         result[tiles.queries[real]] = out[real].to(query.dtype)
         return result
@@ -78,8 +78,8 @@ class ReferenceAttention:
 def attend_tiles(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tiles: Tiles, group: int, scaling: float, window: int
 ) -> torch.Tensor:
-    """query [T + 1, q_heads, D] fp32 (the last one zero), keys and values [blocks, kv_heads, block_size, D] →
-    [N, tile, q_heads, D] fp32."""
+    """query [T + 1, q_heads, D] fp32 (the last one zero), keys [blocks, kv_heads, block_size, D], values [blocks, kv_heads,
+    block_size, E] → [N, tile, q_heads, E] fp32."""
     n, tile = tiles.queries.shape
     size, heads, dim = keys.shape[2], keys.shape[1], keys.shape[3]
     q = query[tiles.queries] * scaling  # [N, tile, q_heads, D]
@@ -87,7 +87,7 @@ def attend_tiles(
     position = tiles.positions.repeat_interleave(group, 1)[:, None, :, None]  # [N, 1, tile · group, 1]
     m = torch.full((n, heads, tile * group, 1), MASKED, device=q.device)
     total = torch.zeros_like(m)
-    acc = torch.zeros_like(q)
+    acc = q.new_zeros(*q.shape[:3], values.shape[3])
     last = tiles.positions.amax(1)
     for b in range(int(tiles.blocks.max())):
         at = torch.from_numpy(np.flatnonzero(tiles.blocks > b)).to(q.device)
@@ -108,7 +108,7 @@ def attend_tiles(
         acc[at] = acc[at] * shrink + torch.matmul(weights, v)
         m[at] = top
     out = acc / total.clamp(min=torch.finfo(torch.float32).tiny)
-    return out.view(n, heads, tile, group, dim).permute(0, 2, 1, 3, 4).reshape(n, tile, heads * group, dim)
+    return out.view(n, heads, tile, group, -1).permute(0, 2, 1, 3, 4).reshape(n, tile, heads * group, -1)
 
 
 def _tiles(batch: Batch, tile: int, block_size: int, device: torch.device) -> Tiles:

@@ -7,6 +7,7 @@ step's `Batch` and the pool travel as one argument and there is no global contex
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Protocol
 
 import torch
@@ -42,8 +43,9 @@ class Backend(Protocol):
         scaling: float,
         window: int,
     ) -> torch.Tensor:
-        """Write the step's K and V into `kv`, then attend. query [P, q_heads, head_dim], key and value [P, kv_heads, head_dim]
-        (any strides, P = padded tokens), window 0 = unlimited. Returns [P, q_heads, head_dim], zero for padding."""
+        """Write the step's K and V into `kv`, then attend. query [P, q_heads, head_dim], key [P, kv_heads, head_dim], value [P,
+        kv_heads, value_dim] (any strides, P = padded tokens), window 0 = unlimited. Returns [P, q_heads, value_dim], zero for
+        padding."""
 
 
 class Call:
@@ -59,10 +61,11 @@ class Call:
 
 
 class Probe:
-    """Stands in for a `Call` while a model is loaded: notes what each layer asks of its attention."""
+    """Stands in for a `Call` while a model is loaded: notes what each layer asks of its attention, and how often."""
 
     def __init__(self) -> None:
         self.layers: dict[int, dict[str, Any]] = {}
+        self.calls: Counter[int] = Counter()
 
 
 def paged_attention(
@@ -77,16 +80,23 @@ def paged_attention(
     rollout: Call | Probe | None = None,
     **other: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, q_heads, P, head_dim], key and value [1, kv_heads, P, head_dim] → [1, P, q_heads, head_dim]."""
+    """query [1, q_heads, P, head_dim], key [1, kv_heads, P, head_dim], value [1, kv_heads, P, value_dim] → [1, P, q_heads,
+    value_dim]."""
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if rollout is None:
+        raise TypeError(
+            f"attention {ATTENTION_NAME!r} runs inside the engine only, in models that hand keyword arguments on to it"
+        )
     if isinstance(rollout, Probe):
+        rollout.calls[layer] += 1
         rollout.layers[layer] = {
             "q_heads": query.shape[1],
             "kv_heads": key.shape[1],
             "head_dim": key.shape[3],
             "value_dim": value.shape[3],
+            "value_heads": value.shape[1],
             "query_dim": query.shape[3],
             "window": sliding_window or 0,
             "scaling": scaling,
@@ -94,8 +104,7 @@ def paged_attention(
             "causal": getattr(module, "is_causal", True),
             "other": {name: value for name, value in other.items() if value is not None and name not in HARMLESS},
         }
-        return torch.zeros_like(query).transpose(1, 2), None
-    assert rollout is not None, f"attention {ATTENTION_NAME!r} runs inside the engine only"
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = rollout.backend.attend(layer, q, k, v, rollout.batch, rollout.kv, scaling, sliding_window or 0)
     return out[None], None

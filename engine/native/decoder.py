@@ -84,18 +84,20 @@ class NativeDecoder:
         _look_at_norm(self.body.norm, self.hidden)
         _look_at_linear(self.lm_head, self.hidden, self.lm_head.out_features)
         self.attention = [(asked[i]["scaling"], asked[i]["window"]) for i in range(len(self.body.layers))]
+        self.context: int = module.config.max_position_embeddings
         self.parameters = list(module.parameters())
         self.chunks: dict[tuple[int, int, bool], int] = {}
         self.addresses: list[int] = []
         self._structs: Any = None
 
     def check(self, eager: Callable[[Any, Any, Any], torch.Tensor], vocabulary: int) -> None:
-        """Compare with `eager`, the transformers model behind the same signature. Raises NotNative where a bit differs."""
+        """Compare with `eager`, the transformers model behind the same signature, at positions from the first to the last one
+        of the context. Raises NotNative where a bit differs."""
         generator = torch.Generator().manual_seed(0)
         for rows in CHECKED_ROWS:
             ids = torch.randint(vocabulary, (1, max(2, rows)), generator=generator)
             ids[:, rows:] = ids[:, rows - 1 : rows]
-            positions = (torch.arange(ids.shape[1]) * 7)[None]
+            positions = (torch.arange(ids.shape[1]) * (self.context - 1) // max(1, rows - 1))[None]
             positions[:, rows:] = positions[:, rows - 1 : rows]
             at = torch.arange(max(2, rows)).clamp(max=rows - 1)
             batch = SimpleNamespace(

@@ -96,10 +96,11 @@ def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Ten
     """What runs the attention of all layers for a prepared batch like this one: from a CUDA graph where decode is."""
     geometry, device = engine.model.geometry, engine.model.device
 
-    def random(heads: int) -> torch.Tensor:
-        return torch.randn(batch.num_tokens, heads, geometry.head_dim, dtype=geometry.dtype, device=device)
+    def random(heads: int, width: int) -> torch.Tensor:
+        return torch.randn(batch.num_tokens, heads, width, dtype=geometry.dtype, device=device)
 
-    query, key, value = random(engine.model.q_heads), random(geometry.kv_heads), random(geometry.kv_heads)
+    query, key = random(engine.model.q_heads, geometry.head_dim), random(geometry.kv_heads, geometry.head_dim)
+    value = random(geometry.kv_heads, geometry.value_dim)
 
     def layers(batch: Batch) -> torch.Tensor:
         for layer in range(geometry.layers):

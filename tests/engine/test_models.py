@@ -10,7 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.model import Model, UnsupportedModel, load_model
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.judge import judge
+from engine.kv import KVGeometry, PagedKV
+from engine.model import BrokenModel, Model, UnsupportedModel, load_model
+from tests.engine import families
 from tests.engine.tiny import MODELS, plain_logprobs, tiny, tiny_engine
 from tests.engine.toy import group, run
 
@@ -114,3 +119,99 @@ def test_what_the_seam_does_not_serve_is_refused(name: str, overrides: dict, fea
     with pytest.raises(UnsupportedModel, match=feature) as caught:
         Model(tiny(name, **overrides), "some/model")
     assert "some/model" in str(caught.value)
+
+
+WIDE = {"head_dim": 512}
+MANY = {"hidden_size": 132, "num_attention_heads": 66, "num_key_value_heads": 1, "head_dim": 8}
+
+
+@pytest.mark.parametrize("overrides", [WIDE, MANY], ids=["head_dim 512", "66 query heads over 1"])
+def test_shapes_that_the_kernel_lacks_take_the_reference(overrides: dict, caplog: pytest.LogCaptureFixture) -> None:
+    """Told in the log, and right; refused at load where the kernel was asked for by name."""
+    model = tiny("llama", **overrides)
+    trainer = copy.deepcopy(model)
+    engine = tiny_engine(model=model)
+    assert engine.backend.name == "reference" and "attention in plain torch" in caplog.text
+    each = prompts((40,), n=1)[0]
+    sample = run(engine, [each])[each.id, 0]
+    np.testing.assert_allclose(sample.logprobs, plain_logprobs(trainer, each.prompt, sample), atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match='attention="native": .* query heads over'):
+        tiny_engine(model=trainer, attention="native")
+
+
+def test_keys_and_values_of_two_widths_survive_offload(copies_pay: None) -> None:
+    """Latent attention with more children than the pool holds: through host memory and back, and right."""
+    model = families.build("deepseek_v3")
+    trainer = copy.deepcopy(model)
+    groups = prompts((40, 33), n=4, max_tokens=20)
+    engine = tiny_engine(model=model, kv_tokens=160, cpu_offload_gib=0.01)
+    assert engine.model.geometry == KVGeometry(2, 4, 24, torch.float32, 12)
+    samples = run(engine, groups)
+    assert engine.counters.restored_blocks > 0
+    for each in groups:
+        for index in range(4):
+            sample = samples[each.id, index]
+            np.testing.assert_allclose(sample.logprobs, plain_logprobs(trainer, each.prompt, sample), atol=1e-5, rtol=0)
+
+
+def test_the_memory_of_two_widths_is_what_is_stored() -> None:
+    geometry = KVGeometry(3, 4, 24, torch.bfloat16, 12)
+    kv = PagedKV(geometry, 8, 5, 0, torch.device("cpu"))
+    assert kv.block_bytes * 5 == kv.data.nbytes == 5 * 8 * 3 * 4 * (24 + 12) * 2
+
+
+def test_the_native_decoder_sees_the_whole_context() -> None:
+    """Queries that are scaled from position 2,048 on, by the module alone."""
+    scaling = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 2048,
+               "llama_4_scaling_beta": 0.5}  # fmt: skip
+    sizes = {"hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,
+             "vocab_size": 208, "max_position_embeddings": 4096, "rope_parameters": scaling}  # fmt: skip
+    assert Model(tiny("ministral3", torch.bfloat16, **sizes), "ministral3").native is None
+
+
+def test_positions_near_the_end_of_the_context_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose own forward and whose forward in the engine part only there."""
+    engine = tiny_engine("llama")
+    forward = engine.model.forward
+
+    def wrong_from_400_on(batch, kv, backend):
+        far = batch.position_ids[0, batch.logits_at[: batch.num_logits], None] > 400
+        return forward(batch, kv, backend) * (1 + 0.1 * far)
+
+    monkeypatch.setattr(engine.model, "forward", wrong_from_400_on)
+    with pytest.raises(UnsupportedModel, match="at positions 416 to 511"):
+        judge(engine.model, engine.backend, 8, 128)
+
+
+def test_what_goes_wrong_while_judging_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine("llama")
+    monkeypatch.setattr(engine.backend, "attend", lambda *_: 1 / 0)
+    with pytest.raises(UnsupportedModel, match="cannot be compared: ZeroDivisionError: division by zero"):
+        judge(engine.model, engine.backend, 8, 128)
+
+
+def test_the_judge_leaves_a_model_as_it_was() -> None:
+    """Windows, attention and hooks."""
+    module = tiny("mistral", sliding_window=300)
+    engine = Engine(EngineConfig(dtype="float32", kv_tokens=512, cpu_offload_gib=0), Model(module, "mistral"))
+    assert module.config.sliding_window == 300 and module.model.layers[0].self_attn.config.sliding_window == 300
+    assert module.config._attn_implementation == "rollout"
+    assert not module.get_input_embeddings()._forward_hooks
+    assert engine.model.asked[0]["window"] == 300
+
+
+def test_weights_with_ties_and_without_their_twins_load(tmp_path: Path) -> None:
+    """What is legitimately absent from a checkpoint is not missing; what is there too much is named."""
+    from safetensors.torch import load_file, save_file
+
+    tiny("llama-mha").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    load_model(str(tmp_path), torch.float32, torch.device("cpu"))
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # of old checkpoints
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load_model(str(tmp_path), torch.float32, torch.device("cpu"))
+    tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(16)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BrokenModel, match=r"1 unexpected \(model.layers.0.self_attn.q_norm.weight\)"):
+        load_model(str(tmp_path), torch.float32, torch.device("cpu"))

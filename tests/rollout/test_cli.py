@@ -98,7 +98,7 @@ def test_a_child_service_is_stopped_when_the_block_raises(tiny_config: Config) -
 def test_a_child_service_that_cannot_start_says_so(tmp_path: Path) -> None:
     from engine.config import EngineConfig
 
-    with pytest.raises(ServiceFailed, match="exit status 1 before it was listening"):
+    with pytest.raises(ServiceFailed, match="exit status 2 before it was listening"):
         with service_process(Config(engine=EngineConfig(model=str(tmp_path)))):
             raise AssertionError("it is not there")
 
@@ -126,7 +126,7 @@ def test_generate_with_a_service_of_its_own(tiny_model: Path, tmp_path: Path) ->
         (["sreve"], 2, "no command 'sreve'"),
         (["serve", "--engine.blok-size", "3"], 2, "--engine.blok-size"),
         (["serve", "--config", "nowhere.toml"], 1, "nowhere.toml"),
-        (["serve", "--model", "/nowhere"], 1, "neither a folder"),
+        (["serve", "--model", "/nowhere"], 2, "neither a folder"),
         (["bench", "fan"], 1, "there are: fanout"),
         (["generate", "--prompts", "nowhere.jsonl", "--out", "-"], 1, "nowhere.jsonl"),
         (["generate", "--prompts", __file__, "--out", "-"], 1, "line 1"),

@@ -1,0 +1,79 @@
+"""Every causal family of transformers, tiny: computed right, or refused in one sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+
+import pytest
+import torch
+
+import engine.engine
+from tests.engine import families
+from tests.engine.families import FAMILIES, MLA_MOE, MOE, Outcome, both_in_a_child, build, outcome
+
+FP32, BF16 = torch.float32, torch.bfloat16
+LLAMA4 = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "layer_types": ["full_attention"] * 4}
+SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40,
+          "llama_4_scaling_beta": 0.5}  # fmt: skip
+ELSE = "computes something else"
+CASES = {
+    "a window in the mask only": ("qwen2_moe", FP32, {"use_sliding_window": True, "sliding_window": 100,
+                                  "max_window_layers": 4, "num_hidden_layers": 4}, ELSE),
+    "the same model without": ("qwen2_moe", FP32, {}, ""),
+    "a window beyond the texts of the judge": ("phimoe", FP32, {"sliding_window": 300}, ELSE),
+    "a window that every layer asks for": ("mistral", FP32, {"sliding_window": 300}, ""),
+    "two calls a layer": ("diffllama", FP32, {}, "2 calls in layer 0"),
+    "queries scaled by the place in the batch": ("llama4_text", FP32, {**LLAMA4, "floor_scale": 300, "attn_scale": 0.5}, ELSE),
+    "the same without scaling": ("llama4_text", FP32, {**LLAMA4, "attn_temperature_tuning": False}, ""),
+    "positions that start elsewhere": ("roberta", FP32, {}, ELSE),
+    "queries scaled by position": ("ministral3", BF16, {"head_dim": 32, "hidden_size": 128, "intermediate_size": 160,
+                                   "vocab_size": 208, "rope_parameters": SCALED}, ""),
+    "keyword arguments that end in the layer": ("nemotron", FP32, {}, "keyword arguments"),
+    "a norm without a weight": ("olmo", BF16, {}, ""),
+    "keys of 24 and values of 12 dimensions": ("deepseek_v2", FP32, {}, ""),
+    "the same in bf16": ("deepseek_v3", BF16, {}, ""),
+    "latent attention of equal widths": ("deepseek_v3", BF16, {**MLA_MOE, "v_head_dim": 24}, ""),
+    "another of these": ("youtu", BF16, {**MLA_MOE, "v_head_dim": 24}, ""),
+    "and another": ("glm4_moe_lite", BF16, MOE, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_right_or_refused(case: str) -> None:
+    """What was served wrong once, or broke in a way that said nothing; an empty last column means right."""
+    name, dtype, overrides, refusal = CASES[case]
+    found = outcome(build(name, dtype, **overrides), name)
+    assert found.kind == ("refused" if refusal else "right"), found
+    assert refusal in found.says
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_every_family_is_right_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """In fp32 and bf16; a model that transformers cannot build from a small configuration is counted, and says nothing."""
+    found = {(name, dtype): each for name in FAMILIES for dtype, each in both_in_a_child(name).items()}
+    with capsys.disabled():
+        for (name, dtype), each in found.items():
+            print(f"{name:28} {dtype:9} {each.kind:9} {each.worst:.1e}  {each.says}")
+        for count in sorted(Counter((dtype, each.kind) for (_, dtype), each in found.items()).items()):
+            print(*count[0], count[1])
+    bad = {key: each for key, each in found.items() if each.kind in ("wrong", "unclear")}
+    assert not bad
+    assert Counter(each.kind for each in found.values())["right"] >= 170
+
+
+def test_a_crash_and_a_hang_are_outcomes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the sweep."""
+    monkeypatch.setattr(families, "both", lambda name: os.kill(os.getpid(), signal.SIGKILL))
+    assert both_in_a_child("llama")["float32"].kind == "unclear"
+    monkeypatch.setattr(families, "both", lambda name: threading.Event().wait())
+    assert both_in_a_child("llama", timeout_s=1)["float32"] == Outcome("unclear", "no end in 1 s")
+
+
+def test_the_sweep_sees_a_model_that_is_served_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its negative control: without the judge, a window that only the mask knows is served, and wrong."""
+    monkeypatch.setattr(engine.engine, "judge", lambda *_: None)
+    assert outcome(build("phimoe"), "phimoe").kind == "wrong"
