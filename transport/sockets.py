@@ -7,9 +7,14 @@
 `send` returns False where the message cannot be taken now (queue full, peer gone); it never blocks and never drops. A peer is
 the routing id that ROUTER made up for one connection: it names a connection, never a client. Sessions do that.
 
+No receive high-water mark: libzmq 4.3.5 stops reading a connection at the mark, ends its polling when the peer resets it, and
+then aborts the whole process (`Assertion failed: !_io_error`) at the next ping, its own (HEARTBEAT_IVL) or one that the peer left
+in the buffer. Without a mark it never stops reading. The client alone has ZMTP heartbeats; what waits at the service is bounded
+by `transport.inflow`, what waits at the client by the service, which keeps count of what was not acked.
+
 Bounds: one frame by MAXMSGSIZE (checked by libzmq before it allocates; a longer one costs the sender its connection), messages
-queued for one connection by the high-water marks, frames of a message by Limits.max_frames once it is whole. libzmq itself
-does not bound the number of frames of one message.
+not sent yet by the send high-water mark, bytes that wait to be received by `transport.inflow`, frames of a message by
+Limits.max_frames once it is whole.
 
 When a connection ends, what the client has not yet received from it is lost, even if it has arrived: whoever must know that the
 other end has something waits for an answer before it closes.
@@ -33,8 +38,10 @@ BATCH = 512
 """messages taken by one `receive`, so that a flood cannot keep the loop from stepping"""
 HANDSHAKE_MS = 3000
 CLIENT_HEARTBEAT_MS, CLIENT_SILENCE_MS = 1000, 3000
-"""ZMTP pings are answered by libzmq's I/O thread, so a long engine step is not silence; a stopped or dead process is"""
-SERVICE_HEARTBEAT_MS, SERVICE_SILENCE_MS = 2000, 10_000
+"""the client's ZMTP pings are answered by the service's libzmq I/O thread, so a long engine step is not silence; a stopped or
+dead process is"""
+KEEPALIVE_S = 10
+"""TCP's own probes: a connection whose machine is gone ends after some 40 s"""
 
 
 class ServiceTransport(Protocol):
@@ -88,10 +95,13 @@ def _context(endpoint: str, limits: Limits, kind: int) -> tuple[zmq.Context[zmq.
     sock = context.socket(kind)
     sock.setsockopt(zmq.MAXMSGSIZE, max(limits.max_frame_bytes, limits.max_header_bytes))
     sock.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
-    sock.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
+    sock.setsockopt(zmq.RCVHWM, 0)  # see the docstring: anything else lets a peer abort this process
     sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     sock.setsockopt(zmq.IPV6, int("[" in endpoint))
     sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
     sock.setsockopt(zmq.LINGER, 0)
     return context, sock
 
@@ -120,8 +130,6 @@ class ServiceEnd:
         self._context, self._sock = _context(endpoint, limits, zmq.ROUTER)
         self._max_frames = limits.max_frames
         self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._sock.setsockopt(zmq.HEARTBEAT_IVL, SERVICE_HEARTBEAT_MS)
-        self._sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, SERVICE_SILENCE_MS)
         try:
             self._sock.bind(endpoint)
         except zmq.ZMQError as error:
