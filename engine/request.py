@@ -40,9 +40,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """samples (n of each group, summed) of one client that are not finished"""
     max_clients: int = 256
     """client sessions at a time"""
-    max_header_bytes: int = 1_048_576
+    max_header_bytes: int = 65_536
     """the first frame of a message"""
-    max_frame_bytes: int = 67_108_864
+    max_frame_bytes: int = 16_777_216
     """any other frame"""
     max_frames: int = 64
     """frames of one message"""

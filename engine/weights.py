@@ -30,6 +30,8 @@ from engine.staging import DTYPES, SLICE_BYTES, InvalidWeights, Part, Staging, c
 from engine.streaming import Streamed
 
 VERSION_LIMIT = 2**63
+READ_BYTES = 8 << 20
+"""read at once by `Weights.read_live`"""
 DEVICE_SLICE_BYTES = 64 << 20
 """of the exchange with tensors on a device: a copy over its bus costs some ten microseconds to begin"""
 
@@ -267,7 +269,26 @@ class Weights:
 
     def live_digest(self) -> str:
         """The same of the bytes that lie there now. Reads every tensor."""
-        return self._manifest_digest({name: _digest(tensor) for name, tensor in self._tensors.items()})
+        *_, digest = self.read_live()
+        assert digest is not None
+        return digest
+
+    def read_live(self) -> Iterator[str | None]:
+        """`live_digest` in small portions: None after each of READ_BYTES, the digest at last. For between two steps; a refresh
+        in the middle makes it meaningless."""
+        digests: dict[str, str] = {}
+        for name, tensor in self._tensors.items():
+            state, portion = xxhash.xxh3_128(), max(1, READ_BYTES // max(1, tensor.element_size()))
+            for start in range(0, tensor.numel(), portion):
+                state.update(tensor_bytes(tensor.detach().reshape(-1)[start : start + portion]))
+                yield None
+            digests[name] = state.hexdigest()
+        yield self._manifest_digest(digests)
+
+    @property
+    def names(self) -> int:
+        """Names that a manifest may list: those of tied parameters all count."""
+        return len(self._first_name)
 
     def _manifest_digest(self, digests: Mapping[str, str]) -> str:
         tensors = self._tensors.items()

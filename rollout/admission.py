@@ -65,6 +65,6 @@ def welcome(hello: m.Hello, session: Session, engine: EngineLike, incarnation: s
         eos_token_ids=tuple(sorted(engine.model.eos_token_ids)),
         version=engine.version,
         limits=limits,
-        capabilities=capabilities(engine.model.device),
+        capabilities=(m.TAKEN, *capabilities(engine.model.device)),
         groups=m.digests(held.digest for held in session.groups.values()),
     )

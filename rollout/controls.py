@@ -5,15 +5,17 @@ A client that holds the service and goes away lets go: nobody is left waiting fo
 
 from __future__ import annotations
 
-import logging
-
+from rollout.logs import logger
 from rollout.protocols import EngineLike
 from rollout.session import Session
 from transport import messages as m
 from transport.errors import Busy, InvalidRequest
 from transport.frames import pack
 
-log = logging.getLogger("rollout.service")
+MAX_WAITING = 1024
+"""requests that may wait for one event"""
+
+log = logger("rollout.service")
 
 
 class Controls:
@@ -24,6 +26,8 @@ class Controls:
         self._holders: list[Session] = []
         self._drains: list[tuple[Session, int]] = []
         """(who waits, request)"""
+        self._aborts: list[tuple[Session, int]] = []
+        """(who waits for the end of all groups, request)"""
         self._sleeper: Session | None = None
         """who sent the service to sleep"""
         self._asleep = m.Asleep(0, 0)
@@ -39,10 +43,14 @@ class Controls:
             raise Busy("the service is asleep, so nothing runs to its end: wake it first")
         elif control.action == "drain" and self._engine.weights.dropped:
             raise Busy("the service is without weights, so nothing runs to its end: refresh first")
-        elif control.action != "abort_all":
-            self._holders.append(session)
+        elif control.action == "abort_all":
+            _wait(self._aborts, session, control.request_id)
+            return
+        else:
+            if session not in self._holders:
+                self._holders.append(session)
             if control.action == "drain":
-                self._drains.append((session, control.request_id))
+                _wait(self._drains, session, control.request_id)
                 return
             self._engine.paused = True
         session.reply(pack(m.Done(control.request_id)))
@@ -69,7 +77,10 @@ class Controls:
         session.reply(pack(m.Done(message.request_id)))
 
     def work(self) -> None:
-        """Tell those who wait for the drain that nothing runs any more."""
+        """Tell those who wait for the end of all groups, and for the drain. Called when no group is left that is to end."""
+        for session, request_id in self._aborts:
+            session.reply(pack(m.Done(request_id)))
+        self._aborts.clear()
         if self._drains and self._engine.drain():
             for session, request_id in self._drains:
                 session.reply(pack(m.Done(request_id)))
@@ -78,7 +89,8 @@ class Controls:
     def forget(self, session: Session) -> None:
         held = session in self._holders
         self._holders = [holder for holder in self._holders if holder is not session]
-        self._drains = [(waiting, request_id) for waiting, request_id in self._drains if waiting is not session]
+        for waiting in (self._drains, self._aborts):
+            waiting[:] = [(one, request_id) for one, request_id in waiting if one is not session]
         if held and not self._holders:
             self._resume()
         if session is self._sleeper and self._engine.asleep:
@@ -96,3 +108,12 @@ class Controls:
         for session, request_id in self._drains:
             session.reply(pack(m.Refused(Busy.kind, "the service was resumed before it was drained", None, request_id)))
         self._drains.clear()
+
+
+def _wait(waiting: list[tuple[Session, int]], session: Session, request_id: int) -> None:
+    """Note that the session waits; once, however often it asks. Raises Busy."""
+    if (session, request_id) in waiting:
+        return
+    if len(waiting) >= MAX_WAITING:
+        raise Busy(f"{len(waiting)} requests wait for this already")
+    waiting.append((session, request_id))

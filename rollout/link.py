@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from engine.request import Limits
 from rollout.handle import Handle
+from rollout.logs import logger
 from rollout.open_groups import OpenGroups
+from rollout.outgoing import Outgoing, portions
 from transport import messages as m
 from transport.errors import (
     ClientClosed,
@@ -45,7 +45,7 @@ HEARTBEAT_S = 1.0
 HELLO_RETRY_S = 2.0
 GOODBYE_S = 0.5
 
-log = logging.getLogger("rollout.client")
+log = logger("rollout.client")
 
 
 class Link:
@@ -62,7 +62,7 @@ class Link:
         self._name = name
         self._link_timeout_s = link_timeout_s
         self._stall_timeout_s = stall_timeout_s
-        self._decoder: Decoder[m.ServiceMessage] = Decoder(m.ServiceMessage, Limits())
+        self._decoder: Decoder[m.ServiceMessage] = Decoder(m.ServiceMessage, m.answer_limits(Limits()))
         self._calls: queue.SimpleQueue[tuple[Callable[[Any], None], Any]] = queue.SimpleQueue()
         self._closing = False
         self._door = threading.Lock()
@@ -73,8 +73,7 @@ class Link:
         self._request_ids = itertools.count(1)
         self._requests: dict[int, tuple[list[Frame], Future[Any]]] = {}
         """not answered yet"""
-        self._outgoing: deque[list[Frame]] = deque()
-        """messages of this connection that the socket has not taken"""
+        self._outgoing = Outgoing()
         self._acks: list[tuple[str, int]] = []
 
         now = time.monotonic()
@@ -112,7 +111,8 @@ class Link:
         """Send the message that `make` builds for a request id. The answer comes as the future's result, or its typed error; it
         is asked for again after a reconnect."""
         request_id, future = next(self._request_ids), Future[Any]()
-        self._call(self._request, (request_id, pack(make(request_id)), future))
+        message = make(request_id)
+        self._call(self._request, (request_id, pack(message), isinstance(message, m.Chunk), future))
         return future
 
     def close(self) -> None:
@@ -141,13 +141,12 @@ class Link:
             self._transport.close(GOODBYE_S)
 
     def _turn(self) -> None:
-        for frames in self._transport.receive(POLL_S, sending=bool(self._outgoing)):
+        for frames in self._transport.receive(POLL_S, sending=bool(self._outgoing) and not self._outgoing.blocked):
             self._take(frames)
         self._take_calls()
         self._tend(time.monotonic())
         self._send_waiting()
-        while self._outgoing and self._transport.send(self._outgoing[0]):
-            self._outgoing.popleft()
+        self._outgoing.send(self._transport.send)
 
     def _take_calls(self) -> None:
         while True:
@@ -186,7 +185,7 @@ class Link:
     # out
 
     def _send(self, message: Any) -> None:
-        self._outgoing.append(pack(message))
+        self._outgoing.add(pack(message))
 
     def _greet_again(self, now: float) -> None:
         self._hello_number += 1
@@ -195,8 +194,9 @@ class Link:
     def _send_hello(self, now: float) -> None:
         """What waited for the old connection is dropped: all of it follows from what is open."""
         self._outgoing.clear()
+        self._outgoing.start(paced=False)
         self._acks.clear()
-        self._send(m.Hello(m.PROTOCOL, self._session, self._hello_number, self._name, groups=self._groups.digests()))
+        self._send(m.Hello(m.PROTOCOL, self._session, self._hello_number, self._name, (m.TAKEN,), self._groups.digests()))
         self._hello_at = now + HELLO_RETRY_S
 
     def _submit(self, handle: Handle) -> None:
@@ -211,11 +211,12 @@ class Link:
         if not self._ready:
             return
         assert self.welcome is not None
-        if self._acks:  # before Submits: one of them may use the id of a group that ends with these
-            self._send(m.Ack(self._acks))
-            self._acks = []
-        while handle := self._groups.send_next(self.welcome.limits):
-            self._outgoing.append(handle.frames)
+        limits = self.welcome.limits
+        for some in portions(self._acks, limits):  # before Submits: one of them may use the id of a group that ends with these
+            self._send(m.Ack(some))
+        self._acks = []
+        while handle := self._groups.send_next(limits):
+            self._outgoing.add(handle.frames)
 
     def _cancel(self, handle: Handle) -> None:
         if not self._groups.has(handle):
@@ -229,25 +230,27 @@ class Link:
             self._groups.remove(handle)
             handle.abort_unsent(self.welcome.limits.max_n)
 
-    def _request(self, argument: tuple[int, list[Frame], Future[Any]]) -> None:
-        request_id, frames, future = argument
+    def _request(self, argument: tuple[int, list[Frame], bool, Future[Any]]) -> None:
+        request_id, frames, is_chunk, future = argument
         if self._ended is not None:
             future.set_exception(_copy(self._ended))
             return
         self._requests[request_id] = frames, future
+        if is_chunk:
+            self._outgoing.add_chunk(request_id, frames)
         if self._ready:
-            self._outgoing.append(frames)
+            self._outgoing.add(frames)
 
     def _say_goodbye(self) -> None:
         if not self._ready:
             return
         self._outgoing.clear()  # nothing else matters any more
+        self._outgoing.start(paced=False)
         self._send(m.Goodbye())
         deadline = time.monotonic() + GOODBYE_S
         while self._outgoing and time.monotonic() < deadline and self._transport.connected:
-            if self._transport.send(self._outgoing[0]):
-                self._outgoing.popleft()
-            else:
+            self._outgoing.send(self._transport.send)
+            if self._outgoing:
                 self._transport.receive(0.01, sending=True)
 
     # in
@@ -280,7 +283,7 @@ class Link:
                     self._ready, self._hello_at = False, self._heard_at + HELLO_RETRY_S
                     self._fail_all(ServiceLost(f"the service is closing: {message.reason}"))
                 case m.Alive():
-                    pass
+                    self._outgoing.taken(message.taken_bytes)
         except (ValueError, TypeError, RecursionError) as error:
             self._broken(str(error))
         except ProtocolError as error:
@@ -300,14 +303,15 @@ class Link:
             # unsent groups were never in the old one, but their caller chose it, its model and its weights
             self._fail_all(ServiceRestarted(f"{self._transport.address} was restarted; what ran there is gone"))
         self.welcome = welcome
-        self._decoder = Decoder(m.ServiceMessage, welcome.limits)
+        self._decoder = Decoder(m.ServiceMessage, m.answer_limits(welcome.limits))
         self._ready = True
+        self._outgoing.start(paced=m.TAKEN in welcome.capabilities)
         self._beat_at = time.monotonic() + HEARTBEAT_S
-        self._outgoing.extend(handle.frames for handle in self._groups.missing(welcome.groups))
+        self._outgoing.add(*(handle.frames for handle in self._groups.missing(welcome.groups)))
         cancelled = [handle.group_id for handle in self._groups.sent.values() if handle.cancelled]
-        if cancelled:
-            self._send(m.Abort(cancelled))
-        self._outgoing.extend(frames for frames, future in self._requests.values() if not future.cancelled())
+        for some in portions(cancelled, welcome.limits):
+            self._send(m.Abort(some))
+        self._outgoing.add(*(frames for frames, future in self._requests.values() if not future.cancelled()))
         if not self.first_welcome.done():
             self.first_welcome.set_result(welcome)
 
@@ -332,6 +336,7 @@ class Link:
 
     def _answered(self, request_id: int) -> Future[Any] | None:
         """The future to answer, unless its caller has given up or it has been answered before."""
+        self._outgoing.answered(request_id)
         _, future = self._requests.pop(request_id, (None, None))
         return future if future is not None and future.set_running_or_notify_cancel() else None
 

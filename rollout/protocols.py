@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from engine.request import Group, KVPolicy, Limits, Refreshed, Sample, TensorInfo
@@ -41,7 +41,10 @@ class WeightsLike(Protocol):
 
     @property
     def digest(self) -> str: ...
+    @property
+    def names(self) -> int: ...
     def live_digest(self) -> str: ...
+    def read_live(self) -> Iterator[str | None]: ...
 
 
 class EngineLike(Protocol):

@@ -11,14 +11,17 @@ became of the last pushes is kept, and answered again.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from engine.request import Refreshed
+from rollout.as_json import to_json
+from rollout.live_reads import LiveReads
+from rollout.logs import logger
 from rollout.protocols import EngineLike, StagingLike
 from rollout.session import Session
 from transport import messages as m
@@ -33,10 +36,12 @@ DOSE_S = 0.1
 """longest that staging holds the loop up at once"""
 SHARE = 0.25
 """of the time that staging takes while groups run, doses apart"""
+MAX_REQUESTS = 1024
+"""about one refresh that wait for their answer"""
 REMEMBERED = 64
 """pushes that have ended and still get their answer again"""
 
-log = logging.getLogger("rollout.service")
+log = logger("rollout.service")
 
 
 class Push:
@@ -80,17 +85,23 @@ class Pushes:
         self._open: Push | None = None
         self._segment = SegmentView()
         self._ended: OrderedDict[str, Push] = OrderedDict()
+        self._reads = LiveReads(engine)
         self._credit = DOSE_S
         self._credited = time.perf_counter()
 
     @property
     def has_work(self) -> bool:
-        return self._open is not None and self._open.ready
+        return bool(self._reads) or (self._open is not None and self._open.ready)
 
     @property
     def unannounced(self) -> bool:
         """Bytes may come of which no message tells."""
         return self._open is not None and self._open.payload.unannounced and not self._open.staging.complete
+
+    @property
+    def window_bytes(self) -> int:
+        """That the owner of a refresh may send ahead."""
+        return WINDOW_BYTES if self._open is not None and isinstance(self._open.payload, InlinePayload) else 0
 
     @property
     def owner(self) -> str | None:
@@ -126,12 +137,15 @@ class Pushes:
                 push.reply(m.Done(message.request_id))
 
     def work(self, now: float, busy: bool) -> None:
-        """A dose of staging, the commit if its time has come, and the end of a lease. For the time between two steps."""
+        """A dose of staging or of reading the live weights, the commit if its time has come, and the end of a lease. For the
+        time between two steps."""
+        if self._reads:
+            self._dose(busy, self._reads.work)
         push = self._open
         if push is None:
             return
         try:
-            self._stage(push, busy)
+            self._dose(busy, lambda end: self._stage(push, end))
             if push.staging.complete and push.commits:
                 push.applied = self._engine.commit(push.staging, push.kv, push.payload.via)
                 log.info("version %d is live, from client %d", push.applied.version, push.session.number)
@@ -149,20 +163,38 @@ class Pushes:
             self._fail(self._open, WeightsRefused("its client is gone"))
         if self._open is None:
             self._segment.close()  # the memory may have been this client's, and lives as long as it is mapped
+        self._reads.forget(session)
         self._ended = OrderedDict((id, push) for id, push in self._ended.items() if push.session is not session)
 
-    def status(self, verify: bool = False) -> dict[str, Any]:
-        """What is live, what is staged and whose it is. `verify`: with the digest of the live bytes as they lie there."""
-        weights, push = self._engine.weights, self._open
-        staged = push and {
+    def ask_status(self, session: Session, request: m.WeightsRequest) -> None:
+        """Tell what is live, what is staged and whose it is. `verify`: with the digest of the live bytes as they lie there,
+        which comes later, in doses. Raises Busy."""
+
+        def reply(**live_digest: str) -> None:
+            status = {
+                "version": self._engine.version,
+                "digest": self._engine.weights.digest,
+                **live_digest,
+                "staged": self._staged(),
+            }
+            session.reply(pack(m.StatusReply(request.request_id, to_json(status))))
+
+        if request.verify:
+            self._reads.ask(session, lambda digest: reply(live_digest=digest))
+        else:
+            reply()
+
+    def _staged(self) -> dict[str, Any] | None:
+        push = self._open
+        if push is None:
+            return None
+        return {
             "version": push.staging.version,
             "owner": _owner(push.session),
             "via": push.payload.via,
             "received": push.staging.received,
             "total": push.staging.total,
         }
-        live = {"version": self._engine.version, "digest": weights.digest}
-        return {**live, **({"live_digest": weights.live_digest()} if verify else {}), "staged": staged}
 
     # requests
 
@@ -174,7 +206,7 @@ class Pushes:
         if self._open is not None:
             owner = self._open
             raise Busy(f"{_owner(owner.session)} is staging version {owner.staging.version}; try again when it is done")
-        manifest = unpack_manifest(begin.manifest)
+        manifest = unpack_manifest(begin.manifest, 2 * self._engine.weights.names + 64)
         try:
             staging = self._engine.stage(manifest, version=begin.version, partial=begin.partial)
         except Exception as error:
@@ -207,25 +239,32 @@ class Pushes:
             return
         if isinstance(push.payload, InlinePayload) and push.payload.came < push.staging.total:
             raise WeightsRefused(f"commit after {push.payload.came} of {push.staging.total} bytes")
+        if commit.request_id in push.commits:
+            return
+        if len(push.commits) >= MAX_REQUESTS:
+            raise Busy(f"{len(push.commits)} commits of this refresh wait for their answer")
         push.commits.append(commit.request_id)
 
     # work
 
-    def _stage(self, push: Push, busy: bool) -> None:
-        """A dose of staging. Groups that run pay for it with SHARE of their time, saved up to DOSE_S."""
+    def _dose(self, busy: bool, work: Callable[[float], None]) -> None:
+        """Do work until the time (of time.perf_counter) that it is given. Groups that run pay for it with SHARE of their time,
+        saved up to DOSE_S."""
         started = time.perf_counter()
         self._credit = min(DOSE_S, self._credit + SHARE * (started - self._credited))
         self._credited = started
         if busy and self._credit <= 0:
             return
-        end = started + (self._credit if busy else DOSE_S)
+        work(started + (self._credit if busy else DOSE_S))
+        self._credit -= time.perf_counter() - started
+
+    def _stage(self, push: Push, end: float) -> None:
         staging = push.staging
         while not staging.complete and staging.take(push.payload.read):
             while push.chunks and push.chunks[0][0] <= staging.received:
                 push.reply(m.Staged(push.chunks.popleft()[1]))
             if time.perf_counter() >= end:
                 break
-        self._credit -= time.perf_counter() - started
 
     def _fail(self, push: Push, error: RolloutError) -> None:
         """The push is over, with this error for everybody who waits or asks."""

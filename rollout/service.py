@@ -1,6 +1,9 @@
 """The service: one loop, one thread.
 
-    receive  ->  take (validate, submit, abort, ack, answer)  ->  engine.step()  ->  deliver  ->  send  ->  tend (time)
+    receive, take (validate, submit, abort, ack, answer)  ->  engine.step()  ->  deliver  ->  send  ->  tend (time)
+
+What clients ask for has a share of the time: messages are taken in turn from all connections for at most TAKE_S, or TAKE_SHARE
+of a step, and groups end for as long. The rest waits, so that no peer keeps the others' samples from being made.
 
 Who asked for what is kept here and in `rollout.session` only; the engine knows groups by names of the service's making. Nothing
 a client sends stops the loop: what is wrong with a message goes back to its sender as a typed refusal.
@@ -8,33 +11,37 @@ a client sends stops the loop: what is wrong with a message goes back to its sen
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
+from time import perf_counter
 from typing import Any
 
-import msgspec
-
-from engine.request import Group, Limits, Sample
-from rollout.admission import check_group, check_hello, check_room, welcome
+from engine.request import Limits
+from rollout.admission import check_hello, welcome
 from rollout.as_json import to_json
 from rollout.closing import say_closing
 from rollout.config import MIN_GRACE_S
 from rollout.controls import Controls
+from rollout.logs import logger
 from rollout.protocols import EngineLike
 from rollout.pushes import Pushes
-from rollout.session import Held, Session, Sessions, without_tokens
+from rollout.running import Running, told
+from rollout.session import Session, Sessions
 from rollout.tracking import Tracker
 from transport import messages as m
-from transport.errors import GroupFailed, IdConflict, InvalidRequest, NoSession, RolloutError, StaleWeights
-from transport.frames import Decoder, Frame, pack
+from transport.errors import GroupFailed, NoSession, RolloutError
+from transport.frames import Decoder, Frame, frame_bytes, pack
 from transport.sockets import ServiceEnd, ServiceTransport
 
 IDLE_POLL_S = 0.1
 SOON_POLL_S = 0.005
 HEARTBEAT_S = 1.0
+TAKE_S = 0.04
+"""longest that taking messages, and ending groups, hold the loop up at once"""
+TAKE_SHARE, TAKE_LEAST_S = 0.25, 0.002
+"""of the time of a step, while groups run"""
 
-log = logging.getLogger("rollout.service")
+log = logger("rollout.service")
 
 
 class Service:
@@ -81,21 +88,23 @@ class Service:
         self._transport = transport if transport is not None else ServiceEnd(str(endpoint), self._limits)
         self._decoder: Decoder[m.ClientMessage] = Decoder(m.ClientMessage, self._limits)
         self._grace_s = client_grace_s
-        self._max_outbox_bytes = max_outbox_bytes
         self._linger_s = linger_s
 
         self._sessions = Sessions(self._limits.max_clients)
-        self._in_engine: dict[str, tuple[Session, Held]] = {}
         self._pushes = Pushes(engine, lease_s)
         self._controls = Controls(engine)
         self._tracker = tracker if tracker is not None else Tracker()
-        self._made_groups = 0
+        self._running = Running(engine, self._tracker, self._limits, max_outbox_bytes)
         self._steps = 0
+        self._step_s = 0.0
+        """of the last step"""
         self._malformed = 0
         self._stop_reason: str | None = None
         self._started = self._turned = time.monotonic()
         self._clock = 0.0
         """seconds the loop has been turning: see `_tend`"""
+        self._caught_up = 0.0
+        """when, on that clock, everything received was taken"""
 
     @property
     def endpoint(self) -> str:
@@ -109,7 +118,7 @@ class Service:
             while self._stop_reason is None:
                 self.turn()
         except BaseException as error:
-            self._stop_reason = f"the service failed: {_told(error)}"
+            self._stop_reason = f"the service failed: {told(error)}"
             raise
         finally:
             self._close(self._stop_reason or "")
@@ -121,16 +130,22 @@ class Service:
     def turn(self) -> None:
         """Once around the loop. Waits up to IDLE_POLL_S if there is nothing to do."""
         soon = self._pushes.unannounced or any(session.pending for session in self._sessions)
-        wait = 0.0 if self._engine.has_work or self._pushes.has_work else SOON_POLL_S if soon else IDLE_POLL_S
-        for peer, frames in self._transport.receive(wait):
-            self._take(peer, frames)
+        at_once = self._engine.has_work or self._pushes.has_work or self._running.ending
+        self._receive(0.0 if at_once else SOON_POLL_S if soon else IDLE_POLL_S)
+        self._running.end_some(self._dose())
         self._pushes.work(self._clock, busy=self._engine.has_work)
-        self._controls.work()
+        if not self._running.ending:
+            self._controls.work()
+        self._transport.expect(self._pushes.window_bytes)
         self._flush()  # answers need not wait for the step
         if self._engine.has_work:
             self._step()
             self._flush()
         self._tend()
+
+    def _dose(self) -> float:
+        """Seconds of this turn for what peers ask."""
+        return min(TAKE_S, max(TAKE_LEAST_S, TAKE_SHARE * self._step_s)) if self._engine.has_work else TAKE_S
 
     def _flush(self) -> None:
         for session in list(self._sessions):
@@ -140,8 +155,22 @@ class Service:
 
     # receive
 
+    def _receive(self, wait: float) -> None:
+        """Take messages, one from each connection in turn, until none waits or the time is over."""
+        received = self._transport.receive(wait, 1)
+        until = perf_counter() + self._dose()
+        while received:
+            for peer, frames in received:
+                self._take(peer, frames)
+            if perf_counter() >= until:
+                return
+            received = self._transport.receive(0.0, 1)
+        self._caught_up = self._clock
+
     def _take(self, peer: bytes, frames: list[Frame]) -> None:
         request_id = None
+        if session := self._sessions.at(peer):
+            session.taken_bytes += frame_bytes(frames)
         try:
             try:
                 message = self._decoder.unpack(frames)
@@ -154,7 +183,7 @@ class Service:
             self._refuse(peer, error, request_id)
         except Exception as error:
             log.exception("a message could not be served")
-            self._refuse(peer, GroupFailed(f"the service failed on this message: {_told(error)}"), request_id)
+            self._refuse(peer, GroupFailed(f"the service failed on this message: {told(error)}"), request_id)
 
     def _refuse(self, peer: bytes, error: RolloutError, request_id: int | None) -> None:
         refused = pack(m.Refused(error.kind, error.message, error.group_id, request_id))
@@ -173,10 +202,10 @@ class Service:
         session.heard = self._clock
         match message:
             case m.Submit():
-                self._submit(session, message)
+                self._running.submit(session, message)
             case m.Abort():
                 for group_id in message.group_ids:
-                    self._abort(session, group_id)
+                    self._running.abort(session, group_id)
             case m.Ack():
                 session.ack(message.samples)
             case m.StatusRequest():
@@ -184,10 +213,10 @@ class Service:
             case m.Begin() | m.Chunk() | m.Commit() | m.Abandon():
                 self._pushes.take(session, message, self._clock)
             case m.WeightsRequest():
-                session.reply(pack(m.StatusReply(message.request_id, to_json(self._pushes.status(message.verify)))))
+                self._pushes.ask_status(session, message)
             case m.Control():
                 if message.action == "abort_all":
-                    self._abort_all()
+                    self._running.abort_all(self._sessions)
                 self._controls.take(session, message)
             case m.Sleep():
                 self._controls.sleep(session, message, self._pushes.owner)
@@ -202,107 +231,34 @@ class Service:
         wanted = check_hello(hello, self._limits)
         session = self._sessions.open(hello.session, hello.name)
         for held in [held for held in session.groups.values() if held.digest not in wanted]:
-            self._drop(session, held)
+            self._running.drop(session, held)
         session.heard = session.told = self._clock
+        session.paced = m.TAKEN in hello.capabilities
         answer = pack(welcome(hello, session, self._engine, self.incarnation, self._limits))
         self._sessions.connect(session, peer, hello.number, answer)
-
-    def _submit(self, session: Session, submit: m.Submit) -> None:
-        group_id, engine = submit.group_id, self._engine
-        check_group(submit, self._limits, engine.vocab_size, engine.context)
-        if engine.version < submit.require_version:
-            raise StaleWeights(f"the weights are version {engine.version}, {submit.require_version} is required", group_id)
-        digest, held = m.digest(submit), session.groups.get(group_id)
-        if held is not None:
-            if held.digest != digest:
-                raise IdConflict("this id is live with another prompt or other sampling; use a new id", group_id)
-            return
-        check_room(session, submit, self._limits, self._max_outbox_bytes)
-        self._made_groups += 1
-        group = Group(f"{session.number}.{self._made_groups}", submit.prompt, submit.sampling)
-        try:
-            engine.submit(group, client=str(session.number))
-        except ValueError as error:
-            raise InvalidRequest(str(error), group_id) from None
-        except Exception as error:
-            log.exception("engine.submit failed")
-            raise GroupFailed(f"the engine failed on this group: {_told(error)}", group_id) from None
-        held = Held(group_id, group.id, digest, group.sampling.n)
-        session.hold(held)
-        self._in_engine[group.id] = (session, held)
-        self._tracker.begin(group)
 
     # step and deliver
 
     def _step(self) -> None:
         """The engine turns what goes wrong with a forward into "error" samples by itself. Here is for what it did not expect:
         which group it was cannot be told, so all end, and the service goes on with an empty engine."""
+        started = perf_counter()
         try:
             samples = self._engine.step()
         except Exception as error:
             log.exception("engine.step failed")
-            if not self._in_engine:
+            if not self._running:
                 raise  # it holds nobody's group and fails: no request caused this, and none will mend it
-            self._fail_running(f"engine.step failed: {_told(error)}")
+            self._running.fail_all(f"engine.step failed: {told(error)}")
             return
         self._steps += 1
-        for sample in samples:
-            self._deliver(sample)
-        for session in list(self._sessions):
-            if session.unacked_bytes > self._max_outbox_bytes:
-                for held in [held for held in session.groups.values() if held.running]:
-                    self._abort(session, held.group_id)
-
-    def _fail_running(self, reason: str) -> None:
-        for session, held in list(self._in_engine.values()):
-            try:
-                ended = self._engine.abort(held.engine_id)
-            except Exception:
-                log.exception("engine.abort failed")
-                ended = []
-            for sample in ended:
-                self._deliver(msgspec.structs.replace(sample, finish_reason="error", error=reason))
-            if held.running:  # the engine has lost children of it
-                del self._in_engine[held.engine_id]
-                self._tracker.forget(held.engine_id)
-                session.drop(held.group_id)
-                session.reply(pack(m.Refused(GroupFailed.kind, reason, held.group_id)))
-
-    def _deliver(self, sample: Sample) -> None:
-        if sample.group_id not in self._in_engine:
-            log.error("the engine ended a sample of group %s, which nobody waits for", sample.group_id)
-            return
-        session, held = self._in_engine[sample.group_id]
-        self._tracker.observe(sample, self._engine.version)
-        sample = msgspec.structs.replace(sample, group_id=held.group_id)
-        if session.unacked_bytes > self._max_outbox_bytes:
-            sample = without_tokens(sample, f"over {self._max_outbox_bytes} bytes of samples wait for this client to read them")
-        session.deliver(held, sample)
-        if not held.running:
-            del self._in_engine[held.engine_id]
-
-    def _abort(self, session: Session, group_id: str) -> None:
-        held = session.groups.get(group_id)
-        if held is not None and held.running:
-            for sample in self._engine.abort(held.engine_id):
-                self._deliver(sample)
-
-    def _abort_all(self) -> None:
-        for session in self._sessions:
-            for group_id in list(session.groups):
-                self._abort(session, group_id)
-
-    def _drop(self, session: Session, held: Held) -> None:
-        """Nobody wants this group any more: stop it and throw its samples away."""
-        if self._in_engine.pop(held.engine_id, None):
-            self._engine.abort(held.engine_id)
-            self._tracker.forget(held.engine_id)
-        session.drop(held.group_id)
+        self._step_s = perf_counter() - started
+        self._running.deliver(samples, self._sessions)
 
     def _forget(self, session: Session, reason: str) -> None:
         log.info("client %d (%s) forgotten with %d running samples: %s", session.number, session.name, session.running, reason)
         for held in list(session.groups.values()):
-            self._drop(session, held)
+            self._running.drop(session, held)
         self._pushes.forget(session)
         self._controls.forget(session)
         self._sessions.close(session)
@@ -312,17 +268,21 @@ class Service:
     def _tend(self) -> None:
         """Heartbeats to the clients, and judgement of those not heard from.
 
-        Runs after everything received was taken, so heartbeats that queued up during a long step count. The clock moves at
-        most half the grace time a turn: a process that was itself suspended gives its clients time to come back."""
+        Heartbeats that queued up during a long step count: nobody is judged before everything received was taken, or twice the
+        grace time has passed, in which each connection had its turn many times. The clock moves at most half the grace time a
+        turn: a process that was itself suspended gives its clients time to come back."""
         now = time.monotonic()
         self._clock += min(now - self._turned, self._grace_s / 2)
         self._turned = now
+        behind = self._clock - self._caught_up  # since before this turn if nothing was left over
+        patience = self._grace_s if behind <= self._grace_s / 2 else 2 * self._grace_s
         for session in list(self._sessions):
-            if self._clock - session.heard > self._grace_s:
+            if self._clock - session.heard > patience:
                 self._forget(session, f"not heard from for {self._grace_s} s")
-            elif self._clock - session.told >= HEARTBEAT_S:
-                session.told = self._clock
-                session.reply(pack(m.Alive(self._steps, self._engine.version)))
+            elif self._clock - session.told >= HEARTBEAT_S or session.taken_bytes - session.told_bytes > m.UNTAKEN_BYTES // 4:
+                session.told, session.told_bytes = self._clock, session.taken_bytes
+                taken = session.taken_bytes if session.paced else 0
+                session.reply(pack(m.Alive(self._steps, self._engine.version, taken)))
                 session.flush(self._transport.send)
         self._tracker.tend(self._engine.status, self._engine.version)
 
@@ -345,14 +305,11 @@ class Service:
         deadline = time.monotonic() + self._linger_s
         try:
             try:
-                self._abort_all()
+                self._running.abort_all(self._sessions)
+                self._running.end_some(None)
             except Exception:  # a broken engine: its clients are told that the service closes, at least
                 log.exception("engine.abort failed")
             say_closing(self._sessions, self._transport, self._decoder, reason, deadline)
         finally:
             self._transport.close(max(0.1, deadline - time.monotonic()))
             self._tracker.close(self._engine.status)
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

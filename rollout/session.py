@@ -8,7 +8,6 @@ sockets and no clock in here; `rollout.service` moves the messages.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,11 +16,12 @@ import msgspec
 import numpy as np
 
 from engine.request import Sample
+from rollout.logs import logger
 from transport.errors import Busy
 from transport.frames import Frame, frame_bytes, pack
 from transport.messages import SampleDone
 
-log = logging.getLogger("rollout.service")
+log = logger("rollout.service")
 
 MAX_REPLY_BYTES = 1 << 24
 """of replies (refusals, status, heartbeats) that may wait for a client that does not read"""
@@ -58,6 +58,10 @@ class Session:
         """connection and number of the last Hello"""
         self.heard = 0.0
         self.told = 0.0
+        self.paced = False
+        """it waits to be told what was taken"""
+        self.taken_bytes = self.told_bytes = 0
+        """of messages taken from this connection since Welcome, and how much of that the client was told"""
         self.groups: dict[str, Held] = {}
         self.samples = 0
         """sum of n over `groups`"""
@@ -131,6 +135,7 @@ class Session:
     def attach(self, peer: bytes, welcome: list[Frame]) -> None:
         """A (new) connection: the Welcome goes first, then whatever it has not acked is sent again."""
         self.peer = peer
+        self.taken_bytes = self.told_bytes = 0
         self._queue = deque([(None, welcome)])
         self._reply_bytes = frame_bytes(welcome)
         for held in self.groups.values():

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout.client import RolloutClient
+from transport.errors import shown
 
 SPARKS = "▁▂▃▄▅▆▇█"
 BAR = 24
@@ -45,7 +46,8 @@ class View:
         assert self._last is not None, "add a status first"
         status = self._last[1]
         service = status.get("service", {})
-        title = f"rollout · {PurePath(status['model']).name} · {self.address} · up {duration(service.get('uptime_s', 0.0))}"
+        model = shown(PurePath(status["model"]).name)
+        title = f"rollout · {model} · {self.address} · up {duration(service.get('uptime_s', 0.0))}"
         return Panel(
             Group(self._speed(status), _samples(status), _pools(status["kv"]), _weights(status), _clients(service)),
             title=Text(title),
@@ -95,7 +97,7 @@ def _samples(status: dict[str, Any]) -> RenderableType:
         (f"{sum(ended.values())}", "bold"),
     )
     if status.get("state", "running") != "running":
-        line.append(f"   {status['state']}", "bold red")
+        line.append(f"   {shown(status['state'])}", "bold red")
     return line
 
 
@@ -135,7 +137,7 @@ def _clients(service: dict[str, Any]) -> RenderableType:
     total = sum(client["running_samples"] for client in clients)
     for client in sorted(clients, key=lambda client: -client["running_samples"]):
         table.add_row(
-            f"{client['number']} {client['name']}" + ("" if client["connected"] else " (gone)"),
+            Text(f"{client['number']} {shown(client['name'])}" + ("" if client["connected"] else " (gone)")),
             str(client["groups"]),
             str(client["running_samples"]),
             f"{client['running_samples'] / total:.0%}" if total else "",

@@ -9,7 +9,6 @@ It never stops the service: a sink, an audit or a status that fails is reported 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -17,10 +16,11 @@ from typing import Any, Protocol
 
 from engine.request import Group, Sample
 from rollout.config import TrackingConfig
+from rollout.logs import logger
 from rollout.meters import EngineMeter, Row, SampleMeter
 from rollout.sinks import TIME_AXIS, Sink
 
-log = logging.getLogger("rollout.tracking")
+log = logger("rollout.tracking")
 
 Status = Callable[[], dict[str, Any]]
 

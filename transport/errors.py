@@ -23,6 +23,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+def shown(text: str) -> str:
+    """Text that came from a peer, for a terminal or a log: what would not print (control characters, escape sequences, marks
+    that turn the direction of text) is written as Python writes it, e.g. \\x1b."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class RolloutError(Exception):
     """Base of all errors here. `kind` is stable and travels; `group_id` names the group it is about, if there is one."""
 
@@ -34,7 +42,8 @@ class RolloutError(Exception):
         self.group_id = group_id
 
     def __str__(self) -> str:
-        return self.message if self.group_id is None else f"group {self.group_id!r}: {self.message}"
+        """For people; `message` is as it came."""
+        return shown(self.message if self.group_id is None else f"group {self.group_id!r}: {self.message}")
 
 
 class ProtocolError(RolloutError):

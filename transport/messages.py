@@ -24,6 +24,10 @@ from engine.request import KVPolicy, Limits, Refreshed, Sample, Sampling
 from transport.weights import Offer
 
 PROTOCOL = 1
+TAKEN = "taken"
+"""capability of both ends: Alive says how much the service has taken, and the client waits for it"""
+UNTAKEN_BYTES = 8 << 20
+"""that a client sends ahead of what the service says it has taken; chunks of weights have their own window"""
 DIGEST_BYTES = 16
 
 SessionId = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
@@ -232,13 +236,15 @@ class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
     request_id: int
 
 
-class Alive(msgspec.Struct, frozen=True, tag="alive", forbid_unknown_fields=True):
-    """The service's loop turns; once a second."""
+class Alive(msgspec.Struct, frozen=True, tag="alive", forbid_unknown_fields=True, omit_defaults=True):
+    """The service's loop turns; once a second, and when much was taken."""
 
     steps: int
     """steps of the engine since the service started"""
     version: int
     """of the weights"""
+    taken_bytes: int = 0
+    """of messages that the loop has taken from this connection since it sent Welcome; left out for clients without TAKEN"""
 
 
 class Closing(msgspec.Struct, frozen=True, tag="closing", forbid_unknown_fields=True):
@@ -252,6 +258,14 @@ Whole = WeightsRequest | Control | Sleep | Wake
 ClientMessage = Hello | Submit | Abort | Ack | StatusRequest | Heartbeat | Goodbye | Push | Whole
 Answer = Lease | Staged | Applied | Asleep | Done
 ServiceMessage = Welcome | Refused | SampleDone | StatusReply | Alive | Closing | Answer
+
+
+ANSWER_HEADER_BYTES = 1 << 24
+
+
+def answer_limits(limits: Limits) -> Limits:
+    """For what the service sends: the header of a status grows with the number of clients."""
+    return msgspec.structs.replace(limits, max_header_bytes=max(limits.max_header_bytes, ANSWER_HEADER_BYTES))
 
 
 def digest(submit: Submit) -> bytes:

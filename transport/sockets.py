@@ -1,15 +1,20 @@
 """The two ends over ZeroMQ: ROUTER (service) and DEALER (client). `transport.loopback` has the same two in one process.
 
-    ServiceEnd.receive(timeout) -> [(peer, frames)]      ClientEnd.receive(timeout, sending) -> [frames]
-    ServiceEnd.send(peer, frames) -> bool                ClientEnd.send(frames) -> bool
-    ServiceEnd.endpoint, close(linger)                   ClientEnd.connected, connections, wake(), close(linger)
+    ServiceEnd.receive(timeout, most) -> [(peer, frames)]    ClientEnd.receive(timeout, sending) -> [frames]
+    ServiceEnd.send(peer, frames) -> bool                    ClientEnd.send(frames) -> bool
+    ServiceEnd.endpoint, expect(bytes), close(linger)        ClientEnd.connected, connections, wake(), close(linger)
 
 `send` returns False where the message cannot be taken now (queue full, peer gone); it never blocks and never drops. A peer is
 the routing id that ROUTER made up for one connection: it names a connection, never a client. Sessions do that.
 
+No receive high-water mark: libzmq 4.3.5 stops reading a connection at the mark, ends its polling when the peer resets it, and
+then aborts the whole process (`Assertion failed: !_io_error`) at the next ping, its own (HEARTBEAT_IVL) or one that the peer
+left in the buffer. Without a mark it never stops reading. The client alone has ZMTP heartbeats; what waits at the service is
+bounded by `transport.inflow`, what waits at the client by the service, which keeps count of what was not acked.
+
 Bounds: one frame by MAXMSGSIZE (checked by libzmq before it allocates; a longer one costs the sender its connection), messages
-queued for one connection by the high-water marks, frames of a message by Limits.max_frames once it is whole. libzmq itself
-does not bound the number of frames of one message.
+not sent yet by the send high-water mark, bytes that wait to be received by `transport.inflow`, frames of a message by
+Limits.max_frames once it is whole.
 
 When a connection ends, what the client has not yet received from it is lost, even if it has arrived: whoever must know that the
 other end has something waits for an answer before it closes.
@@ -26,6 +31,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from engine.request import Limits
 from transport.frames import Frame
+from transport.inflow import FRAME_OVERHEAD, Inflow
 
 QUEUED_MESSAGES = 256
 """high-water mark of one connection, each way"""
@@ -33,8 +39,10 @@ BATCH = 512
 """messages taken by one `receive`, so that a flood cannot keep the loop from stepping"""
 HANDSHAKE_MS = 3000
 CLIENT_HEARTBEAT_MS, CLIENT_SILENCE_MS = 1000, 3000
-"""ZMTP pings are answered by libzmq's I/O thread, so a long engine step is not silence; a stopped or dead process is"""
-SERVICE_HEARTBEAT_MS, SERVICE_SILENCE_MS = 2000, 10_000
+"""the client's ZMTP pings are answered by the service's libzmq I/O thread, so a long engine step is not silence; a stopped or
+dead process is"""
+KEEPALIVE_S = 10
+"""TCP's own probes: a connection whose machine is gone ends after some 40 s"""
 
 
 class ServiceTransport(Protocol):
@@ -42,8 +50,9 @@ class ServiceTransport(Protocol):
 
     endpoint: str
 
-    def receive(self, timeout: float) -> list[tuple[bytes, list[Frame]]]: ...
+    def receive(self, timeout: float, most: int = BATCH) -> list[tuple[bytes, list[Frame]]]: ...
     def send(self, peer: bytes, frames: list[Frame]) -> bool: ...
+    def expect(self, extra_bytes: int) -> None: ...
     def close(self, linger: float = 0.0) -> None: ...
 
 
@@ -88,25 +97,33 @@ def _context(endpoint: str, limits: Limits, kind: int) -> tuple[zmq.Context[zmq.
     sock = context.socket(kind)
     sock.setsockopt(zmq.MAXMSGSIZE, max(limits.max_frame_bytes, limits.max_header_bytes))
     sock.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
-    sock.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
+    sock.setsockopt(zmq.RCVHWM, 0)  # see the docstring: anything else lets a peer abort this process
     sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     sock.setsockopt(zmq.IPV6, int("[" in endpoint))
     sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
     sock.setsockopt(zmq.LINGER, 0)
     return context, sock
 
 
-def _receive(sock: zmq.Socket[bytes], max_frames: int) -> list[Frame] | None:
+def _receive(sock: zmq.Socket[bytes], max_frames: int, inflow: Inflow | None = None) -> list[Frame] | None:
     """One waiting message or None. Of a message with too many frames, one more than allowed is kept: the decoder refuses it."""
     try:
         frame = sock.recv(zmq.NOBLOCK, copy=False)
     except zmq.Again:
         return None
     frames: list[Frame] = [frame.buffer]
+    size = 0
     while frame.more:
         frame = sock.recv(copy=False)
+        length = len(frame)
+        size += length + FRAME_OVERHEAD[length > 255]
         if len(frames) <= max_frames:
             frames.append(frame.buffer)
+    if inflow is not None:
+        inflow.taken(int(frame.get(zmq.SRCFD)), size)
     return frames
 
 
@@ -120,8 +137,6 @@ class ServiceEnd:
         self._context, self._sock = _context(endpoint, limits, zmq.ROUTER)
         self._max_frames = limits.max_frames
         self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._sock.setsockopt(zmq.HEARTBEAT_IVL, SERVICE_HEARTBEAT_MS)
-        self._sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, SERVICE_SILENCE_MS)
         try:
             self._sock.bind(endpoint)
         except zmq.ZMQError as error:
@@ -129,18 +144,27 @@ class ServiceEnd:
             raise ValueError(f"cannot listen at {endpoint}: {error}") from None
         self.endpoint = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
         """the real one, if the port was left open"""
+        message_bytes = limits.max_header_bytes + limits.max_frame_bytes
+        self._inflow = Inflow(self._sock, message_bytes) if endpoint.startswith("tcp://") else None
 
-    def receive(self, timeout: float) -> list[tuple[bytes, list[Frame]]]:
-        """Up to BATCH waiting messages as (peer, frames); waits up to `timeout` seconds for a first one."""
-        if not self._sock.poll(int(timeout * 1000), zmq.POLLIN):
-            return []
+    def receive(self, timeout: float, most: int = BATCH) -> list[tuple[bytes, list[Frame]]]:
+        """Up to `most` waiting messages as (peer, frames), in turn from all connections; waits up to `timeout` seconds for a
+        first one."""
         received: list[tuple[bytes, list[Frame]]] = []
-        while len(received) < BATCH:
-            frames = _receive(self._sock, self._max_frames + 1)
-            if frames is None:
-                break
-            received.append((bytes(frames[0]), frames[1:]))
+        if self._sock.poll(int(timeout * 1000), zmq.POLLIN):
+            while len(received) < most:
+                frames = _receive(self._sock, self._max_frames + 1, self._inflow)
+                if frames is None:
+                    break
+                received.append((bytes(frames[0]), frames[1:]))
+        if len(received) < most and self._inflow is not None:
+            self._inflow.emptied()
         return received
+
+    def expect(self, extra_bytes: int) -> None:
+        """A connection may send so much ahead, besides what any may."""
+        if self._inflow is not None:
+            self._inflow.expected = extra_bytes
 
     def send(self, peer: bytes, frames: list[Frame]) -> bool:
         """True if libzmq took the message for that connection. ROUTER refuses the whole message or takes all of it."""
@@ -154,6 +178,8 @@ class ServiceEnd:
 
     def close(self, linger: float = 0.0) -> None:
         """Returns after at most `linger` seconds, used to push out what was taken. May be repeated."""
+        if self._inflow is not None:
+            self._inflow.close()
         self._context.destroy(linger=int(linger * 1000))
 
 

@@ -83,7 +83,7 @@ def offered(via: str, theirs: str, ours: torch.device) -> Iterator[tuple[Payload
         frames = [bytes.fromhex(word) for word in child.stdout.readline().split()]
         begin = Decoder[Begin](Begin, Limits()).unpack(frames)
         total = sum(tensor.nbytes for tensor in new_tensors(torch.device("cpu")).values())
-        manifest = unpack_manifest(begin.manifest)
+        manifest = unpack_manifest(begin.manifest, 10_000)
         payload = open_payload(begin.offer, manifest, total, SegmentView(), ours)
         try:
             assert payload.via == via

@@ -386,7 +386,7 @@ def test_a_client_that_vanishes_has_its_groups_aborted(clock: Clock) -> None:
     assert not bench.engine.aborted  # 10 s are not more than 10 s
     clock.now += 1
     alive.send(m.Heartbeat())
-    bench.turn()
+    bench.turn(2)
     assert len(bench.engine.aborted) == 1 and len(bench.engine.groups) == 1
     status = bench.service.status()["service"]
     assert [client["number"] for client in status["clients"]] == [2]

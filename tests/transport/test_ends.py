@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +18,7 @@ from engine.request import Limits
 from transport.loopback import LoopbackClient, LoopbackService
 from transport.sockets import QUEUED_MESSAGES, ClientEnd, ServiceEnd, check_bind
 
+ROOT = Path(__file__).parents[2]
 LIMITS = Limits(max_frames=4, max_frame_bytes=100_000, max_header_bytes=1000)
 
 
@@ -199,6 +203,69 @@ def test_nothing_is_queued_for_a_connection_that_does_not_exist() -> None:
     assert bytes(frames[0]) == b"y"
     client.close()
     service.close()
+
+
+SERVICE_THAT_READS_LATE = """
+import socket, struct, sys, time
+from engine.request import Limits
+from transport.sockets import ServiceEnd
+
+end = ServiceEnd("tcp://127.0.0.1:*", Limits())
+ping = b"\\x04\\x09\\x04PING\\x00\\x00\\x07\\x07"
+greeting = b"\\xff" + bytes(8) + b"\\x7f\\x03\\x00NULL" + bytes(48)
+ready = b"\\x05READY\\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER\\x08Identity" + bytes(4)
+raw = socket.create_connection(("127.0.0.1", int(end.endpoint.rpartition(":")[2])))
+raw.sendall(greeting + b"\\x04" + bytes([len(ready)]) + ready)
+raw.sendall((b"\\x00\\xc8" + b"x" * 200 + ping) * 3000)
+raw.settimeout(1.0)
+try:
+    while raw.recv(1 << 16):
+        pass
+except TimeoutError:
+    pass  # it has read what it reads
+raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+raw.close()  # resets the connection
+time.sleep(0.5)
+while end.receive(0.2):
+    pass
+print("alive")
+"""
+CLIENT_THAT_READS_LATE = """
+import socket, struct, time, zmq
+from engine.request import Limits
+from transport import sockets
+
+sockets.CLIENT_HEARTBEAT_MS = 100
+context = zmq.Context()
+service = context.socket(zmq.ROUTER)
+service.setsockopt(zmq.SNDHWM, 0)
+service.setsockopt(zmq.LINGER, 300)
+service.bind("tcp://127.0.0.1:*")
+client = sockets.ClientEnd(service.getsockopt_string(zmq.LAST_ENDPOINT), Limits())
+while not client.connected:
+    client.receive(0.05)
+assert client.send([b"hello"]) and service.poll(20_000)
+peer, _ = service.recv_multipart()
+for _ in range(2000):
+    service.send_multipart([peer, b"x" * 200])
+time.sleep(0.5)
+service.close()
+context.term()
+time.sleep(1.0)
+deadline = time.monotonic() + 20
+while client.connected and time.monotonic() < deadline:
+    client.receive(0.2)
+print("alive")
+"""
+
+
+@pytest.mark.parametrize("script", [SERVICE_THAT_READS_LATE, CLIENT_THAT_READS_LATE], ids=["service", "client"])
+def test_a_peer_that_sends_much_and_goes_does_not_end_the_process(script: str) -> None:
+    """A process of its own, since what it guards against is an abort inside libzmq: messages wait, pings among them, nobody
+    reads, the peer resets the connection."""
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode != -signal.SIGABRT, ended.stderr
+    assert (ended.returncode, ended.stdout) == (0, "alive\n"), ended.stderr
 
 
 def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else() -> None:

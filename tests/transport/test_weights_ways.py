@@ -56,7 +56,7 @@ def read_all(payload: Payload, piece: int = 100_003) -> bytes:
 
 
 def test_manifest_round_trip() -> None:
-    assert unpack_manifest(pack_manifest(MANIFEST)) == MANIFEST
+    assert unpack_manifest(pack_manifest(MANIFEST), len(MANIFEST)) == MANIFEST
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_manifest_round_trip() -> None:
 )
 def test_what_is_no_manifest(data: bytes) -> None:
     with pytest.raises(InvalidRequest):
-        unpack_manifest(np.frombuffer(data, np.uint8))
+        unpack_manifest(np.frombuffer(data, np.uint8), 10)
 
 
 def test_the_digest_of_a_manifest_tells_everything_but_the_order() -> None:

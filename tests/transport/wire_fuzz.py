@@ -76,7 +76,7 @@ SERVICE_MESSAGES: list[msgspec.Struct] = [
         )
     ),
     m.StatusReply(4, b'{"a": 1}'),
-    m.Alive(2**64 - 1, 3),
+    m.Alive(2**64 - 1, 3, 2**40),
     m.Closing("stopped"),
     m.Lease(1, 8, 30.0, 2**40),
     m.Staged(2),

@@ -13,16 +13,33 @@ from transport.frames import MALFORMED
 
 _decoder = msgspec.msgpack.Decoder(list[TensorInfo])
 
+ENTRY_BYTES = 1024
+"""most that one entry may take, on average"""
+
+
+def _length(head: bytes) -> int:
+    """Entries of the MessagePack array that begins so; 0 for anything that is none."""
+    if head and head[0] >> 4 == 0x9:
+        return head[0] & 0xF
+    wide = {0xDC: 2, 0xDD: 4}.get(head[0] if head else 0, 0)
+    return int.from_bytes(head[1 : 1 + wide], "big")
+
 
 def pack_manifest(manifest: Sequence[TensorInfo]) -> np.ndarray:
     """[bytes] uint8: MessagePack of [[name, dtype, [length …], digest] …]."""
     return np.frombuffer(msgspec.msgpack.encode(manifest), np.uint8)
 
 
-def unpack_manifest(data: np.ndarray) -> list[TensorInfo]:
-    """Raises InvalidRequest for anything else."""
+def unpack_manifest(data: np.ndarray, most: int) -> list[TensorInfo]:
+    """Raises InvalidRequest for anything else, and for more than `most` entries or ENTRY_BYTES for each of these, before any of
+    it is decoded."""
     if data.dtype != np.uint8 or data.ndim != 1:
         raise InvalidRequest(f"the manifest is {data.dtype} of shape {data.shape}: must be uint8 [bytes]")
+    if len(data) > 5 + most * ENTRY_BYTES:
+        raise InvalidRequest(f"a manifest of {len(data)} bytes: at most {ENTRY_BYTES} for each of the model's {most} tensors")
+    entries = _length(data[:5].tobytes())
+    if entries > most:
+        raise InvalidRequest(f"the manifest lists {entries} tensors, the model has {most}")
     try:
         manifest = _decoder.decode(data.data)
     except MALFORMED as error:

@@ -1,0 +1,156 @@
+"""What waits at the service to be received: a bound in bytes, for each connection and for all.
+
+    waits = bytes that the kernel has received on a connection - bytes that the service has taken from it
+
+libzmq has no such bound: without a receive mark (`transport.sockets` says why there is none) it takes in whatever comes while
+the service computes, and the mark counts whole messages only, so that one message without an end would grow for ever. The
+kernel counts the bytes of a TCP connection (tcpi_bytes_received, Linux 4.1). A thread looks at them every TICK_MS; a connection
+over its bound is shut down, which libzmq sees as its end: what is incomplete of it is freed.
+
+The thread needs the interpreter lock for some microseconds a tick: as long as something holds the lock, nothing is bounded but
+by the network. Bytes on the wire are counted, not memory: libzmq keeps 64 bytes for each frame, however short.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+WAITING_BYTES = 16 << 20
+"""that may wait of one connection, besides one message of the longest frames"""
+TOTAL_BYTES = 256 << 20
+"""that may wait of all connections, those that have ended included"""
+TICK_MS = 20
+UNCOUNTED_BYTES, UNCOUNTED_BYTES_PER_S = 4096, 64
+"""ZMTP's handshake and pings, which libzmq takes itself"""
+TCP_INFO_BYTES_RECEIVED = 128
+"""offset of the u64 in struct tcp_info"""
+FRAME_OVERHEAD = {True: 9, False: 2}
+"""ZMTP's flags and length before a frame, by whether it is longer than 255 bytes"""
+
+log = logging.getLogger("rollout.service")
+
+
+class Connection:
+    """One accepted connection, held by a descriptor of its own: libzmq's may be closed, and its number given to another."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.socket = socket.socket(fileno=os.dup(descriptor))
+        self.since = time.monotonic()
+        self.taken = 0
+        self.cut = False
+
+    def waits(self) -> int:
+        """Bytes that have come and were not taken."""
+        info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES_RECEIVED + 8)
+        (received,) = struct.unpack_from("Q", info, TCP_INFO_BYTES_RECEIVED)
+        age = time.monotonic() - self.since
+        return max(0, received - self.taken - UNCOUNTED_BYTES - int(age * UNCOUNTED_BYTES_PER_S))
+
+    def shut(self) -> None:
+        """libzmq reads the end of the connection and closes it."""
+        self.cut = True
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it has ended already
+
+
+class Inflow:
+    """Watches the connections of a bound TCP socket. `taken` and `emptied` are for the thread that receives."""
+
+    def __init__(self, sock: zmq.Socket[bytes], message_bytes: int) -> None:
+        self.expected = 0
+        """bytes that a connection may send ahead by agreement; written by the thread that receives"""
+        self._bound = WAITING_BYTES + message_bytes
+        self._sock = sock
+        self._connections: dict[int, Connection] = {}
+        """by the number of libzmq's descriptor; the watching thread's"""
+        self._early: dict[int, int] = {}
+        """bytes taken from a connection that the watching thread has not heard of"""
+        self._left = 0
+        """bytes that ended connections have left"""
+        self._door = threading.Lock()
+        self._closed = False
+        address = f"inproc://inflow-{id(self)}"
+        sock.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor = sock.context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # libzmq's I/O thread would wait for us
+        self._monitor.connect(address)
+        self._thread = threading.Thread(target=self._watch, name="rollout-inflow", daemon=True)
+        self._thread.start()
+
+    def taken(self, descriptor: int, size: int) -> None:
+        """The service has received `size` bytes of the connection."""
+        with self._door:
+            connection = self._connections.get(descriptor)
+            if connection is not None:
+                connection.taken += size
+            else:
+                self._early[descriptor] = self._early.get(descriptor, 0) + size
+
+    def emptied(self) -> None:
+        """No whole message waits: what ended connections had left is taken or gone."""
+        self._left = 0
+
+    def close(self) -> None:
+        """Ends the watch. Before the socket is closed; may be repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        self._thread.join()
+        self._sock.disable_monitor()
+        self._monitor.close(linger=0)
+        for connection in self._connections.values():
+            connection.socket.close()
+        self._connections.clear()
+
+    def _watch(self) -> None:
+        while not self._closed:
+            if self._monitor.poll(TICK_MS):
+                event = recv_monitor_message(self._monitor)
+                if event["event"] == zmq.EVENT_ACCEPTED:
+                    self._accepted(int(event["value"]))
+                elif event["event"] == zmq.EVENT_DISCONNECTED:
+                    self._ended(int(event["value"]))
+            else:
+                self._judge()
+
+    def _accepted(self, descriptor: int) -> None:
+        try:
+            connection = Connection(descriptor)
+            waits = connection.waits()
+        except OSError:
+            return  # it has ended; or its number is of something else by now
+        with self._door:
+            connection.taken = min(self._early.pop(descriptor, 0), waits)
+            self._connections[descriptor] = connection
+        if self._left > TOTAL_BYTES:
+            connection.shut()
+
+    def _ended(self, descriptor: int) -> None:
+        with self._door:
+            connection = self._connections.pop(descriptor, None)
+        if connection is not None:
+            self._left += connection.waits()
+            connection.socket.close()
+
+    def _judge(self) -> None:
+        waits = {connection: connection.waits() for connection in self._connections.values() if not connection.cut}
+        over = [connection for connection, size in waits.items() if size > self._bound + self.expected]
+        total = self._left + sum(waits.values())
+        largest = sorted(waits, key=waits.__getitem__)
+        while total > TOTAL_BYTES + self.expected and largest:
+            total -= waits[largest[-1]]
+            over.append(largest.pop())
+        for connection in over:
+            if not connection.cut:
+                log.warning("a connection was ended: %d bytes of it wait to be received", waits[connection])
+                connection.shut()
