@@ -10,12 +10,13 @@ import msgspec
 import numpy as np
 
 from engine.request import Limits, Sampling
-from rollout.service import MIN_GRACE_S
+from rollout.service import MIN_GRACE_S, TAKE_LEAST_S, TAKE_S
 from rollout.session import MAX_REPLY_BYTES
 from transport import messages as m
 from transport.errors import KINDS
 from transport.frames import pack
-from transport.sockets import BATCH, QUEUED_MESSAGES
+from transport.inflow import TICK_MS, TOTAL_BYTES, WAITING_BYTES
+from transport.sockets import QUEUED_MESSAGES
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -34,7 +35,11 @@ def test_the_other_bounds_are_the_constants() -> None:
     text = (DOCS / "limits.md").read_text()
     for figure in (
         f"{QUEUED_MESSAGES} |",
-        f"{BATCH}, in turn",
+        f"{WAITING_BYTES >> 20} MiB and one message",
+        f"{TOTAL_BYTES >> 20} MiB; past it those",
+        f"{m.UNTAKEN_BYTES >> 20} MiB; then it waits",
+        f"{TAKE_LEAST_S * 1000:.0f} to {TAKE_S * 1000:.0f} ms",
+        f"every {TICK_MS} ms",
         f"{MAX_REPLY_BYTES >> 20} MiB;",
         f"at least {MIN_GRACE_S:.0f} s",
     ):

@@ -27,6 +27,8 @@ WAITING_BYTES = 16 << 20
 """that may wait of one connection, besides one message of the longest frames"""
 TOTAL_BYTES = 256 << 20
 """that may wait of all connections, those that have ended included"""
+SMALL_BYTES = 1 << 16
+"""a connection with less than this is never ended for what others send"""
 TICK_MS = 20
 UNCOUNTED_BYTES, UNCOUNTED_BYTES_PER_S = 4096, 64
 """ZMTP's handshake and pings, which libzmq takes itself"""
@@ -95,10 +97,12 @@ class Inflow:
                 connection.taken += size
             else:
                 self._early[descriptor] = self._early.get(descriptor, 0) + size
+                self._left = max(0, self._left - size)
 
     def emptied(self) -> None:
         """No whole message waits: what ended connections had left is taken or gone."""
-        self._left = 0
+        with self._door:
+            self._left = 0
 
     def close(self) -> None:
         """Ends the watch. Before the socket is closed; may be repeated."""
@@ -132,21 +136,20 @@ class Inflow:
         with self._door:
             connection.taken = min(self._early.pop(descriptor, 0), waits)
             self._connections[descriptor] = connection
-        if self._left > TOTAL_BYTES:
-            connection.shut()
 
     def _ended(self, descriptor: int) -> None:
         with self._door:
             connection = self._connections.pop(descriptor, None)
+            if connection is not None:
+                self._left += connection.waits()
         if connection is not None:
-            self._left += connection.waits()
             connection.socket.close()
 
     def _judge(self) -> None:
         waits = {connection: connection.waits() for connection in self._connections.values() if not connection.cut}
         over = [connection for connection, size in waits.items() if size > self._bound + self.expected]
         total = self._left + sum(waits.values())
-        largest = sorted(waits, key=waits.__getitem__)
+        largest = sorted((connection for connection in waits if waits[connection] > SMALL_BYTES), key=waits.__getitem__)
         while total > TOTAL_BYTES + self.expected and largest:
             total -= waits[largest[-1]]
             over.append(largest.pop())

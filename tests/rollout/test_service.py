@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from rollout.session import MAX_REPLY_BYTES
 from tests.rollout.fake_engine import VOCAB, FakeEngine, expected
 from tests.rollout.wire import Bench, Peer, submit
 from transport import messages as m
-from transport.frames import pack
+from transport.frames import frame_bytes, pack
 
 LIMITS = Limits(max_n=16, max_tokens=100, max_prompt_tokens=50, max_stop_token_ids=2, max_id_bytes=20)
 
@@ -649,3 +650,100 @@ def test_an_endpoint_or_a_transport() -> None:
         Service(FakeEngine())
     with pytest.raises(ValueError, match="no keys"):
         Service(FakeEngine(), "tcp://0.0.0.0:*")
+
+
+# what one peer may cost
+
+
+def test_a_turn_has_little_time_for_messages_and_takes_them_from_all_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "TAKE_S", 0.0)
+    monkeypatch.setattr(service_module, "TAKE_LEAST_S", 0.0)
+    bench = Bench()
+    peer = bench.client()
+    for number in range(5):
+        peer.send(m.StatusRequest(number))
+    answers = []
+    for _ in range(5):
+        bench.turn()
+        answers.append(len(peer.take(m.StatusReply)))
+    assert answers == [1] * 5, "the rest waits for the next turn"
+
+
+def test_groups_end_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many one message names, and however often."""
+    monkeypatch.setattr(service_module, "TAKE_S", 0.0)
+    monkeypatch.setattr(service_module, "TAKE_LEAST_S", 0.0)
+    bench = Bench()
+    bench.engine.frozen = True
+    peer = bench.client()
+    for number in range(4):
+        peer.send(submit(str(number), n=3))
+        bench.turn()
+    peer.send(m.Abort(["unknown", *"0123", *"0123"]))
+    ended = []
+    for _ in range(5):
+        bench.turn()
+        ended.append(len(peer.take(m.SampleDone)))
+    assert ended == [3, 3, 3, 3, 0] and not bench.engine.groups
+
+
+def test_samples_of_a_dropped_group_that_end_meanwhile_are_nobodys(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service_module, "TAKE_S", 0.0)
+    monkeypatch.setattr(service_module, "TAKE_LEAST_S", 0.0)
+    bench = Bench()
+    bench.engine.frozen = True
+    peer = bench.client()
+    for number in range(3):
+        peer.send(submit(str(number), max_tokens=1))
+        bench.turn()
+    bench.engine.frozen = False
+    peer.send(m.Goodbye())
+    bench.turn(4)
+    assert not bench.engine.groups and "nobody waits for" not in caplog.text
+
+
+def test_a_header_is_bounded_before_it_is_decoded() -> None:
+    bench = Bench()
+    peer = bench.client()
+    for header in (b"\x91" * 900_000, msgspec.msgpack.encode({"type": "ack", "samples": [["x", i] for i in range(20_000)]})):
+        peer.send_frames([header])
+        bench.turn()
+        refused = peer.refused()
+        assert refused.kind == "protocol_error" and "Limits.max_header_bytes" in refused.message
+
+
+def test_a_client_is_told_what_was_taken_when_it_understands_that() -> None:
+    bench = Bench()
+    peer, older = bench.connect(), bench.client()
+    peer.send(m.Hello(m.PROTOCOL, peer.session, 1, capabilities=(m.TAKEN,)))
+    bench.turn()
+    (welcome,) = peer.take(m.Welcome)
+    assert m.TAKEN in welcome.capabilities
+    prompt = np.ones(90_000, np.int32)
+    sent = 0
+    for number in range(8):
+        for one in (peer, older):
+            group = submit(str(number), prompt, serial=number)
+            sent += frame_bytes(pack(group)) if one is peer else 0
+            one.send(group)
+        bench.turn()
+    told = [alive.taken_bytes for alive in peer.take(m.Alive)]
+    assert told and m.UNTAKEN_BYTES // 4 < told[-1] <= sent
+    assert all(alive.taken_bytes == 0 for alive in older.take(m.Alive))
+
+
+def test_what_a_peer_calls_itself_does_not_reach_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "rollout.service")
+    bench = Bench()
+    peer = bench.connect()
+    peer.send(m.Hello(m.PROTOCOL, peer.session, 1, "\x1b[2J\nfake line"))
+    bench.turn()
+    assert "\\x1b[2J\\nfake line" in caplog.text and "\x1b" not in caplog.text
+    logging.getLogger("rollout.service").error("raw")
+    try:
+        raise ValueError("\x1b[2J")
+    except ValueError:
+        logging.getLogger("rollout.service").exception("it failed")
+    assert "\x1b" not in caplog.text and "ValueError: \\x1b[2J" in caplog.text

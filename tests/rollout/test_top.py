@@ -76,6 +76,14 @@ def test_everything_is_there() -> None:
     assert rows[0][1:7] == ["1", "grpo", "6", "45", "75%", "2"] and rows[1][1:7] == ["2", "eval", "(gone)", "1", "15", "25%"]
 
 
+def test_names_are_shown_and_not_obeyed() -> None:
+    view = View("tcp://x")
+    hostile = client("\x1b[2J[/red]\u202e", 1)
+    view.add(changed(model="\x1b[2Jm", service={"uptime_s": 1.0, "clients": [hostile]}), 0.0)
+    text = drawn(view)
+    assert "\\x1b[2J[/red]\\u202e" in text and "\x1b[2J" not in text and "\u202e" not in text
+
+
 def test_the_sparkline_is_the_history() -> None:
     view = View("x")
     for second, tokens in enumerate((0, 100, 300, 300, 1000)):

@@ -216,6 +216,9 @@ greeting = b"\\xff" + bytes(8) + b"\\x7f\\x03\\x00NULL" + bytes(48)
 ready = b"\\x05READY\\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER\\x08Identity" + bytes(4)
 raw = socket.create_connection(("127.0.0.1", int(end.endpoint.rpartition(":")[2])))
 raw.sendall(greeting + b"\\x04" + bytes([len(ready)]) + ready)
+answered = b""
+while b"READY" not in answered:
+    answered += raw.recv(4096)
 raw.sendall((b"\\x00\\xc8" + b"x" * 200 + ping) * 3000)
 raw.settimeout(1.0)
 try:

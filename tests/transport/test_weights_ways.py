@@ -77,6 +77,15 @@ def test_what_is_no_manifest(data: bytes) -> None:
         unpack_manifest(np.frombuffer(data, np.uint8), 10)
 
 
+@pytest.mark.parametrize("head", [b"\xdd\x00\xcc\x77\x40", b"\xdc\x00\x0b", b"\x9b"])
+def test_a_manifest_is_bounded_before_it_is_decoded(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.weights.manifest._decoder", None)
+    with pytest.raises(InvalidRequest, match="the model has 10|at most 1024"):
+        unpack_manifest(np.frombuffer(head + msgspec.msgpack.encode(["", "", [], ""]) * 11, np.uint8), 10)
+    with pytest.raises(InvalidRequest, match="at most 1024 for each"):
+        unpack_manifest(np.zeros(20_000, np.uint8), 10)
+
+
 def test_the_digest_of_a_manifest_tells_everything_but_the_order() -> None:
     digest = manifest_digest(MANIFEST)
     assert manifest_digest(reversed(MANIFEST)) == digest

@@ -1,0 +1,175 @@
+"""What waits at the service to be received is bounded, whatever libzmq would take in."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from engine.request import Limits
+from transport import inflow
+from transport.sockets import ClientEnd, ServiceEnd
+
+LIMITS = Limits(max_frame_bytes=100_000, max_header_bytes=1000)
+BOUND = 1 << 20
+MOST = 64 << 20
+"""that a peer sends before it is found that nothing ends it"""
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceEnd]:
+    monkeypatch.setattr(inflow, "WAITING_BYTES", BOUND)
+    end = ServiceEnd("tcp://127.0.0.1:*", LIMITS)
+    yield end
+    end.close()
+
+
+def connect(service: ServiceEnd) -> ClientEnd:
+    client = ClientEnd(service.endpoint, Limits())
+    until(lambda: client.receive(0.01) == [] and client.connected)
+    return client
+
+
+def raw(service: ServiceEnd) -> socket.socket:
+    """A connection after ZMTP's handshake, for frames by hand."""
+    connection = socket.create_connection(("127.0.0.1", int(service.endpoint.rpartition(":")[2])))
+    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER\x08Identity" + bytes(4)
+    connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + b"\x04" + bytes([len(ready)]) + ready)
+    answered = b""
+    while b"READY" not in answered:
+        answered += connection.recv(4096)
+    return connection
+
+
+def sent_until_the_end(connection: socket.socket, frames: bytes) -> int:
+    """Bytes that went out before the other end closed the connection; MOST if it did not."""
+    sent = 0
+    try:
+        while sent < MOST:
+            connection.sendall(frames)
+            sent += len(frames)
+    except OSError:
+        pass
+    return sent
+
+
+@pytest.mark.parametrize(
+    "frame", [b"\x03" + struct.pack(">Q", 50_000) + bytes(50_000), b"\x01\x01x" * 10_000], ids=["long", "short"]
+)
+def test_a_message_without_an_end_ends_its_connection(service: ServiceEnd, frame: bytes) -> None:
+    other = connect(service)
+    with raw(service) as connection:
+        assert sent_until_the_end(connection, frame) < MOST
+    assert other.send([b"x"]) and len(service.receive(60)) == 1 and other.connections == 1
+    other.close()
+
+
+def test_without_the_watch_it_would_be_taken_in(service: ServiceEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inflow.Inflow, "_judge", lambda self: None)
+    with raw(service) as connection:
+        assert sent_until_the_end(connection, b"\x03" + struct.pack(">Q", 50_000) + bytes(50_000)) >= MOST
+
+
+def test_whole_messages_that_nobody_takes_end_their_connection(service: ServiceEnd) -> None:
+    flood = connect(service)
+    deadline = time.monotonic() + 60
+    while flood.connections == 1 and time.monotonic() < deadline:
+        flood.send([bytes(900), bytes(90_000)])
+        flood.receive(0)
+    assert flood.connections == 2
+    flood.close()
+
+
+def test_what_is_taken_does_not_count(service: ServiceEnd) -> None:
+    """Many times the bound, by a peer that is never far ahead."""
+    client = connect(service)
+    for _ in range(20):
+        for _ in range(5):
+            until(lambda: client.send([bytes(900), bytes(90_000)]))
+        came = 0
+        while came < 5:
+            came += len(service.receive(60, 5 - came))
+    assert client.receive(0.1) == [] and client.connections == 1
+    client.close()
+
+
+def test_more_is_expected_by_agreement(service: ServiceEnd) -> None:
+    service.expect(MOST)
+    with raw(service) as connection:
+        assert sent_until_the_end(connection, (b"\x03" + struct.pack(">Q", 50_000) + bytes(50_000)) * 100) >= 3 * BOUND
+
+
+def test_many_connections_share_a_bound(service: ServiceEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is within its own."""
+    monkeypatch.setattr(inflow, "TOTAL_BYTES", BOUND)
+    ended, quiet = 0, connect(service)
+    connections = [raw(service) for _ in range(4)]
+    for connection in connections:
+        connection.sendall((b"\x03" + struct.pack(">Q", 50_000) + bytes(50_000)) * 10)
+    for connection in connections:
+        connection.settimeout(2.0)
+        try:
+            while connection.recv(1 << 16):
+                pass
+            ended += 1
+        except TimeoutError:
+            pass
+        except OSError:
+            ended += 1
+        connection.close()
+    assert ended and quiet.send([b"x"]) and len(service.receive(60)) == 1 and quiet.connections == 1
+    quiet.close()
+
+
+def test_the_watch_ends_with_its_service() -> None:
+    before = threading.active_count()
+    end = ServiceEnd("tcp://127.0.0.1:*", LIMITS)
+    assert threading.active_count() == before + 1
+    end.close()
+    end.close()
+    assert threading.active_count() == before
+
+
+def test_nobody_watches_ipc(tmp_path: object) -> None:
+    """As docs/limits.md says: the kernel does not count there."""
+    end = ServiceEnd(f"ipc://{tmp_path}/s", LIMITS)
+    end.expect(5)
+    end.close()
+
+
+def test_a_peer_may_name_itself(service: ServiceEnd) -> None:
+    """Two connections of one name: the second one is not heard, and may not fill the memory."""
+    with zmq.Context() as context:
+        first, second = (context.socket(zmq.DEALER) for _ in range(2))
+        for dealer in (first, second):
+            dealer.linger = 0
+            dealer.routing_id = b"same"
+            dealer.sndhwm = 10
+        first.connect(service.endpoint)
+        first.send(b"x")
+        assert len(service.receive(60)) == 1
+        second.connect(service.endpoint)
+        monitor = second.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        deadline = time.monotonic() + 60
+        while not monitor.poll(0) and time.monotonic() < deadline:
+            try:
+                second.send(bytes(90_000), zmq.NOBLOCK)
+            except zmq.Again:
+                time.sleep(0.001)
+        assert monitor.poll(0)
+        second.disable_monitor()
+        monitor.close()
+        first.close()
+        second.close()
