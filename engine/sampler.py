@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.native.kernels import MAX_VOCABULARY, Kernels, kernels
+from engine.cpu.kernels import MAX_VOCABULARY, Kernels, kernels
 from engine.plan import Cuts, Drawn, Plan
 
 NATIVE_DTYPES = (torch.bfloat16, torch.float32)

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.attention.native import NativeAttention
 from engine.attention.seam import Backend
 from engine.batch import Batch
+from engine.cpu.attention import NativeAttention
+from engine.cpu.kernels import Kernels, Linear
 from engine.kv import PagedKV
-from engine.native.kernels import Kernels, Linear
 
 CHUNKS = (512, 1024, 256, 2048)
 """inputs that oneDNN sums in one go, as seen; all of them otherwise"""
@@ -205,7 +205,7 @@ def _need(ok: bool, what: str) -> None:
 
 
 def _look_at(layer: nn.Module, hidden: int, inner: int, q: int, kv: int, dim: int) -> None:
-    """Is this a layer that kernels.c computes, as far as one can see? All sizes must be those of the other layers."""
+    """Is this a layer that c/layers.c computes, as far as one can see? All sizes must be those of the other layers."""
     _need({name for name, _ in layer.named_children()} == LAYER, "a decoder layer of another kind")
     attention, mlp = layer.self_attn, layer.mlp
     names = {name for name, _ in attention.named_children()}
