@@ -173,7 +173,7 @@ class Engine:
         self.counters.plan_seconds += time.perf_counter() - began
         if not self._move(plan):
             return samples
-        if not plan.rows:
+        if not plan.num_rows:
             if self._flight is not None:
                 return samples + self._land()
             return samples or (self.scheduler.fail_stuck() if self._stuck() else [])
@@ -181,7 +181,7 @@ class Engine:
             flight = self._launch(plan, began)
         except Exception as error:
             samples += self._land()
-            return samples + self.scheduler.fail([row.sequence for row in plan.rows], self._failed(error))
+            return samples + self.scheduler.launch_failed(plan, self._failed(error))
         launched = time.perf_counter()
         self.scheduler.launched(plan)
         self.counters.commit_seconds += time.perf_counter() - launched
@@ -320,7 +320,7 @@ class Engine:
             batch = replace(batch, attention=self.backend.prepare(batch, self.kv))
             built = time.perf_counter()
             run = self.graphs if self.graphs is not None and self.graphs.covers(batch) else self.model
-            watch = Stopwatch(self.model.device) if batch.num_tokens > 4 * len(plan.rows) else None
+            watch = Stopwatch(self.model.device) if batch.num_tokens > 4 * plan.num_rows else None
             logits = run.forward(batch, self.kv, self.backend)
             if watch is not None:
                 watch.mark()
@@ -342,7 +342,7 @@ class Engine:
         try:
             drawn = flight.land(self.counters)
         except Exception as error:
-            return self.scheduler.fail_running(self._failed(error))
+            return self.scheduler.step_failed(flight.plan, self._failed(error))
         landed = time.perf_counter()
         samples = self.scheduler.commit(flight.plan, drawn)
         committed = time.perf_counter()

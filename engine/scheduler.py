@@ -16,19 +16,17 @@ It is the only writer of sequences, groups, both pools and the prefix index.
 from __future__ import annotations
 
 import time
-from bisect import insort
-from collections import Counter
 from collections.abc import Callable
 
 from engine.blocks import BlockStore
-from engine.columns import Columns
+from engine.columns import RunningTable
 from engine.config import EngineConfig
-from engine.plan import Drawn, Plan, Row
+from engine.plan import Drawn, Plan, copies_only
 from engine.pressure import Pressure
 from engine.queue import WaitingQueue
 from engine.request import FinishReason, Group, Sample
-from engine.rows import Rows
-from engine.sequence import GroupState, Sequence
+from engine.rows import Rows, plan_of
+from engine.sequence import GroupState, Row, Sequence
 from engine.sharing import shared_prefixes
 from engine.stats import Counters
 from engine.tables import BlockTables
@@ -50,11 +48,10 @@ class Scheduler:
         self.config = config
         self.block_size = config.block_size
         self.store = BlockStore(device_blocks, host_blocks, config.prefix_cache)
-        self.columns = Columns(config.max_num_seqs, min(max_blocks, device_blocks))
+        self.running_table = RunningTable(config.max_num_seqs, min(max_blocks, device_blocks))
+        self.running = self.running_table.sequences
+        self.running_of = self.running_table.of_client
         self.waiting = WaitingQueue()
-        self.running: list[Sequence] = []
-        """oldest first"""
-        self.running_of: Counter[str] = Counter()
         self.groups: dict[str, GroupState] = {}
         self.version = 0
         self.admitting = True
@@ -65,6 +62,9 @@ class Scheduler:
         self.pressure = Pressure(config, self.store, counters)
         self._clock = clock
         self._submitted = 0
+        self._planned = 0
+        self._rows: dict[int, list[Row]] = {}
+        """of the steps that were planned and not committed, by number: the way back from a plan to its sequences"""
 
     # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def submit(self, group: Group, client: str, seed: int, eos: frozenset[int]) -> None:
@@ -108,19 +108,27 @@ class Scheduler:
         for seq in unfinished:
             if budget and (row := self.rows.prefill(seq, budget, planned, self.version)):
                 rows.append(row)
-                budget -= row.count
+                budget -= row[2]
         while budget and len(self.running) < self.config.max_num_seqs:
             seq = self.waiting.next(self.running_of, begun=not self.admitting)
             if seq is None or not self._start(seq, budget, planned):
                 break
             if row := self.rows.prefill(seq, budget, planned, self.version):
                 rows.append(row)
-                budget -= row.count
+                budget -= row[2]
         self.pressure.mirror(self.running)
         if len(rows) > decoding:
-            rows.sort(key=lambda row: row.sequence.age)
+            rows.sort(key=lambda row: row[0].age)
+        self._planned += 1
+        if not rows:
+            return copies_only(self._planned, self.store.moves)
         shared = tuple(shared_prefixes(rows, self.block_size)) if self.config.share_prefix else ()
-        return Plan(tuple(rows), shared, self.store.moves, self.columns)
+        pending, self._rows[self._planned] = bool(self._rows), rows
+        return plan_of(self._planned, rows, shared, self.store.moves, self.running_table, self.block_size, pending)
+
+    def sequences_of(self, plan: Plan) -> list[Sequence]:
+        """The sequence of each row of a plan that is not committed."""
+        return [row[0] for row in self._rows[plan.step]]
 
     @property
     def crowded(self) -> bool:
@@ -135,7 +143,8 @@ class Scheduler:
         for seq in sorted(self.running, key=lambda seq: seq.rank):
             self._stop(seq)
         self.store.vacate()
-        return Plan((), (), self.store.moves, self.columns)
+        self._planned += 1
+        return copies_only(self._planned, self.store.moves)
 
     def moved(self) -> None:
         """The plan's copies are done."""
@@ -145,8 +154,8 @@ class Scheduler:
         """The plan's copies stopped in the middle: sequences whose blocks cannot be trusted are reset; the plan is void."""
         self.counters.failed_moves += 1
         broken = self.store.move_failed()
-        for row in plan.rows:
-            self.tables.truncate(row.sequence, -(-row.sequence.cached // self.block_size))
+        for seq, *_ in self._rows.pop(plan.step, []):
+            self.tables.truncate(seq, -(-seq.cached // self.block_size))
         for seq in list(self.running):
             if any(block in broken for block in seq.blocks):
                 self._stop(seq)
@@ -157,11 +166,10 @@ class Scheduler:
         """The step is under way: from here on its KV counts as computed, since whatever reads it comes later on the device. The
         tokens that it draws are pending."""
         size, at = self.block_size, 0
-        for row in plan.rows:
-            seq, start, count, draws = row
+        for seq, start, count, draws in self._rows[plan.step]:
             forked = seq.state.forked
             if count > 1 or not draws or not forked:
-                self._count_row(row)
+                self.counters.computed(seq, start, count)
             seq.cached = cached = start + count
             if cached > seq.computed:
                 seq.computed = cached
@@ -178,7 +186,7 @@ class Scheduler:
         tokens, logprobs, finite = drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.finite.tolist()
         raws = drawn.raw_logprobs
         size, at = self.block_size, 0
-        for seq, start, count, draws in plan.rows:
+        for seq, start, count, draws in self._rows.pop(plan.step):
             if seq.ended:
                 self.counters.unused_draws += draws
                 at += draws
@@ -193,17 +201,23 @@ class Scheduler:
         assert at == len(tokens)
         return samples
 
-    def fail(self, sequences: list[Sequence], reason: str) -> list[Sample]:
-        """A step of these went wrong: their groups end with an error. What their blocks hold is not reused."""
+    def launch_failed(self, plan: Plan, reason: str) -> list[Sample]:
+        """End the groups of a plan that could not be launched with an error; the plan is void."""
+        return self._fail([row[0] for row in self._rows.pop(plan.step)], reason)
+
+    def step_failed(self, plan: Plan, reason: str) -> list[Sample]:
+        """End every group that runs with an error and clear the prefix index: a launched step failed, and any of them may have
+        taken over KV that it wrote. The plan is void."""
+        del self._rows[plan.step]
+        self.store.forget_all()
+        return self._fail(list(self.running), reason)
+
+    def _fail(self, sequences: list[Sequence], reason: str) -> list[Sample]:
+        """End the groups of these with an error. What their blocks hold is not reused."""
         states = {seq.state.number: seq.state for seq in sequences if not seq.ended}
         for seq in sequences:
             self.tables.distrust(seq)
         return [sample for state in states.values() for sample in self._end_group(state, "error", reason)]
-
-    def fail_running(self, reason: str) -> list[Sample]:
-        """The same, of a step that was launched: whoever runs may have taken over what it computed, and so may the index."""
-        self.store.forget_all()
-        return self.fail(list(self.running), reason)
 
     def fail_stuck(self) -> list[Sample]:
         """Nothing runs, nothing can start: end the group that is next with an error rather than wait for ever."""
@@ -246,30 +260,16 @@ class Scheduler:
         self.waiting.remove(seq, served=True)
         for i, block in enumerate(seq.blocks):
             self.store.use(block, full=i < seq.cached // self.block_size)
-        self._run(seq)
+        self.running_table.enter(seq)
         return True
-
-    def _run(self, seq: Sequence) -> None:
-        seq.running = True
-        seq.begun = True
-        seq.drawn_before = len(seq.output)
-        self.columns.enter(seq)
-        insort(self.running, seq, key=lambda s: s.age)
-        self.running_of[seq.state.client] += 1
 
     def _stop(self, seq: Sequence) -> None:
         """From running to waiting. It keeps its blocks."""
         assert not seq.pending, "a sequence stops whose last token is not known yet"
-        self._leave_running(seq)
+        self.running_table.leave(seq)
         for block in seq.blocks:
             self.store.unuse(block)
         self.waiting.put(seq)
-
-    def _leave_running(self, seq: Sequence) -> None:
-        seq.running = False
-        self.columns.leave(seq)
-        self.running.remove(seq)
-        self.running_of[seq.state.client] -= 1
 
     def _park(self, victims: list[Sequence]) -> None:
         """Stop the victims: their blocks move to host memory, or are dropped (soft reset)."""
@@ -313,7 +313,7 @@ class Scheduler:
             if len(self.running) < self.config.max_num_seqs:
                 for block in child.blocks:
                     self.store.use(block, full=True)
-                self._run(child)
+                self.running_table.enter(child)
             else:
                 self.waiting.put(child)
         self.counters.forks += len(children) - 1
@@ -338,7 +338,7 @@ class Scheduler:
     def _end(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> Sample:
         seq_ran = seq.running
         if seq_ran:
-            self._leave_running(seq)
+            self.running_table.leave(seq)
         else:
             self.waiting.remove(seq)
         for block in reversed(seq.blocks):  # so that the least recently used end of a chain is its tail, not its root
@@ -360,8 +360,3 @@ class Scheduler:
             self.counters.ended[reason] += n - 1
             return [only, *(Sequence(state, i).sample(reason, only.seconds, error) for i in range(1, n))]
         return [self._end(seq, reason, error) for seq in list(state.sequences.values())]
-
-    def _count_row(self, row: Row) -> None:
-        if not row.sequence.state.forked or row.sequence.uncached > 1:
-            self.counters.prefill_tokens += row.count
-        self.counters.recomputed_tokens += max(0, min(row.sequence.computed, row.start + row.count) - row.start)

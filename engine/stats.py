@@ -78,6 +78,12 @@ class Counters:
     _copies: Rate = field(default_factory=lambda: Rate(512), repr=False)
     _prefills: Rate = field(default_factory=lambda: Rate(8192), repr=False)
 
+    def computed(self, seq: Sequence, start: int, count: int) -> None:
+        """A row of `count` tokens from `start` on that is not a decode row was launched."""
+        if not seq.state.forked or seq.uncached > 1:
+            self.prefill_tokens += count
+        self.recomputed_tokens += max(0, min(seq.computed, start + count) - start)
+
     def moved(self, moves: Moves, copied: Copied, block_bytes: int) -> None:
         """A step's copies of blocks, and those that have ended."""
         to_host = len(moves.offloads) + len(moves.mirrors)
@@ -93,7 +99,7 @@ class Counters:
         """A step was committed, so long after it was planned, or after the one before was, if that was later."""
         self.steps += 1
         self.step_seconds += seconds
-        if plan.num_tokens == len(plan.rows):
+        if plan.num_tokens == plan.num_rows:
             self.decode_seconds += seconds
             self.decode_tokens += plan.num_tokens
 

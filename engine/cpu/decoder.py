@@ -12,9 +12,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import c_float, c_int64, c_void_p
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -23,6 +23,7 @@ from engine.batch import Batch
 from engine.cpu.attention import NativeAttention
 from engine.cpu.kernels import Kernels, Linear
 from engine.kv import PagedKV
+from engine.plan import plan_by_hand
 
 CHUNKS = (512, 1024, 256, 2048)
 """inputs that oneDNN sums in one go, as seen; all of them otherwise"""
@@ -93,14 +94,10 @@ class NativeDecoder:
         """Compare with `eager`, the transformers model behind the same signature. Raises NotNative where a bit differs."""
         generator = torch.Generator().manual_seed(0)
         for rows in CHECKED_ROWS:
-            ids = torch.randint(vocabulary, (1, max(2, rows)), generator=generator)
-            ids[:, rows:] = ids[:, rows - 1 : rows]
-            positions = (torch.arange(ids.shape[1]) * 7)[None]
-            positions[:, rows:] = positions[:, rows - 1 : rows]
-            at = torch.arange(max(2, rows)).clamp(max=rows - 1)
-            batch = SimpleNamespace(
-                input_ids=ids, position_ids=positions, num_tokens=rows, logits_at=at, num_logits=rows, attention={}
-            )
+            ids = torch.randint(vocabulary, (max(2, rows),), generator=generator)[:rows]
+            starts = np.arange(rows) * 7
+            plan = plan_by_hand(ids.numpy()[:, None], starts, np.zeros((rows, 1)))
+            batch = Batch.build(plan, int(starts[-1]) + 1, torch.device("cpu"), torch.bfloat16)
             mine, theirs = self.forward(batch, None, _Echo()), eager(batch, None, _Echo())
             _need(torch.equal(mine, theirs), f"numbers that differ from transformers' own with {rows} rows")
 

@@ -404,7 +404,7 @@ def takes_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: Sequence, token: int, *rest: Any) -> None:
         append(self, token, *rest)
-        self.newest = token
+        self.pending_draw = None
 
     monkeypatch.setattr(Sequence, "append", wrong)
 
@@ -425,7 +425,7 @@ def fills_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = Scheduler.launched
 
     def wrong(self: Scheduler, plan: Any) -> None:
-        pending = [(row.sequence, row.sequence.pending) for row in plan.rows]
+        pending = [(seq, seq.pending) for seq in self.sequences_of(plan)]
         for seq, _ in pending:
             seq.pending = 0
         launched(self, plan)

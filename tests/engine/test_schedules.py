@@ -15,7 +15,7 @@ import engine.prefix
 import engine.sharing
 import engine.tables
 from engine.blocks import BlockStore
-from engine.columns import Columns
+from engine.columns import RunningTable
 from engine.pool import Block, BlockPool, Moves, OutOfBlocks
 from engine.sequence import Sequence
 from engine.tables import BlockTables
@@ -188,24 +188,26 @@ def patch_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patch_enter(monkeypatch: pytest.MonkeyPatch) -> None:
     """two sequences in one place"""
-    enter = Columns.enter
+    enter = RunningTable.enter
 
-    def crowd(self: Columns, seq: Sequence) -> None:
+    def crowd(self: RunningTable, seq: Sequence) -> None:
         enter(self, seq)
         if len(self._free) > 1:
+            assert seq.place is not None
             self._free.append(seq.place)
 
-    monkeypatch.setattr(Columns, "enter", crowd)
+    monkeypatch.setattr(RunningTable, "enter", crowd)
 
 
 def patch_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """a table goes on to name the blocks of a sequence that has left"""
 
-    def leave(self: Columns, seq: Sequence) -> None:
+    def clear(self: RunningTable, seq: Sequence) -> None:
+        assert seq.place is not None
         self._free.append(seq.place)
-        seq.place, seq.table = -1, None
+        seq.place, seq.table = None, None
 
-    monkeypatch.setattr(Columns, "leave", leave)
+    monkeypatch.setattr(RunningTable, "_clear", clear)
 
 
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
