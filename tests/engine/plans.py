@@ -1,14 +1,18 @@
-"""Plans as tests see them: sent as bytes, and read as rows."""
+"""Plans as tests see them: sent as bytes, read as rows; and a small scheduler to make them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from engine.plan import Plan
+from engine.config import EngineConfig
+from engine.plan import Drawn, Plan
+from engine.request import Group, Sample, Sampling
 from engine.scheduler import Scheduler
+from engine.stats import Counters
 
 
 class PlanRow(NamedTuple):
@@ -53,3 +57,44 @@ def _array(kind: Any, fields: Any) -> Any:
     descr, shape, data = fields
     dtype = np.dtype(descr if isinstance(descr, str) else [tuple(field) for field in descr])
     return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+def small_scheduler(device_blocks: int = 16, host_blocks: int = 0, **config: Any) -> Scheduler:
+    """A scheduler of blocks of 4 tokens, steps of 8 tokens, 4 sequences."""
+    options = {"block_size": 4, "max_batch_tokens": 8, "max_num_seqs": 4, "lookahead_blocks": 1, "min_run_tokens": 0, **config}
+    settings = EngineConfig(kv_tokens=4 * device_blocks, **options)
+    blocks = {"device_blocks": device_blocks, "host_blocks": host_blocks, "max_blocks": device_blocks}
+    return Scheduler(settings, counters=Counters(), **blocks)
+
+
+def submit(scheduler: Scheduler, id: str, prompt: Sequence[int] | range, client: str = "", **sampling: Any) -> None:
+    """A group of one child that ends after 20 tokens, or at token 0."""
+    options = {"max_tokens": 20, "seed": 1, **sampling}
+    group = Group(id, np.array(prompt, np.int32), Sampling(**options))
+    scheduler.submit(group, client, group.sampling.seed or 0, frozenset({0}))
+
+
+def launch(scheduler: Scheduler) -> Plan:
+    """Plan a step and launch it."""
+    plan = scheduler.plan()
+    scheduler.moved()
+    if plan.num_rows:
+        scheduler.launched(plan)
+    return plan
+
+
+def commit(scheduler: Scheduler, plan: Plan, token: int = 9) -> list[Sample]:
+    """Commit a launched step that sampled `token` everywhere. Returns the children that ended."""
+    draws = len(plan.sampling)
+    zeros = np.zeros(draws, np.float32)
+    return scheduler.commit(plan, Drawn(np.full(draws, token, np.int32), zeros, None, np.ones(draws, bool)))
+
+
+def step(scheduler: Scheduler, token: int = 9) -> list[PlanRow]:
+    """Plan, launch and commit a step. Returns its rows."""
+    plan = launch(scheduler)
+    if not plan.num_rows:
+        return []
+    planned = rows(scheduler, plan)
+    commit(scheduler, plan, token)
+    return planned
