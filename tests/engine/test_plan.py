@@ -223,7 +223,9 @@ def random_run(seed: int) -> dict[Any, Any]:
     e = toy_engine(kv_tokens=r.choice([96, 256]), cpu_offload_gib=r.choice([0, 0.001]), overlap_steps=seed % 2 == 1)
     base = [r.randrange(1, 23) for _ in range(30)]
     for i in range(8):
-        options = r.choice([{}, {"n": 5, "max_tokens": 20, "ignore_eos": True, "raw_logprobs": True}, {"min_tokens": 5, "n": 3}])
+        options = r.choice(
+            [{}, {"n": 5, "max_tokens": 20, "ignore_eos": True, "raw_logprobs": True}, {"min_tokens": 5, "n": 3}]
+        )
         e.submit(group(f"g{i}", [*base[: r.randrange(30)], r.randrange(1, 23)], **{"seed": i, **options}))
     samples = run(e)
     assert e.counters.failed_steps == 0, "see the log"
