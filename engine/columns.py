@@ -62,13 +62,13 @@ class RunningTable:
 
     def check(self) -> None:
         """Asserts that the arrays say what the sequences say."""
-        places = [seq.place for seq in self.sequences]
+        places = [seq.place for seq in self.sequences if seq.place is not None]
         assert sorted([*self._free, *places]) == list(range(len(self.table))), "places are lost"
         assert sorted(self.sequences, key=lambda seq: seq.age) == self.sequences
         assert +self.of_client == Counter(seq.state.client for seq in self.sequences)
         wanted = np.zeros_like(self.table)
-        for seq in self.sequences:
-            wanted[seq.place, : len(seq.blocks)] = [block.device for block in seq.blocks]
+        for place, seq in zip(places, self.sequences, strict=True):
+            wanted[place, : len(seq.blocks)] = [block.device for block in seq.blocks]
         assert np.array_equal(self.table, wanted), "a table names other blocks than its sequence has, or goes on behind them"
         sampling = np.array([sampling_of(seq) for seq in self.sequences], SAMPLING)
         assert self.sampling[places].tobytes() == sampling.tobytes()
