@@ -38,7 +38,7 @@ class RunningTable:
         """Start a sequence whose blocks are on the device."""
         self._fill(seq, self._free.pop())
         seq.running = seq.begun = True
-        seq.drawn_before = len(seq.output)
+        seq.num_output_at_start = len(seq.output)
         insort(self.sequences, seq, key=lambda s: s.age)
         self.of_client[seq.state.client] += 1
 

@@ -167,7 +167,7 @@ class Engine:
             raise WeightsTorn("the weights are torn: nothing may be sampled from them")
         if not self._computes:
             return self._land()
-        samples = self._land() if self._flight is not None and self.scheduler.crowded else []
+        samples = self._land() if self._flight is not None and self.scheduler.must_preempt else []
         began = time.perf_counter()
         plan = self.scheduler.plan()
         self.counters.plan_seconds += time.perf_counter() - began
@@ -260,8 +260,8 @@ class Engine:
     def sleep(self, level: int = 1) -> int:
         """Give memory to others, between two steps. Returns how many bytes went back to the device or the machine.
 
-        The KV pool goes. What runs is parked in host memory as far as that has room, else it is prefilled again; either way it
-        goes on after `wake`, and so does whatever is submitted meanwhile. Level 1 moves the weights to host memory, where a
+        The KV pool goes. What runs is offloaded to host memory as far as that has room, else it is prefilled again; either way
+        it goes on after `wake`, and so does whatever is submitted meanwhile. Level 1 moves the weights to host memory, where a
         CPU's are already; level 2 drops them, so that after `wake` a whole refresh must come before the next token.
 
         Raises ValueError while asleep, while a refresh is staged, and for another level. Levels: vLLM's sleep mode."""
@@ -273,7 +273,7 @@ class Engine:
             raise ValueError("a refresh is being staged; finish or abandon it first")
         self._ended += self._land()
         before = taken_memory(self.model.device)
-        self._move(self.scheduler.vacate())
+        self._move(self.scheduler.offload_all())
         self.kv.release()
         if self.graphs is not None:
             self.graphs.forget()

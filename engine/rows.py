@@ -31,7 +31,7 @@ class Rows:
             if seq.length - cached == 1 and seq.length < seq.limit:
                 if cached % size == 0 or (last := seq.blocks[-1]).owners > 1 or last.version != version:
                     self.tables.extend(seq, cached + 1, version)
-                rows.append((seq, cached, 1, seq.draws))
+                rows.append((seq, cached, 1, seq.num_next_samples))
         return rows
 
     def prefill(self, seq: Sequence, budget: int, planned: set[bytes], version: int) -> Row | None:
@@ -47,7 +47,7 @@ class Rows:
             return None
         if seq.uncached > 1 and computed_by_other(seq, count, planned, size, version):
             return None
-        samples = seq.draws if count == seq.uncached else 0
+        samples = seq.num_next_samples if count == seq.uncached else 0
         self.tables.extend(seq, seq.cached + count, version)
         return seq, seq.cached, count, samples
 

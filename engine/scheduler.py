@@ -3,11 +3,11 @@
 `plan()` decides, the engine launches that and says so (`launched()`), `commit()` records what was drawn: at once, or
 after the next step has been planned and launched (`engine.flight`). One call of `plan()`:
 
-    1. make room     the running sequences need blocks to grow; if too few, the last in rank are parked (engine.pressure);
+    1. make room     the running sequences need blocks to grow; if too few, the last in rank are preempted (engine.pressure);
                      all slots are taken and a client with less than its share waits: others give some up
     2. decode        one row for each sequence that has one token to compute
     3. prefill       chunks for the running sequences that have more, while the token budget lasts
-    4. start         waiting sequences: forked, parked or reset ones, then fresh prompts
+    4. start         waiting sequences: forked, preempted or reset ones, then fresh prompts
     5. mirror        ahead of pressure, copies of full blocks to host memory
 
 It is the only writer of sequences, groups, both pools and the prefix index.
@@ -98,8 +98,8 @@ class Scheduler:
     def plan(self) -> Plan:
         """Decide the next step. No rows: nothing can be done now."""
         self.store.begin()
-        self._park(self.pressure.victims(self.running))
-        self._give_way()
+        self._preempt(self.pressure.victims(self.running))
+        self._yield_to_starved()
         planned: set[bytes] = set()
         rows = self.rows.decode(self.running, self.version)
         decoding = len(rows)
@@ -131,18 +131,18 @@ class Scheduler:
         return [row[0] for row in self._rows[plan.step]]
 
     @property
-    def crowded(self) -> bool:
+    def must_preempt(self) -> bool:
         """The next plan would stop somebody. What is in flight must be committed first: it may end some, and nobody stops while
         a token of it is pending."""
         seq = self.waiting.next(self.running_of, begun=not self.admitting)
-        return self.pressure.must_park(self.running) or bool(seq and self._over_share(seq))
+        return self.pressure.must_preempt(self.running) or bool(seq and self._sequences_over_share(seq))
 
-    def vacate(self) -> Plan:
+    def offload_all(self) -> Plan:
         """Everything stops and leaves the device, the first in rank first, as far as host memory has room. A plan of copies."""
         self.store.begin()
         for seq in sorted(self.running, key=lambda seq: seq.rank):
             self._stop(seq)
-        self.store.vacate()
+        self.store.offload_all()
         self._planned += 1
         return copies_only(self._planned, self.store.moves)
 
@@ -259,7 +259,7 @@ class Scheduler:
             return False
         self.waiting.remove(seq, served=True)
         for i, block in enumerate(seq.blocks):
-            self.store.use(block, full=i < seq.cached // self.block_size)
+            self.store.pin(block, full=i < seq.cached // self.block_size)
         self.running_table.enter(seq)
         return True
 
@@ -268,10 +268,10 @@ class Scheduler:
         assert not seq.pending, "a sequence stops whose last token is not known yet"
         self.running_table.leave(seq)
         for block in seq.blocks:
-            self.store.unuse(block)
+            self.store.unpin(block)
         self.waiting.put(seq)
 
-    def _park(self, victims: list[Sequence]) -> None:
+    def _preempt(self, victims: list[Sequence]) -> None:
         """Stop the victims: their blocks move to host memory, or are dropped (soft reset)."""
         for seq in victims:
             self._stop(seq)
@@ -280,21 +280,21 @@ class Scheduler:
         if victims:
             self.pressure.reclaim_idle(sum(self.pressure.need(seq) for seq in self.running))
 
-    def _give_way(self) -> None:
+    def _yield_to_starved(self) -> None:
         """Every slot is taken and another client's turn has come: some stop. Their KV stays until its room is needed."""
         seq = self.waiting.next(self.running_of, begun=not self.admitting)
         if seq is None:
             return
-        for last in self._over_share(seq):
+        for last in self._sequences_over_share(seq):
             self._stop(last)
         if self.store.idle and len(self.running) < self.config.max_num_seqs:
             self.pressure.make_room(seq, self.running, self.config.max_batch_tokens - len(self.running))
 
-    def _over_share(self, seq: Sequence) -> list[Sequence]:
+    def _sequences_over_share(self, seq: Sequence) -> list[Sequence]:
         """Who gives its slot to the client of `seq`, which waits."""
         if len(self.running) < self.config.max_num_seqs:
             return []
-        return self.pressure.over_share(seq.state.client, self.waiting.counts(), self.running_of, self.running)
+        return self.pressure.sequences_over_share(seq.state.client, self.waiting.counts(), self.running_of, self.running)
 
     def _soft_reset(self, seq: Sequence) -> None:
         """Give the KV up; it is prefilled again from whatever the prefix index still has."""
@@ -305,14 +305,14 @@ class Scheduler:
     def _fork(self, seq: Sequence) -> list[Sequence]:
         """The prompt is cached: n children share its blocks. Those that find no place to run wait like anyone else."""
         seq.state.forked = True
-        seq.draws = 1
+        seq.num_next_samples = 1
         children = [seq, *seq.fork()]
         for child in children[1:]:
             seq.state.sequences[child.index] = child
             self.store.share(child.blocks)
             if len(self.running) < self.config.max_num_seqs:
                 for block in child.blocks:
-                    self.store.use(block, full=True)
+                    self.store.pin(block, full=True)
                 self.running_table.enter(child)
             else:
                 self.waiting.put(child)

@@ -50,7 +50,7 @@ class Sequence:
         "num_prompt",
         "length",
         "limit",
-        "draws",
+        "num_next_samples",
         "last_token",
         "pending",
         "pending_draw",
@@ -65,7 +65,7 @@ class Sequence:
         "begun",
         "running",
         "ended",
-        "drawn_before",
+        "num_output_at_start",
         "offloads",
         "mirrored",
         "place",
@@ -82,7 +82,7 @@ class Sequence:
         """tokens it has, prompt and output, pending ones included"""
         self.limit = self.num_prompt + state.group.sampling.max_tokens
         """the length that ends it"""
-        self.draws = 1 if state.forked else state.group.sampling.n
+        self.num_next_samples = 1 if state.forked else state.group.sampling.n
         """tokens to draw once everything it has is cached: n where the group forks"""
         self.last_token = int(state.group.prompt[-1])
         """the newest token that is known"""
@@ -106,7 +106,7 @@ class Sequence:
         self.running = False
         self.ended = False
         """its sample was made"""
-        self.drawn_before = 0
+        self.num_output_at_start = 0
         """tokens drawn when it last started to run"""
         self.offloads = 0
         self.mirrored = 0
@@ -125,7 +125,7 @@ class Sequence:
     @property
     def ran(self) -> int:
         """tokens drawn since it started to run"""
-        return len(self.output) - self.drawn_before
+        return len(self.output) - self.num_output_at_start
 
     @property
     def uncached(self) -> int:

@@ -45,7 +45,7 @@ class Counters:
     fork_shared_blocks: int = 0
     """full prompt blocks that children took by reference"""
     offloads: int = 0
-    """sequences parked in host memory"""
+    """sequences offloaded to host memory"""
     offloaded_blocks: int = 0
     """blocks copied device → host, mirrored ones included"""
     restored_blocks: int = 0

@@ -93,7 +93,7 @@ class Harness:
 
     def step(self, fail_copy: int | None = None) -> None:
         """`fail_copy`: the copies stop after that many of them."""
-        if self.flight and self.scheduler.crowded:
+        if self.flight and self.scheduler.must_preempt:
             self.land()
         plan = sent(self.scheduler.plan())
         for seq in self.scheduler.running:

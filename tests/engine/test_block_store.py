@@ -41,7 +41,7 @@ def test_a_forked_block_is_the_same_block_with_another_owner() -> None:
     store = BlockStore(4, 0)
     block = store.new(version=0)
     store.share([block])
-    store.use(block, full=True)
+    store.pin(block, full=True)
     assert (block.owners, block.users, store.device.used) == (2, 2, 1)
 
 
@@ -49,7 +49,7 @@ def test_a_forked_block_is_copied_before_it_is_written() -> None:
     store = BlockStore(4, 0)
     shared = store.new(version=0)
     store.share([shared])
-    store.use(shared, full=False)
+    store.pin(shared, full=False)
     mine = store.copy(shared)
     assert store.moves.copies == [(shared.device, mine.device)]
     assert (shared.owners, mine.owners) == (1, 1), "the writer gave its share up"
@@ -60,7 +60,7 @@ def test_without_a_free_slot_the_writer_takes_the_block_over() -> None:
     store = BlockStore(1, 1)
     shared = store.new(version=0)
     store.share([shared])
-    mine = store.steal(shared)
+    mine = store.take_over(shared)
     assert (mine.device, shared.device, shared.host) == (0, None, 0)
     assert store.moves.offloads == [(0, 0)] and not shared.lost
 
@@ -69,7 +69,7 @@ def test_a_block_taken_over_without_host_memory_is_lost_to_the_others() -> None:
     store = BlockStore(1, 0)
     shared = store.new(version=0)
     store.share([shared])
-    store.steal(shared)
+    store.take_over(shared)
     assert shared.lost and shared.owners == 1
 
 
@@ -103,7 +103,7 @@ def test_a_kept_block_is_adopted_again() -> None:
     block = full_block(store, 1)
     store.disown(block, used=True)
     store.adopt(block)
-    store.use(block, full=True)
+    store.pin(block, full=True)
     assert (block.owners, block.users, store.available) == (1, 1, 0)
 
 
@@ -117,21 +117,21 @@ def test_prefix_cache_off_keeps_nothing() -> None:
 def test_an_idle_block_is_offloaded_and_restored() -> None:
     store = BlockStore(1, 1)
     block = store.new(version=0)
-    store.unuse(block)
+    store.unpin(block)
     assert store.offload(block) and (block.device, block.host) == (None, 0)
     assert store.moves.offloads == [(0, 0)]
     store.moved()
-    store.use(block, full=True)
+    store.pin(block, full=True)
     assert store.moves.restores == [(0, 0)] and (block.device, block.host) == (0, 0), "a full block keeps its copy"
 
 
 def test_the_host_copy_of_a_partial_block_goes_once_it_was_read() -> None:
     store = BlockStore(1, 1)
     block = store.new(version=0)
-    store.unuse(block)
+    store.unpin(block)
     store.offload(block)
     store.moved()
-    store.use(block, full=False)
+    store.pin(block, full=False)
     assert block.host == 0, "the restore has to read it"
     store.moved()
     assert block.host is None and store.host.free == 1
@@ -142,26 +142,26 @@ def test_a_block_that_was_copied_before_is_offloaded_without_a_copy() -> None:
     block = store.new(version=0)
     store.mirror(block)
     store.moved()
-    store.unuse(block)
+    store.unpin(block)
     assert store.offload(block) and not store.moves.offloads and block.host == 0
 
 
 def test_offload_fails_where_host_memory_is_full() -> None:
     store = BlockStore(2, 1)
     one, other = store.new(version=0), store.new(version=0)
-    store.unuse(one), store.unuse(other)
+    store.unpin(one), store.unpin(other)
     assert store.offload(one) and not store.offload(other)
-    store.lose(other)
+    store.drop(other)
     assert other.lost and store.device.free == 2
 
 
 def test_blocks_whose_copies_failed_are_not_found_again() -> None:
     store = BlockStore(1, 1)
     block = full_block(store, 1, 2)
-    store.unuse(block)
+    store.unpin(block)
     store.offload(block)
     store.moved()
-    store.use(block, full=True)
+    store.pin(block, full=True)
     broken = store.move_failed()
     assert broken == {block} and not store.index.holds(block)
 

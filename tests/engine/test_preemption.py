@@ -32,18 +32,18 @@ class Setting:
     def stop(self, seq: Sequence) -> None:
         """The sequence waits; its blocks are idle."""
         for block in seq.blocks:
-            self.store.unuse(block)
+            self.store.unpin(block)
 
 
 def test_while_blocks_last_nobody_is_preempted() -> None:
     s = Setting(device_blocks=6, sequences=3)
-    assert not s.pressure.must_park(s.running) and s.pressure.victims(s.running) == []
+    assert not s.pressure.must_preempt(s.running) and s.pressure.victims(s.running) == []
 
 
 def test_the_youngest_group_is_preempted_first() -> None:
     """Three need a block each and one is free: preempting the youngest frees its block, and the other two can grow."""
     s = Setting(device_blocks=4, sequences=3)
-    assert s.pressure.must_park(s.running)
+    assert s.pressure.must_preempt(s.running)
     assert s.pressure.victims(s.running) == [s.running[2]]
 
 
@@ -77,13 +77,13 @@ def test_idle_blocks_leave_before_anybody_is_preempted() -> None:
 
 def test_a_client_with_more_than_its_share_gives_a_place_up() -> None:
     s = Setting(device_blocks=8, sequences=4, clients="aaab", max_num_seqs=4)
-    chosen = s.pressure.over_share("b", {"b": 1}, Counter(a=3, b=1), s.running)
+    chosen = s.pressure.sequences_over_share("b", {"b": 1}, Counter(a=3, b=1), s.running)
     assert chosen == [s.running[2]], "the last in rank of client a"
 
 
 def test_a_client_that_has_its_share_gets_no_more() -> None:
     s = Setting(device_blocks=8, sequences=4, clients="aabb", max_num_seqs=4)
-    assert s.pressure.over_share("b", {"b": 5}, Counter(a=2, b=2), s.running) == []
+    assert s.pressure.sequences_over_share("b", {"b": 5}, Counter(a=2, b=2), s.running) == []
 
 
 def test_a_stopped_sequence_is_offloaded() -> None:
@@ -98,7 +98,7 @@ def test_blocks_that_others_use_stay_on_the_device() -> None:
     s = Setting(device_blocks=2, sequences=1, host_blocks=1)
     (seq,) = s.running
     s.store.share(seq.blocks)
-    s.store.use(seq.blocks[0], full=True)
+    s.store.pin(seq.blocks[0], full=True)
     s.stop(seq)
     assert s.pressure.offload(seq) and seq.blocks[0].device is not None
 

@@ -54,7 +54,7 @@ def test_random_schedules_long() -> None:
 
 @pytest.mark.timeout(900)
 def test_tight_pools_finish() -> None:
-    """1,000 pools of 1.0 to 1.5 times the largest sequence: everything finishes, and no child is parked without bound."""
+    """1,000 pools of 1.0 to 1.5 times the largest sequence: everything finishes, and no child is preempted without bound."""
     over_seeds(tight_schedule, 0, 1000)
 
 
@@ -119,19 +119,19 @@ def patch_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patch_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     """a restored block is not copied back"""
-    use = BlockStore.use
+    pin = BlockStore.pin
 
     def forget(self: BlockStore, block: object, full: bool) -> None:
-        use(self, block, full)  # type: ignore[arg-type]
+        pin(self, block, full)  # type: ignore[arg-type]
         self.moves.restores.clear()
 
-    monkeypatch.setattr(BlockStore, "use", forget)
+    monkeypatch.setattr(BlockStore, "pin", forget)
 
 
 def patch_stale_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """the copy of a partial block in host memory outlives a restore"""
-    use = BlockStore.use
-    monkeypatch.setattr(BlockStore, "use", lambda self, block, full: use(self, block, True))
+    pin = BlockStore.pin
+    monkeypatch.setattr(BlockStore, "pin", lambda self, block, full: pin(self, block, True))
 
 
 def patch_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def patch_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def patch_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """a parked sequence's blocks leave without a copy when host memory is full, and it is not told"""
+    """a preempted sequence's blocks leave without a copy when host memory is full, and it is not told"""
     monkeypatch.setattr(Block, "lost", property(lambda self: False))
 
 
