@@ -23,7 +23,7 @@ class Rows:
         self.tables = tables
 
     def decode(self, running: list[Sequence], version: int) -> list[Row]:
-        """One for each sequence that has one token to compute and may draw another; there is room for all of them. Blocks are
+        """Rows of the sequences that have one token to compute and may sample another; there is room for all. Blocks are
         touched only where one begins, where the last one is still shared after a fork, and where other weights began it."""
         size, rows = self.config.block_size, list[Row]()
         for seq in running:

@@ -33,7 +33,7 @@ from engine.tables import BlockTables
 
 
 class Scheduler:
-    """See the module's docstring. `max_blocks`: blocks of the longest sequence the model can hold."""
+    """Decides the steps; the module's docstring has the order. `max_blocks`: blocks of the longest sequence of the model."""
 
     def __init__(
         self,
@@ -132,13 +132,14 @@ class Scheduler:
 
     @property
     def must_preempt(self) -> bool:
-        """The next plan would stop somebody. What is in flight must be committed first: it may end some, and nobody stops while
-        a token of it is pending."""
+        """True if the next plan would stop a sequence. The step in flight must be committed first: it may end some, and no
+        sequence stops while a token of it is pending."""
         seq = self.waiting.next(self.running_of, begun=not self.admitting)
         return self.pressure.must_preempt(self.running) or bool(seq and self._sequences_over_share(seq))
 
     def offload_all(self) -> Plan:
-        """Everything stops and leaves the device, the first in rank first, as far as host memory has room. A plan of copies."""
+        """Stop every sequence and offload its blocks, the first in rank first, as far as host memory has room. Returns a plan
+        of copies."""
         self.store.begin()
         for seq in sorted(self.running, key=lambda seq: seq.rank):
             self._stop(seq)
@@ -147,11 +148,11 @@ class Scheduler:
         return copies_only(self._planned, self.store.moves)
 
     def moved(self) -> None:
-        """The plan's copies are done."""
+        """Note that the plan's copies are done."""
         self.store.moved()
 
     def move_failed(self, plan: Plan) -> None:
-        """The plan's copies stopped in the middle: sequences whose blocks cannot be trusted are reset; the plan is void."""
+        """Reset the sequences whose blocks cannot be trusted, as the plan's copies stopped in the middle; the plan is void."""
         self.counters.failed_moves += 1
         broken = self.store.move_failed()
         for seq, *_ in self._rows.pop(plan.step, []):
@@ -163,8 +164,8 @@ class Scheduler:
         self.store.discard(broken)
 
     def launched(self, plan: Plan) -> None:
-        """The step is under way: from here on its KV counts as computed, since whatever reads it comes later on the device. The
-        tokens that it draws are pending."""
+        """Note that the step is in flight: from here on its KV counts as computed, since whatever reads it comes later on the
+        device, and the tokens that it samples are pending."""
         size, at = self.block_size, 0
         for seq, start, count, draws in self._rows[plan.step]:
             forked = seq.state.forked

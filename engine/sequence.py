@@ -172,14 +172,14 @@ class Sequence:
             yield child
 
     def expect(self, draw: int) -> None:
-        """A step was launched that draws the next token, as its draw number `draw`."""
+        """Count the token that a launched step samples, as its draw number `draw`."""
         self.pending += 1
         self.length += 1
         self.pending_draw = draw
 
     def append(self, token: int, logprob: float, raw_logprob: float | None, version: int) -> None:
-        """The oldest pending token is known, or the first one of a child that was just forked. `raw_logprob` is kept if the
-        group asks for it."""
+        """Append the oldest pending token, now known, or the first one of a child that was just forked. `raw_logprob` is kept
+        if the group asks for it."""
         if version != self.version:
             self.version = version
             self.spans.append((len(self.output), version))

@@ -194,6 +194,7 @@ class Harness:
                 self.check()
         assert not self.scheduler.groups, "no end in sight"
         self.land()
+        assert not self.scheduler._rows, "a plan is neither committed nor void"
         for id, group in self.groups.items():
             for index, want in enumerate(expected(group)):
                 sample = self.got[id, index]
