@@ -50,46 +50,46 @@ class Batch:
     def build(
         plan: Plan, block_size: int, device: torch.device, dtype: torch.dtype, drawn: torch.Tensor | None = None
     ) -> Batch:
-        """drawn: [D] int32 on the device, what the step in flight draws: pending tokens are taken from it."""
-        sequences, *numbers = zip(*plan.rows, strict=True)
-        starts, counts, samples = (np.array(each, np.int32) for each in numbers)
-        places = np.array([seq.place for seq in sequences])
-        context_lens = starts + counts
-        query_starts = np.zeros(len(sequences) + 1, np.int32)
+        """The tensors of a plan of at least one row. drawn: [D] int32 on the device, what the step in flight samples: pending
+        tokens are taken from it."""
+        starts, counts, table = plan.starts, plan.counts, plan.block_table
+        query_starts = np.zeros(plan.num_rows + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])
-        num_tokens = int(query_starts[-1])
-        ids = np.empty(num_tokens, np.int64)
-        ids[query_starts[:-1]] = [seq.newest for seq in sequences]  # decode; all other rows are written over
-        for i in np.flatnonzero((counts > 1) | (samples == 0)).tolist():
-            ids[query_starts[i] : query_starts[i + 1]] = sequences[i].tokens(starts[i], counts[i])
-        row_of = np.repeat(np.arange(len(sequences)), counts)
-        positions = np.arange(num_tokens) - query_starts[row_of] + starts[row_of]
-        table = plan.columns.table[:, : -(-int(context_lens.max()) // block_size)][places]
+        row_of = np.repeat(np.arange(plan.num_rows), counts)
+        positions = np.arange(plan.num_tokens) - query_starts[row_of] + starts[row_of]
         slots = table[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        sampled = np.flatnonzero(samples)
-        logits_at = query_starts[sampled + 1].astype(np.int64) - 1
+        logits_at = query_starts[np.flatnonzero(plan.samples) + 1].astype(np.int64) - 1
+        least = MIN_ROWS.get(dtype, 16)
         wanted = logits_at if len(logits_at) else np.zeros(1, np.int64)
-        whole = [padded(array, dtype) for array in (ids, positions, wanted)]
-        input_ids, position_ids, wanted_at = to_device(whole, device)
-        if ids.min() < 0:
+        whole = [padded(array, least) for array in (plan.token_ids.astype(np.int64), positions, wanted)]
+        input_ids, position_ids, wanted_at, pending_at, draws = to_device([*whole, *_pending(plan, least)], device)
+        if len(draws):
             assert drawn is not None, "a token is pending, and nothing is in flight"
-            input_ids = torch.where(input_ids < 0, drawn[(~input_ids).clamp(min=0)].long(), input_ids)
+            input_ids.index_copy_(0, pending_at, drawn[draws].long())
         return Batch(
             input_ids=input_ids[None],
             position_ids=position_ids[None],
-            num_tokens=num_tokens,
+            num_tokens=plan.num_tokens,
             slots=torch.from_numpy(slots),
             query_starts=query_starts,
-            context_lens=context_lens,
+            context_lens=starts + counts,
             block_table=table,
             shared=np.array(plan.shared, np.int32).reshape(-1, 3),
             logits_at=wanted_at,
             num_logits=len(logits_at),
-            sampling=SamplingBatch.build(plan, places, samples, context_lens),
+            sampling=SamplingBatch.build(plan),
         )
 
 
-def padded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Repeat the last value until there are as many rows as a product in this dtype needs."""
-    least = MIN_ROWS.get(dtype, 16)
+def padded(values: np.ndarray, least: int) -> np.ndarray:
+    """Repeat the last value until there are `least`."""
     return values if len(values) >= least else np.pad(values, (0, least - len(values)), mode="edge")
+
+
+def _pending(plan: Plan, least: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where among the padded tokens the pending ones stand, and which draws they are. Padding repeats the last token, also a
+    pending one."""
+    at, draws, tokens = plan.pending_tokens, plan.pending_draws, plan.num_tokens
+    if len(at) and tokens < least and at[-1] == tokens - 1:
+        at = np.concatenate([at, np.arange(tokens, least)])
+    return at, padded(draws, len(at))

@@ -6,7 +6,7 @@ A `Block` is `block_size` tokens of KV for all layers. It can have a home on the
     ───────────   ─────────   ─────────────────────────────────────────────────────────────────────────────
     slot          –           in use, or kept for the prefix index
     slot          slot        the same, mirrored: a full block never changes, so leaving the device costs no copy
-    –             slot        parked (its owners wait), or kept for the prefix index in host memory
+    –             slot        offloaded (its owners wait), or kept for the prefix index in host memory
     –             –           lost: room was needed and host memory was full; its owners prefill that part again
 
 `owners` counts the sequences that hold the block, `users` those of them that run now. A block stays on the device while
@@ -15,7 +15,7 @@ with `prefix_cache` off). So a prefix shared by n children is one block list wit
 last child that runs has left, and it comes back once.
 
 The order in which room is made: free slots, then cached blocks (no owners, least recently used first), then idle blocks
-(owners, but no users), then the scheduler parks sequences.
+(owners, but no users), then the scheduler preempts sequences.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class BlockStore:
         for block in blocks:
             block.owners += 1
 
-    def use(self, block: Block, full: bool) -> None:
+    def pin(self, block: Block, full: bool) -> None:
         """One owner starts to run: the block comes to the device if it is not there. A partial block will be written, so its
         copy in host memory goes once it has been read. Raises OutOfBlocks."""
         assert block.owners > block.users and not block.lost
@@ -119,7 +119,7 @@ class BlockStore:
         self.idle.pop(block, None)
         block.users += 1
 
-    def unuse(self, block: Block) -> None:
+    def unpin(self, block: Block) -> None:
         """One owner stops running but keeps the block."""
         assert block.users > 0
         block.users -= 1
@@ -141,7 +141,7 @@ class BlockStore:
         else:
             self._destroy(block)
 
-    def steal(self, block: Block) -> Block:
+    def take_over(self, block: Block) -> Block:
         """The only user of a shared block takes its device slot for itself, to write there when no slot is left for a copy. The
         other owners keep the copy in host memory if there is room for one, and lose the block otherwise."""
         assert block.users == 1 and block.owners > 1 and block.device is not None
@@ -180,7 +180,7 @@ class BlockStore:
         self._leave_device(block)
         return True
 
-    def lose(self, block: Block) -> None:
+    def drop(self, block: Block) -> None:
         """An idle block leaves the device for nowhere; its owners find out when they are to run again."""
         assert block.users == 0
         self._leave_device(block)
@@ -195,11 +195,11 @@ class BlockStore:
         self.moves.mirrors.append(self._into_host(block))
         return True
 
-    def vacate(self) -> None:
+    def offload_all(self) -> None:
         """No block stays on the device, where none is in use: they go to host memory, those with owners first, or are lost."""
         for block in list(self.idle):
             if not self.offload(block):
-                self.lose(block)
+                self.drop(block)
         while self.cached:
             self._evict_cached()
         assert not self.device.used, "a block is in use"

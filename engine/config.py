@@ -71,16 +71,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     that are not finished are found"""
 
     cpu_offload_gib: float | None = None
-    """host memory for parked KV in GiB, taken at start; 0 = off; None = the safety threshold of what is free, as used; on CUDA,
-    where it is pinned, a quarter of what is free"""
+    """host memory for offloaded KV in GiB, taken at start; 0 = off; None = the safety threshold of what is free, as used; on
+    CUDA, where it is pinned, a quarter of what is free"""
     cpu_offload_safety_threshold: float = 0.8
     """largest share of the free host memory that cpu_offload_gib may take"""
     lookahead_blocks: int = 4
     """under pressure, room is made for this many more blocks of each sequence that stays"""
     min_run_tokens: int = 64
-    """a restored sequence makes this many tokens before it may be parked again, unless nothing else can make room"""
+    """a restored sequence makes this many tokens before it may be preempted again, unless nothing else can make room"""
     mirror_ahead: bool = False
-    """copy full blocks to host memory before the pool runs out, so that parking copies only partial blocks; for devices that
+    """copy full blocks to host memory before the pool runs out, so that preempting copies only partial blocks; for devices that
     copy beside the compute: on the CPU it takes more from the steps than it saves (docs/decisions/pressure.md)"""
     mirror_blocks_per_step: int = 16
     """most blocks that mirror_ahead copies in one step"""

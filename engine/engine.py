@@ -174,13 +174,13 @@ class Engine:
             raise WeightsTorn("the weights are torn: nothing may be sampled from them")
         if not self._computes:
             return self._land()
-        samples = self._land() if self._flight is not None and self.scheduler.crowded else []
+        samples = self._land() if self._flight is not None and self.scheduler.must_preempt else []
         began = time.perf_counter()
         plan = self.scheduler.plan()
         self.counters.plan_seconds += time.perf_counter() - began
         if not self._move(plan):
             return samples
-        if not plan.rows:
+        if not plan.num_rows:
             if self._flight is not None:
                 return samples + self._land()
             return samples or (self.scheduler.fail_stuck() if self._stuck() else [])
@@ -188,7 +188,7 @@ class Engine:
             flight = self._launch(plan, began)
         except Exception as error:
             samples += self._land()
-            return samples + self.scheduler.fail([row.sequence for row in plan.rows], self._failed(error))
+            return samples + self.scheduler.launch_failed(plan, self._failed(error))
         launched = time.perf_counter()
         self.scheduler.launched(plan)
         self.counters.commit_seconds += time.perf_counter() - launched
@@ -268,8 +268,8 @@ class Engine:
     def sleep(self, level: int = 1) -> int:
         """Give memory to others, between two steps. Returns how many bytes went back to the device or the machine.
 
-        The KV pool goes. What runs is parked in host memory as far as that has room, else it is prefilled again; either way it
-        goes on after `wake`, and so does whatever is submitted meanwhile. Level 1 moves the weights to host memory, where a
+        The KV pool goes. What runs is offloaded to host memory as far as that has room, else it is prefilled again; either way
+        it goes on after `wake`, and so does whatever is submitted meanwhile. Level 1 moves the weights to host memory, where a
         CPU's are already; level 2 drops them, so that after `wake` a whole refresh must come before the next token.
 
         Raises ValueError while asleep, while a refresh is staged, and for another level. Levels: vLLM's sleep mode."""
@@ -281,7 +281,7 @@ class Engine:
             raise ValueError("a refresh is being staged; finish or abandon it first")
         self._ended += self._land()
         before = taken_memory(self.model.device)
-        self._move(self.scheduler.vacate())
+        self._move(self.scheduler.offload_all())
         self.kv.release()
         if self.graphs is not None:
             self.graphs.forget()
@@ -328,7 +328,7 @@ class Engine:
             batch = replace(batch, attention=self.backend.prepare(batch, self.kv))
             built = time.perf_counter()
             run = self.graphs if self.graphs is not None and self.graphs.covers(batch) else self.model
-            watch = Stopwatch(self.model.device) if batch.num_tokens > 4 * len(plan.rows) else None
+            watch = Stopwatch(self.model.device) if batch.num_tokens > 4 * plan.num_rows else None
             logits = run.forward(batch, self.kv, self.backend)
             if watch is not None:
                 watch.mark()
@@ -350,7 +350,7 @@ class Engine:
         try:
             drawn = flight.land(self.counters)
         except Exception as error:
-            return self.scheduler.fail_running(self._failed(error))
+            return self.scheduler.step_failed(flight.plan, self._failed(error))
         landed = time.perf_counter()
         samples = self.scheduler.commit(flight.plan, drawn)
         committed = time.perf_counter()

@@ -20,9 +20,10 @@ def check(scheduler: Scheduler) -> None:
                 users.update(seq.blocks)
             assert (seq in waiting) != seq.running, "a sequence is lost, or waits and runs"
             assert seq.running or not seq.pending, "a sequence waits whose last token is not known yet"
-            assert seq.length == seq.num_prompt + len(seq.output) + seq.pending and (seq.newest < 0) == bool(seq.pending)
+            assert seq.length == seq.num_prompt + len(seq.output) + seq.pending
+            assert (seq.pending_draw is not None) == bool(seq.pending)
+            assert seq.last_token == [*state.group.prompt[-1:].tolist(), *seq.output[-1:]][-1]
             assert seq.cached <= seq.length and len(seq.blocks) == -(-seq.cached // scheduler.block_size)
-    assert sorted(running, key=lambda seq: seq.age) == running
     assert len(running) + len(waiting) == sum(len(state.sequences) for state in scheduler.groups.values())
-    scheduler.columns.check(running)
+    scheduler.running_table.check()
     scheduler.store.check(owners, users)

@@ -32,7 +32,7 @@ import torch
 from transformers import DynamicCache
 
 from engine.attention import Backend, CannotAttend
-from engine.batch import Batch, padded
+from engine.batch import MIN_ROWS, Batch, padded
 from engine.kv import PagedKV
 from engine.model import Model, UnsupportedModel, in_one_line
 
@@ -210,7 +210,8 @@ def _batch(
     query_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     row_of = np.repeat(np.arange(len(rows)), counts)
     at = np.arange(query_starts[-1]) - query_starts[row_of] + np.array([start for start, _ in rows])[row_of]
-    tokens = [padded(each, model.geometry.dtype) for each in (ids.numpy()[at], at + first, wanted.numpy())]
+    least = MIN_ROWS.get(model.geometry.dtype, 16)
+    tokens = [padded(each, least) for each in (ids.numpy()[at], at + first, wanted.numpy())]
     input_ids, position_ids, logits_at = (torch.from_numpy(each).to(model.device) for each in tokens)
     return Batch(
         input_ids=input_ids[None],

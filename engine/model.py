@@ -21,10 +21,10 @@ from engine.attention.seam import ATTENTION_NAME, Backend, Call, Probe
 from engine.batch import Batch
 from engine.compiled import compile_layers
 from engine.config import EngineConfig
+from engine.cpu.decoder import NativeDecoder, NotNative
+from engine.cpu.kernels import kernels
 from engine.kv import KVGeometry, PagedKV
 from engine.memory import own_parameters
-from engine.native.decoder import NativeDecoder, NotNative
-from engine.native.kernels import kernels
 from engine.norms import fuse_norms
 from engine.streaming import Streamed
 

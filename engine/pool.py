@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 class OutOfBlocks(Exception):
-    """No free slot and nothing that may be given up. The scheduler parks a sequence, or waits."""
+    """No free slot and nothing that may be given up. The scheduler preempts a sequence, or waits."""
 
 
 class Block:

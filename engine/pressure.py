@@ -1,8 +1,8 @@
 """What happens when KV runs out: who leaves the device, where to, and when there is room to come back.
 
-    offload      a parked sequence takes along the blocks that nobody else uses now; a shared prefix goes with the last child
+    offload      a preempted sequence takes along the blocks that nobody else uses now; a shared prefix goes with the last child
     soft reset   host memory is full, or computing again is cheaper than copying: the KV is dropped
-    mirror       full blocks are copied to host memory ahead of need, so that parking copies only partial blocks
+    mirror       full blocks are copied to host memory ahead of need, so that preempting copies only partial blocks
 
 What a soft reset costs is bounded at the return: a sequence whose KV would be lost again starts when there is room for all that
 it has to compute and for a share of what it then draws, beside the growth of those that run (docs/decisions/pressure.md).
@@ -39,13 +39,13 @@ class Pressure:
             return 0 if len(seq.blocks) * self.config.block_size > seq.cached else 1
         return int(seq.blocks[-1].owners > 1)
 
-    def must_park(self, running: list[Sequence]) -> bool:
+    def must_preempt(self, running: list[Sequence]) -> bool:
         """There is no room for all of them to take a step."""
         room = self.store.available + len(self.store.idle)
         return len(running) > room and sum(map(self.need, running)) > room
 
     def victims(self, running: list[Sequence]) -> list[Sequence]:
-        """The sequences to park so that the others can take a step: none if there is room, else the last in rank, enough of
+        """The sequences to preempt so that the others can take a step: none if there is room, else the last in rank, enough of
         them that the rest can grow by `lookahead_blocks` (together at most a sixteenth of the pool). The first in rank always
         stays, so something always gets done."""
         if len(running) <= self.store.available:
@@ -69,7 +69,7 @@ class Pressure:
                     gained += sum(block.users == 1 for block in seq.blocks)
         return chosen
 
-    def over_share(
+    def sequences_over_share(
         self, client: str, waiting: dict[str, int], running_of: Counter[str], running: list[Sequence]
     ) -> list[Sequence]:
         """Of the running sequences those that give their slots to `client`, which waits: none if it has its share of all slots,
@@ -165,7 +165,7 @@ class Pressure:
             if block is None:
                 return False
             if not self.store.offload(block):
-                self.store.lose(block)
+                self.store.drop(block)
         return True
 
     def offload(self, seq: Sequence) -> bool:
@@ -176,13 +176,13 @@ class Pressure:
             return False
         for block in leaving:
             if not self.store.offload(block):
-                self.store.lose(block)
+                self.store.drop(block)
         seq.offloads += 1
         self.counters.offloads += 1
         return True
 
     def mirror(self, running: list[Sequence]) -> None:
-        """When the pool will run out soon, copy full blocks of the sequences that are parked first: the last in rank."""
+        """When the pool will run out soon, copy full blocks of the sequences that are preempted first: the last in rank."""
         size = self.config.block_size
         soon = 2 * self.config.lookahead_blocks * len(running)
         if not self.config.mirror_ahead or self.store.available > soon:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from engine.sequence import Sequence
 
 Place = tuple[bool, int, int, int]
-"""Within a client, those that have begun (parked, reset, forked) go before prompts that have not: their KV or their siblings
+"""Within a client, those that have begun (preempted, reset, forked) go before prompts that have not: their KV or their siblings
 hold memory already. Then by rank."""
 
 

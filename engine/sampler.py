@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.native.kernels import MAX_VOCABULARY, Kernels, kernels
+from engine.cpu.kernels import MAX_VOCABULARY, Kernels, kernels
 from engine.plan import Cuts, Drawn, Plan
 
 NATIVE_DTYPES = (torch.bfloat16, torch.float32)
@@ -48,23 +48,16 @@ class SamplingBatch:
     """somebody wants log-probs at temperature 1 without truncation"""
 
     @staticmethod
-    def build(plan: Plan, places: np.ndarray, samples: np.ndarray, context_lens: np.ndarray) -> SamplingBatch:
-        """places, samples, context_lens: [R] for the rows of the plan."""
-        rows = np.flatnonzero(samples)
-        repeats = samples[rows]
-        logits_row = np.repeat(np.arange(len(rows)), repeats)
-        draw_of_row = np.arange(len(logits_row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-        drawing = plan.columns.drawing.take(places[rows][logits_row])
-        position = context_lens[rows][logits_row] - drawing["prompt"]
-        forbidden = []
-        for draw in np.flatnonzero(position < drawing["min_tokens"]).tolist():
-            forbidden.append((draw, sorted(plan.rows[rows[logits_row[draw]]].sequence.state.eos)))
-        own = {name: np.ascontiguousarray(drawing[name]) for name in ("temperature", "top_k", "top_p", "min_p")}
+    def build(plan: Plan) -> SamplingBatch:
+        """As the plan says."""
+        repeats = plan.samples[plan.samples > 0]
+        sampling = plan.sampling
+        own = {name: np.ascontiguousarray(sampling[name]) for name in ("temperature", "top_k", "top_p", "min_p")}
         return SamplingBatch(
-            logits_row=logits_row,
-            uniform=uniform(drawing["seed"], drawing["index"] + draw_of_row.astype(np.uint64), position.astype(np.uint64)),
-            forbidden=forbidden,
-            raw=bool(drawing["raw"].any()),
+            logits_row=np.repeat(np.arange(len(repeats)), repeats),
+            uniform=uniform(sampling["seed"], sampling["index"], plan.positions.astype(np.uint64)),
+            forbidden=[(draw, list(tokens)) for draw, tokens in plan.forbidden],
+            raw=bool(sampling["raw"].any()),
             **own,
         )
 

@@ -5,7 +5,7 @@
     3   the same sum again, up to the block where it passes uniform · total; the token is found inside
 
 A draw that truncates or forbids finds the least weight that it keeps between 1 and 2: by bisection over the bits of a number in
-[0, 1], a pass for each. As `kernels.c` does, where what is settled leaves.
+[0, 1], a pass for each. As `engine/cpu/c/sampling.c` does, where what is settled leaves.
 
 Imported only where Triton is there. All inputs of the draws go to the device in one copy, all that they give comes back in
 one: the host waits for the step where it reads that.

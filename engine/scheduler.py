@@ -3,11 +3,11 @@
 `plan()` decides, the engine launches that and says so (`launched()`), `commit()` records what was drawn: at once, or
 after the next step has been planned and launched (`engine.flight`). One call of `plan()`:
 
-    1. make room     the running sequences need blocks to grow; if too few, the last in rank are parked (engine.pressure);
+    1. make room     the running sequences need blocks to grow; if too few, the last in rank are preempted (engine.pressure);
                      all slots are taken and a client with less than its share waits: others give some up
     2. decode        one row for each sequence that has one token to compute
     3. prefill       chunks for the running sequences that have more, while the token budget lasts
-    4. start         waiting sequences: forked, parked or reset ones, then fresh prompts
+    4. start         waiting sequences: forked, preempted or reset ones, then fresh prompts
     5. mirror        ahead of pressure, copies of full blocks to host memory
 
 It is the only writer of sequences, groups, both pools and the prefix index.
@@ -16,26 +16,24 @@ It is the only writer of sequences, groups, both pools and the prefix index.
 from __future__ import annotations
 
 import time
-from bisect import insort
-from collections import Counter
 from collections.abc import Callable
 
 from engine.blocks import BlockStore
-from engine.columns import Columns
+from engine.columns import RunningTable
 from engine.config import EngineConfig
-from engine.plan import Drawn, Plan
+from engine.plan import Drawn, Plan, copies_only
 from engine.pressure import Pressure
 from engine.queue import WaitingQueue
 from engine.request import FinishReason, Group, Sample
-from engine.rows import Rows
-from engine.sequence import GroupState, Sequence
+from engine.rows import Rows, plan_of
+from engine.sequence import GroupState, Row, Sequence
 from engine.sharing import shared_prefixes
 from engine.stats import Counters
 from engine.tables import BlockTables
 
 
 class Scheduler:
-    """See the module's docstring. `max_blocks`: blocks of the longest sequence the model can hold."""
+    """Decides the steps; the module's docstring has the order. `max_blocks`: blocks of the longest sequence of the model."""
 
     def __init__(
         self,
@@ -50,11 +48,10 @@ class Scheduler:
         self.config = config
         self.block_size = config.block_size
         self.store = BlockStore(device_blocks, host_blocks, config.prefix_cache)
-        self.columns = Columns(config.max_num_seqs, min(max_blocks, device_blocks))
+        self.running_table = RunningTable(config.max_num_seqs, min(max_blocks, device_blocks))
+        self.running = self.running_table.sequences
+        self.running_of = self.running_table.of_client
         self.waiting = WaitingQueue()
-        self.running: list[Sequence] = []
-        """oldest first"""
-        self.running_of: Counter[str] = Counter()
         self.groups: dict[str, GroupState] = {}
         self.version = 0
         self.admitting = True
@@ -65,6 +62,9 @@ class Scheduler:
         self.pressure = Pressure(config, self.store, counters)
         self._clock = clock
         self._submitted = 0
+        self._planned = 0
+        self._rows: dict[int, list[Row]] = {}
+        """of the steps that were planned and not committed, by number: the way back from a plan to its sequences"""
 
     # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def submit(self, group: Group, client: str, seed: int, eos: frozenset[int]) -> None:
@@ -98,8 +98,8 @@ class Scheduler:
     def plan(self) -> Plan:
         """Decide the next step. No rows: nothing can be done now."""
         self.store.begin()
-        self._park(self.pressure.victims(self.running))
-        self._give_way()
+        self._preempt(self.pressure.victims(self.running))
+        self._yield_to_starved()
         planned: set[bytes] = set()
         rows = self.rows.decode(self.running, self.version)
         decoding = len(rows)
@@ -108,45 +108,55 @@ class Scheduler:
         for seq in unfinished:
             if budget and (row := self.rows.prefill(seq, budget, planned, self.version)):
                 rows.append(row)
-                budget -= row.count
+                budget -= row[2]
         while budget and len(self.running) < self.config.max_num_seqs:
             seq = self._next()
             if seq is None or not self._start(seq, budget, planned):
                 break
             if row := self.rows.prefill(seq, budget, planned, self.version):
                 rows.append(row)
-                budget -= row.count
+                budget -= row[2]
         self.pressure.mirror(self.running)
         if len(rows) > decoding:
-            rows.sort(key=lambda row: row.sequence.age)
+            rows.sort(key=lambda row: row[0].age)
+        self._planned += 1
+        if not rows:
+            return copies_only(self._planned, self.store.moves)
         shared = tuple(shared_prefixes(rows, self.block_size)) if self.config.share_prefix else ()
-        return Plan(tuple(rows), shared, self.store.moves, self.columns)
+        pending, self._rows[self._planned] = bool(self._rows), rows
+        return plan_of(self._planned, rows, shared, self.store.moves, self.running_table, self.block_size, pending)
+
+    def sequences_of(self, plan: Plan) -> list[Sequence]:
+        """The sequence of each row of a plan that is not committed."""
+        return [row[0] for row in self._rows[plan.step]]
 
     @property
-    def crowded(self) -> bool:
-        """The next plan would stop somebody. What is in flight must be committed first: it may end some, and nobody stops while
-        a token of it is pending."""
+    def must_preempt(self) -> bool:
+        """True if the next plan would stop a sequence. The step in flight must be committed first: it may end some, and no
+        sequence stops while a token of it is pending."""
         seq = self.waiting.next(self.running_of, begun=not self.admitting)
-        return self.pressure.must_park(self.running) or bool(seq and self._over_share(seq))
+        return self.pressure.must_preempt(self.running) or bool(seq and self._sequences_over_share(seq))
 
-    def vacate(self) -> Plan:
-        """Everything stops and leaves the device, the first in rank first, as far as host memory has room. A plan of copies."""
+    def offload_all(self) -> Plan:
+        """Stop every sequence and offload its blocks, the first in rank first, as far as host memory has room. Returns a plan
+        of copies."""
         self.store.begin()
         for seq in sorted(self.running, key=lambda seq: seq.rank):
             self._stop(seq)
-        self.store.vacate()
-        return Plan((), (), self.store.moves, self.columns)
+        self.store.offload_all()
+        self._planned += 1
+        return copies_only(self._planned, self.store.moves)
 
     def moved(self) -> None:
-        """The plan's copies are done."""
+        """Note that the plan's copies are done."""
         self.store.moved()
 
     def move_failed(self, plan: Plan) -> None:
-        """The plan's copies stopped in the middle: sequences whose blocks cannot be trusted are reset; the plan is void."""
+        """Reset the sequences whose blocks cannot be trusted, as the plan's copies stopped in the middle; the plan is void."""
         self.counters.failed_moves += 1
         broken = self.store.move_failed()
-        for row in plan.rows:
-            self.tables.truncate(row.sequence, -(-row.sequence.cached // self.block_size))
+        for seq, *_ in self._rows.pop(plan.step, []):
+            self.tables.truncate(seq, -(-seq.cached // self.block_size))
         for seq in list(self.running):
             if any(block in broken for block in seq.blocks):
                 self._stop(seq)
@@ -155,14 +165,13 @@ class Scheduler:
         self.store.discard(broken)
 
     def launched(self, plan: Plan) -> None:
-        """The step is under way: from here on its KV counts as computed, since whatever reads it comes later on the device. The
-        tokens that it draws are pending."""
+        """Note that the step is in flight: from here on its KV counts as computed, since whatever reads it comes later on the
+        device, and the tokens that it samples are pending."""
         size, at = self.block_size, 0
-        for row in plan.rows:
-            seq, start, count, draws = row
+        for seq, start, count, draws in self._rows[plan.step]:
             forked = seq.state.forked
             if count > 1 or not draws or not forked:
-                self.counters.launched(row)
+                self.counters.computed(seq, start, count)
             seq.cached = cached = start + count
             if cached > seq.computed:
                 seq.computed = cached
@@ -179,7 +188,7 @@ class Scheduler:
         tokens, logprobs, finite = drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.finite.tolist()
         raws = drawn.raw_logprobs
         size, at = self.block_size, 0
-        for seq, start, count, draws in plan.rows:
+        for seq, start, count, draws in self._rows.pop(plan.step):
             if seq.ended:
                 self.counters.unused_draws += draws
                 at += draws
@@ -194,19 +203,25 @@ class Scheduler:
         assert at == len(tokens)
         return samples
 
-    def fail(self, sequences: list[Sequence], reason: str) -> list[Sample]:
-        """A step of these went wrong: their groups end with an error. What their blocks hold is not reused."""
+    def launch_failed(self, plan: Plan, reason: str) -> list[Sample]:
+        """End the groups of a plan that could not be launched with an error; the plan is void."""
+        return self._fail([row[0] for row in self._rows.pop(plan.step)], reason)
+
+    def step_failed(self, plan: Plan, reason: str) -> list[Sample]:
+        """End every group that runs with an error, clear the prefix index and drop the KV of those that wait: a launched step
+        failed, and any of them may have taken over KV that it wrote. The plan is void."""
+        del self._rows[plan.step]
+        self.store.forget_all()
+        for seq in self.waiting:
+            self.tables.truncate(seq, 0)
+        return self._fail(list(self.running), reason)
+
+    def _fail(self, sequences: list[Sequence], reason: str) -> list[Sample]:
+        """End the groups of these with an error. What their blocks hold is not reused."""
         states = {seq.state.number: seq.state for seq in sequences if not seq.ended}
         for seq in sequences:
             self.tables.distrust(seq)
         return [sample for state in states.values() for sample in self._end_group(state, "error", reason)]
-
-    def fail_running(self, reason: str) -> list[Sample]:
-        """The same, of a step that was launched: what it computed may be in the index, and with whoever runs or waits."""
-        self.store.forget_all()
-        for seq in self.waiting:
-            self.tables.truncate(seq, 0)
-        return self.fail(list(self.running), reason)
 
     def fail_stuck(self) -> list[Sample]:
         """Nothing runs, nothing can start: end the group that is next with an error rather than wait for ever."""
@@ -253,34 +268,19 @@ class Scheduler:
         least_run = self.pressure.least_run(seq)
         self.waiting.remove(seq, served=True)
         for i, block in enumerate(seq.blocks):
-            self.store.use(block, full=i < seq.cached // self.block_size)
-        self._run(seq, least_run)
+            self.store.pin(block, full=i < seq.cached // self.block_size)
+        self.running_table.enter(seq, least_run)
         return True
-
-    def _run(self, seq: Sequence, least_run: int) -> None:
-        seq.running = True
-        seq.least_run = least_run
-        seq.begun = True
-        seq.drawn_before = len(seq.output)
-        self.columns.enter(seq)
-        insort(self.running, seq, key=lambda s: s.age)
-        self.running_of[seq.state.client] += 1
 
     def _stop(self, seq: Sequence) -> None:
         """From running to waiting. It keeps its blocks."""
         assert not seq.pending, "a sequence stops whose last token is not known yet"
-        self._leave_running(seq)
+        self.running_table.leave(seq)
         for block in seq.blocks:
-            self.store.unuse(block)
+            self.store.unpin(block)
         self.waiting.put(seq)
 
-    def _leave_running(self, seq: Sequence) -> None:
-        seq.running = False
-        self.columns.leave(seq)
-        self.running.remove(seq)
-        self.running_of[seq.state.client] -= 1
-
-    def _park(self, victims: list[Sequence]) -> None:
+    def _preempt(self, victims: list[Sequence]) -> None:
         """Stop the victims: their blocks move to host memory, or are dropped (soft reset)."""
         for seq in victims:
             self._stop(seq)
@@ -289,21 +289,21 @@ class Scheduler:
         if victims:
             self.pressure.reclaim_idle(sum(self.pressure.need(seq) for seq in self.running))
 
-    def _give_way(self) -> None:
+    def _yield_to_starved(self) -> None:
         """Every slot is taken and another client's turn has come: some stop. Their KV stays until its room is needed."""
         seq = self._next()
         if seq is None:
             return
-        for last in self._over_share(seq):
+        for last in self._sequences_over_share(seq):
             self._stop(last)
         if self.store.idle and len(self.running) < self.config.max_num_seqs:
             self.pressure.make_room(seq, self.running, self.config.max_batch_tokens - len(self.running))
 
-    def _over_share(self, seq: Sequence) -> list[Sequence]:
+    def _sequences_over_share(self, seq: Sequence) -> list[Sequence]:
         """Who gives its slot to the client of `seq`, which waits."""
         if len(self.running) < self.config.max_num_seqs:
             return []
-        return self.pressure.over_share(seq.state.client, self.waiting.counts(), self.running_of, self.running)
+        return self.pressure.sequences_over_share(seq.state.client, self.waiting.counts(), self.running_of, self.running)
 
     def _soft_reset(self, seq: Sequence) -> None:
         """Give the KV up but for the leading blocks that others use; the rest is prefilled again from whatever the prefix index
@@ -314,15 +314,15 @@ class Scheduler:
     def _fork(self, seq: Sequence) -> list[Sequence]:
         """The prompt is cached: n children share its blocks. Those that find no place to run wait like anyone else."""
         seq.state.forked = True
-        seq.draws = 1
+        seq.num_next_samples = 1
         children = [seq, *seq.fork()]
         for child in children[1:]:
             seq.state.sequences[child.index] = child
             self.store.share(child.blocks)
             if len(self.running) < self.config.max_num_seqs:
                 for block in child.blocks:
-                    self.store.use(block, full=True)
-                self._run(child, self.config.min_run_tokens)
+                    self.store.pin(block, full=True)
+                self.running_table.enter(child, self.config.min_run_tokens)
             else:
                 self.waiting.put(child)
         self.counters.forks += len(children) - 1
@@ -346,7 +346,7 @@ class Scheduler:
     def _end(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> Sample:
         seq_ran = seq.running
         if seq_ran:
-            self._leave_running(seq)
+            self.running_table.leave(seq)
         else:
             self.waiting.remove(seq)
         for block in reversed(seq.blocks):  # so that the least recently used end of a chain is its tail, not its root

@@ -13,7 +13,7 @@ from engine.request import FinishReason, Group, Sample
 class GroupState:
     """A group while the engine works on it. Written by the scheduler only."""
 
-    __slots__ = ("group", "client", "number", "seed", "arrived", "sequences", "forked", "eos", "oldest_kv")
+    __slots__ = ("group", "client", "number", "seed", "arrived", "sequences", "forked", "eos", "stop_ids", "oldest_kv")
 
     def __init__(self, group: Group, client: str, number: int, seed: int, arrived: float, eos: frozenset[int]) -> None:
         self.group = group
@@ -24,6 +24,8 @@ class GroupState:
         self.arrived = arrived
         self.eos = eos
         """tokens that end a child with "stop" """
+        self.stop_ids = tuple(sorted(eos))
+        """the same, in order"""
         self.sequences: dict[int, Sequence] = {}
         """the children not yet finished by index; before the fork only 0, which prefills the prompt for all"""
         self.forked = False
@@ -44,8 +46,8 @@ class Sequence:
         blocks   [ 0  ][ 1  ][ 2  ][             ceil(cached / block_size) blocks
 
     `cached` tokens have their KV in `blocks`; a sequence that decodes has exactly one token more than that. From the launch of
-    a step until its draws are read, that token is `pending`: it counts in `length`, and `newest` says where it will be.
-    While the sequence runs it has a place in `engine.columns`, where `table` repeats the device slots of `blocks`.
+    a step until its draws are read, that token is pending: it counts in `length`, and `pending_draw` says where it will be.
+    While the sequence runs it has a place in the `RunningTable`, where `table` repeats the device slots of `blocks`.
     """
 
     __slots__ = (
@@ -55,9 +57,10 @@ class Sequence:
         "num_prompt",
         "length",
         "limit",
-        "draws",
-        "newest",
+        "num_next_samples",
+        "last_token",
         "pending",
+        "pending_draw",
         "output",
         "logprobs",
         "raw_logprobs",
@@ -69,7 +72,7 @@ class Sequence:
         "begun",
         "running",
         "ended",
-        "drawn_before",
+        "num_output_at_start",
         "least_run",
         "offloads",
         "mirrored",
@@ -87,12 +90,14 @@ class Sequence:
         """tokens it has, prompt and output, pending ones included"""
         self.limit = self.num_prompt + state.group.sampling.max_tokens
         """the length that ends it"""
-        self.draws = 1 if state.forked else state.group.sampling.n
+        self.num_next_samples = 1 if state.forked else state.group.sampling.n
         """tokens to draw once everything it has is cached: n where the group forks"""
-        self.newest = int(state.group.prompt[-1])
-        """its last token; ~i while that is draw i of the step in flight"""
+        self.last_token = int(state.group.prompt[-1])
+        """the newest token that is known"""
         self.pending = 0
         """tokens whose draws are not read yet"""
+        self.pending_draw: int | None = None
+        """which draw of the step in flight the newest token is; None: it is known"""
         self.output: list[int] = []
         self.logprobs: list[float] = []
         self.raw_logprobs: list[float] = []
@@ -109,15 +114,15 @@ class Sequence:
         self.running = False
         self.ended = False
         """its sample was made"""
-        self.drawn_before = 0
+        self.num_output_at_start = 0
         """tokens drawn when it last started to run"""
         self.least_run = 0
         """tokens to draw from there on before it is parked, unless nothing else can make room"""
         self.offloads = 0
         self.mirrored = 0
         """leading full blocks known to have a copy in host memory"""
-        self.place = -1
-        """its place in `Columns` while it runs"""
+        self.place: int | None = None
+        """its place in the `RunningTable` while it runs"""
         self.table: np.ndarray | None = None
         """[max_blocks] int32, a view of that place"""
 
@@ -130,7 +135,7 @@ class Sequence:
     @property
     def ran(self) -> int:
         """tokens drawn since it started to run"""
-        return len(self.output) - self.drawn_before
+        return len(self.output) - self.num_output_at_start
 
     @property
     def uncached(self) -> int:
@@ -177,14 +182,14 @@ class Sequence:
             yield child
 
     def expect(self, draw: int) -> None:
-        """A step was launched that draws the next token, as its draw number `draw`."""
+        """Count the token that a launched step samples, as its draw number `draw`."""
         self.pending += 1
         self.length += 1
-        self.newest = ~draw
+        self.pending_draw = draw
 
     def append(self, token: int, logprob: float, raw_logprob: float | None, version: int) -> None:
-        """The oldest pending token is known, or the first one of a child that was just forked. `raw_logprob` is kept if the
-        group asks for it."""
+        """Append the oldest pending token, now known, or the first one of a child that was just forked. `raw_logprob` is kept
+        if the group asks for it."""
         if version != self.version:
             self.version = version
             self.spans.append((len(self.output), version))
@@ -192,12 +197,13 @@ class Sequence:
         self.logprobs.append(logprob)
         if raw_logprob is not None and self.state.group.sampling.raw_logprobs:
             self.raw_logprobs.append(raw_logprob)
-        if self.pending:
-            self.pending -= 1
-        else:
-            self.length += 1
+        self.last_token = token
         if not self.pending:
-            self.newest = token
+            self.length += 1
+            return
+        self.pending -= 1
+        if not self.pending:
+            self.pending_draw = None
 
     def not_finite(self) -> str:
         """Why nothing can be drawn where the largest logit that is left is no number."""
@@ -220,3 +226,8 @@ class Sequence:
             seconds=seconds,
             offloads=self.offloads,
         )
+
+
+Row = tuple[Sequence, int, int, int]
+"""(sequence, start, count, samples): a row of a plan and its sequence, kept by the scheduler; see `Plan`. A bare tuple: one is
+made for each sequence in each step."""

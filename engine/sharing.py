@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.plan import Row, SharedPrefix
+from engine.plan import SharedPrefix
 from engine.prefix import block_key
-from engine.sequence import Sequence
+from engine.sequence import Row, Sequence
 
 
 def shared_prefixes(rows: list[Row], block_size: int) -> list[SharedPrefix]:
@@ -12,10 +12,11 @@ def shared_prefixes(rows: list[Row], block_size: int) -> list[SharedPrefix]:
     shared = []
     first = 0
     while first < len(rows):
-        seq, state = rows[first].sequence, rows[first].sequence.state
+        seq, start, _, _ = rows[first]
+        state = seq.state
         blocks = seq.num_prompt // block_size
         end = first + 1
-        if blocks and rows[first].start >= blocks * block_size:
+        if blocks and start >= blocks * block_size:
             prefix = seq.blocks[blocks - 1]
             while end < len(rows):
                 other, start, _, _ = rows[end]

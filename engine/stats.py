@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.lanes import Copied
-from engine.plan import Plan, Row
+from engine.plan import Plan
 from engine.pool import Moves
 from engine.sequence import Sequence
 
@@ -45,7 +45,7 @@ class Counters:
     fork_shared_blocks: int = 0
     """full prompt blocks that children took by reference"""
     offloads: int = 0
-    """sequences parked in host memory"""
+    """sequences offloaded to host memory"""
     offloaded_blocks: int = 0
     """blocks copied device → host, mirrored ones included"""
     restored_blocks: int = 0
@@ -78,6 +78,12 @@ class Counters:
     _copies: Rate = field(default_factory=lambda: Rate(512), repr=False)
     _prefills: Rate = field(default_factory=lambda: Rate(8192), repr=False)
 
+    def computed(self, seq: Sequence, start: int, count: int) -> None:
+        """A row of `count` tokens from `start` on that is not a decode row was launched."""
+        if not seq.state.forked or seq.uncached > 1:
+            self.prefill_tokens += count
+        self.recomputed_tokens += max(0, min(seq.computed, start + count) - start)
+
     def moved(self, moves: Moves, copied: Copied, block_bytes: int) -> None:
         """A step's copies of blocks, and those that have ended."""
         to_host = len(moves.offloads) + len(moves.mirrors)
@@ -89,17 +95,11 @@ class Counters:
         if copied.blocks:
             self.copy_blocks_per_second = self._copies.add(copied.blocks, copied.seconds)
 
-    def launched(self, row: Row) -> None:
-        """A row is under way that its sequence does not count as computed yet."""
-        if not row.sequence.state.forked or row.sequence.uncached > 1:
-            self.prefill_tokens += row.count
-        self.recomputed_tokens += max(0, min(row.sequence.computed, row.start + row.count) - row.start)
-
     def stepped(self, plan: Plan, seconds: float) -> None:
         """A step was committed, so long after it was planned, or after the one before was, if that was later."""
         self.steps += 1
         self.step_seconds += seconds
-        if plan.num_tokens == len(plan.rows):
+        if plan.num_tokens == plan.num_rows:
             self.decode_seconds += seconds
             self.decode_tokens += plan.num_tokens
 

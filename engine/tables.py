@@ -25,7 +25,7 @@ class BlockTables:
             if block.device is None and not self.store.available:
                 return
             self.store.adopt(block)
-            self.store.use(block, full=True)
+            self.store.pin(block, full=True)
             seq.add_block(block)
             self._found(seq)
 
@@ -58,7 +58,7 @@ class BlockTables:
         if seq.cached % size:
             block = seq.blocks[-1]
             if block.owners > 1:
-                seq.put_block(-1, self.store.copy(block) if self.store.available else self.store.steal(block))
+                seq.put_block(-1, self.store.copy(block) if self.store.available else self.store.take_over(block))
             if seq.blocks[-1].version != version:
                 seq.blocks[-1].mixed = True
         while len(seq.blocks) < -(-cached // size):

@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture
 def copies_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is parked is copied to host memory if that has room. By itself the engine compares rates that it has measured,
+    """Whoever is preempted is copied to host memory if that has room. By itself the engine compares rates that it has measured,
     and on a loaded machine it may rather compute a short sequence again."""
     monkeypatch.setattr(Pressure, "_copy_pays", lambda *_: True)
 

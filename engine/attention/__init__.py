@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from engine.attention.native import NativeAttention
 from engine.attention.paged_triton import Capacity, TritonAttention, TritonUnavailable
 from engine.attention.reference import ReferenceAttention
 from engine.attention.seam import Backend
-from engine.native.build import NativeUnavailable
+from engine.cpu.attention import NativeAttention
+from engine.cpu.build import NativeUnavailable
 
 __all__ = [
     "Backend", "CannotAttend", "Capacity", "NativeAttention", "NativeUnavailable", "ReferenceAttention", "TritonAttention",

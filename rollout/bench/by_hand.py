@@ -20,7 +20,7 @@ from engine.engine import Engine
 from engine.graphs import cuda_capture, sizes
 from engine.kv import PagedKV
 from engine.memory import free_memory
-from engine.sampler import SamplingBatch
+from engine.plan import SharedPrefix, plan_by_hand
 
 PATTERN = 61
 """different blocks in a pool; a prime, so that neighbours in a table differ whatever its layout"""
@@ -34,31 +34,10 @@ def batch_of(
     table [R, M] int32, M blocks that hold `context` tokens. shared: as in `Batch`."""
     rows, size = len(table), engine.config.block_size
     assert table.shape[1] == -(-context // size) and 1 <= count <= context
-    positions = np.arange(context - count, context)
-    device = engine.model.device
-    ids = np.random.default_rng(seed).integers(0, engine.model.vocab_size, (1, rows * count))
-    return Batch(
-        input_ids=torch.from_numpy(ids).to(device),
-        position_ids=torch.from_numpy(np.tile(positions, rows)[None]).to(device),
-        num_tokens=rows * count,
-        slots=torch.from_numpy((table[:, positions // size].astype(np.int64) * size + positions % size).ravel()),
-        query_starts=np.arange(rows + 1, dtype=np.int32) * count,
-        context_lens=np.full(rows, context, np.int32),
-        block_table=np.ascontiguousarray(table, np.int32),
-        shared=np.zeros((0, 3), np.int32) if shared is None else shared,
-        logits_at=torch.arange(1, rows + 1, device=device) * count - 1,
-        num_logits=rows,
-        sampling=SamplingBatch(
-            logits_row=np.arange(rows),
-            temperature=np.ones(rows, np.float32),
-            top_k=np.zeros(rows, np.int64),
-            top_p=np.ones(rows, np.float32),
-            min_p=np.zeros(rows, np.float32),
-            uniform=np.random.default_rng(seed).random(rows),
-            forbidden=[],
-            raw=False,
-        ),
-    )
+    ids = np.random.default_rng(seed).integers(0, engine.model.vocab_size, (rows, count))
+    groups = () if shared is None else tuple(SharedPrefix(*map(int, each)) for each in shared)
+    plan = plan_by_hand(ids, np.full(rows, context - count), table, groups, seed)
+    return Batch.build(plan, size, engine.model.device, engine.model.geometry.dtype)
 
 
 def own_blocks(rows: int, context: int, block_size: int) -> np.ndarray:

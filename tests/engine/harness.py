@@ -1,8 +1,8 @@
 """The scheduler and the block store under random schedules, without torch: KV cells are Python pairs (token id, version).
 
-A step executes the plan on these cells. A token is a hash of all ids that its row sees through the block table, so any wrong
-block shows in what comes out; the versions show KV of other weights. Copies fail on demand. Where steps overlap, the scheduler
-plans the next one before it is told what the last one drew.
+A step executes the plan on these cells, as another process would: every plan is sent as bytes. A token is a hash of all ids
+that its row sees through the block table, so any wrong block shows in what comes out; the versions show KV of other weights.
+Copies fail on demand. Where steps overlap, the scheduler plans the next one before it is told what the last one drew.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from engine.pool import Moves
 from engine.request import Group, Sample, Sampling
 from engine.scheduler import Scheduler
 from engine.stats import Counters
+from tests.engine.plans import sent
 
 VOCAB = 97
 EOS = 0
@@ -94,9 +95,9 @@ class Harness:
 
     def step(self, fail_copy: int | None = None) -> None:
         """`fail_copy`: the copies stop after that many of them."""
-        if self.flight and self.scheduler.crowded:
+        if self.flight and self.scheduler.must_preempt:
             self.land()
-        plan = self.scheduler.plan()
+        plan = sent(self.scheduler.plan())
         for seq in self.scheduler.running:
             group = seq.state.group
             self.oldest.setdefault(group.id, self.scheduler.version - group.sampling.max_kv_lag)
@@ -107,7 +108,7 @@ class Harness:
             return
         self.move(plan.moves, None)
         self.scheduler.moved()
-        if not plan.rows:
+        if not plan.num_rows:
             assert self.flight or self.scheduler.running or not self.scheduler.waiting, "stuck"
             self.land()
             return
@@ -145,29 +146,31 @@ class Harness:
 
     def compute(self, plan: Plan) -> Drawn:
         size, version = self.config.block_size, self.scheduler.version
-        assert plan.num_tokens <= self.config.max_batch_tokens and len(plan.rows) <= self.config.max_num_seqs
-        for row in plan.rows:
-            seq = row.sequence
-            assert [block.device for block in seq.blocks] == seq.table[: len(seq.blocks)].tolist()
-            tokens = seq.tokens(row.start, row.count).tolist()
-            if seq.pending:
-                assert self.flight is not None and row.count == 1 and not tokens
-                tokens = [int(self.flight[1].tokens[~seq.newest])]
-            for position, token in enumerate(tokens, row.start):
+        assert plan.num_tokens <= self.config.max_batch_tokens and plan.num_rows <= self.config.max_num_seqs
+        sequences = self.scheduler.sequences_of(plan)
+        starts, ends, tables = plan.starts.tolist(), (plan.starts + plan.counts).tolist(), plan.block_table.tolist()
+        ids = plan.token_ids.tolist()
+        for at, number in zip(plan.pending_tokens.tolist(), plan.pending_draws.tolist(), strict=True):
+            assert self.flight is not None
+            ids[at] = int(self.flight[1].tokens[number])
+        left = iter(ids)
+        for seq, start, end, slots in zip(sequences, starts, ends, tables, strict=True):
+            assert [block.device for block in seq.blocks] == slots[: len(seq.blocks)]
+            for position in range(start, end):
                 block = seq.blocks[position // size]
-                assert block.owners == 1 or position // size < row.start // size or row.start % size == 0
-                self.device[seq.table[position // size]][position % size] = (token, version)
-        tokens = []
-        for row in plan.rows:
-            seq = row.sequence
-            cells = [cell for slot in seq.table[: len(seq.blocks)] for cell in self.device[slot]][: row.start + row.count]
+                assert block.owners == 1 or position // size < start // size or start % size == 0
+                self.device[slots[position // size]][position % size] = (next(left), version)
+        tokens: list[int] = []
+        for seq, end, slots, samples in zip(sequences, ends, tables, plan.samples.tolist(), strict=True):
+            cells = [cell for slot in slots for cell in self.device[slot]][:end]
             assert None not in cells, "a row reads KV that was never written"
             state = seq.state
             oldest = self.oldest[state.group.id]
             assert all(cell[1] >= oldest for cell in cells if cell), "a row reads KV of older weights than it may"
-            ids = tuple(cell[0] for cell in cells if cell)
+            seen = tuple(cell[0] for cell in cells if cell)
+            keys = plan.sampling[len(tokens) : len(tokens) + samples]
             tokens += [
-                draw(ids, state.seed, i) for i in (range(row.samples) if not state.forked else [seq.index] * row.samples)
+                draw(seen, seed, index) for seed, index in zip(keys["seed"].tolist(), keys["index"].tolist(), strict=True)
             ]
         zeros = np.zeros(len(tokens), np.float32)
         return Drawn(np.array(tokens, np.int32), zeros, None, np.ones(len(tokens), bool))
@@ -194,6 +197,7 @@ class Harness:
                 self.check()
         assert not self.scheduler.groups, "no end in sight"
         self.land()
+        assert not self.scheduler._rows, "a plan is neither committed nor void"
         for id, group in self.groups.items():
             for index, want in enumerate(expected(group)):
                 sample = self.got[id, index]

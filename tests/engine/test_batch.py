@@ -11,10 +11,13 @@ import torch
 
 import engine.engine
 from engine.batch import Batch
-from engine.columns import Columns
+from engine.columns import RunningTable, sampling_of
 from engine.plan import Plan
 from engine.sampler import uniform
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from tests.engine.plans import rows as rows_of
+from tests.engine.plans import sent
 from tests.engine.toy import engine as toy_engine
 from tests.engine.toy import group, run
 
@@ -26,7 +29,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-def plain(plan: Plan, size: int, drawn: torch.Tensor | None) -> dict[str, Any]:
+def plain(scheduler: Scheduler, plan: Plan, size: int, drawn: torch.Tensor | None) -> dict[str, Any]:
     """Fields of `Batch` and `SamplingBatch` by name, without padding. drawn: by the step in flight."""
     made: dict[str, list[Any]] = {}
 
@@ -34,14 +37,15 @@ def plain(plan: Plan, size: int, drawn: torch.Tensor | None) -> dict[str, Any]:
         for name, value in values.items():
             made.setdefault(name, []).append(value)
 
-    width = max(len(row.sequence.blocks) for row in plan.rows)
+    sequences = scheduler.sequences_of(plan)
+    width = max(len(seq.blocks) for seq in sequences)
     tokens = rows = 0
-    for row in plan.rows:
-        seq, state, sampling = row.sequence, row.sequence.state, row.sequence.state.group.sampling
+    for seq, row in zip(sequences, rows_of(scheduler, plan), strict=True):
+        state, sampling = seq.state, seq.state.group.sampling
         output = list(seq.output)
         if seq.pending:
-            assert drawn is not None
-            output.append(int(drawn[~seq.newest]))
+            assert drawn is not None and seq.pending_draw is not None
+            output.append(int(drawn[seq.pending_draw]))
         ids = [*state.group.prompt.tolist(), *output]
         add(
             query_starts=tokens,
@@ -66,8 +70,7 @@ def plain(plan: Plan, size: int, drawn: torch.Tensor | None) -> dict[str, Any]:
     return {**made, "raw": any(made.get("raw", [])), "num_tokens": tokens, "num_logits": rows, "shared": plan.shared}
 
 
-def assert_plain(batch: Batch, plan: Plan, size: int, drawn: torch.Tensor | None) -> None:
-    want = plain(plan, size, drawn)
+def assert_plain(batch: Batch, want: dict[str, Any]) -> None:
     lengths = {"input_ids": batch.num_tokens, "position_ids": batch.num_tokens, "logits_at": batch.num_logits}
     dtypes = {torch.int64: ("input_ids", "position_ids", "slots", "logits_at"), np.int32: ("query_starts", "context_lens")}
     dtypes |= {np.dtype(np.int32): ("block_table", "shared")}
@@ -100,8 +103,8 @@ def run_checked(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
     def checked(plan: Plan, block_size: int, *rest: Any) -> Batch:
         nonlocal compared
         compared += 1
-        batch = build(plan, block_size, *rest)
-        assert_plain(batch, plan, block_size, rest[-1])
+        batch = build(sent(plan), block_size, *rest)
+        assert_plain(batch, plain(e.scheduler, plan, block_size, rest[-1]))
         return batch
 
     monkeypatch.setattr(engine.engine.Batch, "build", staticmethod(checked))
@@ -130,25 +133,23 @@ def test_batches_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(run_checked(seed, monkeypatch) for seed in range(24)) > 600
 
 
-def keeps_blocks(self: Columns, seq: Sequence) -> None:
+def keeps_blocks(self: RunningTable, seq: Sequence, place: int) -> None:
     """who comes finds the block table of who was there before"""
-    seq.place = self._free.pop()
-    seq.table = self.table[seq.place]
-    self.drawing[seq.place] = engine.columns.drawing_of(seq)
+    seq.place, seq.table = place, self.table[place]
+    self.sampling[place] = sampling_of(seq)
 
 
-def keeps_drawing(self: Columns, seq: Sequence) -> None:
-    """who comes draws like who was there before"""
-    seq.place = self._free.pop()
-    seq.table = self.table[seq.place]
+def keeps_sampling(self: RunningTable, seq: Sequence, place: int) -> None:
+    """who comes samples like who was there before"""
+    seq.place, seq.table = place, self.table[place]
     seq.table[: len(seq.blocks)] = [block.device for block in seq.blocks]
 
 
-@pytest.mark.parametrize("wrong", [keeps_blocks, keeps_drawing], ids=lambda wrong: wrong.__doc__)
+@pytest.mark.parametrize("wrong", [keeps_blocks, keeps_sampling], ids=lambda wrong: wrong.__doc__)
 def test_what_a_place_keeps_is_seen(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control, with the scheduler's own check off."""
-    monkeypatch.setattr(Columns, "enter", wrong)
-    monkeypatch.setattr(Columns, "check", lambda self, running: None)
+    monkeypatch.setattr(RunningTable, "_fill", wrong)
+    monkeypatch.setattr(RunningTable, "check", lambda self: None)
     with pytest.raises(AssertionError, match="see the log"):
         for seed in range(10):
             run_checked(seed, monkeypatch)

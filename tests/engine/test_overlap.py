@@ -393,9 +393,9 @@ def test_arrays_keep_their_values_on_the_way() -> None:
     assert to_host(tensor)().tolist() == tensor.tolist()
 
 
-def never_crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+def never_preempts(monkeypatch: pytest.MonkeyPatch) -> None:
     """who has a pending token is stopped"""
-    monkeypatch.setattr(Scheduler, "crowded", False)
+    monkeypatch.setattr(Scheduler, "must_preempt", False)
 
 
 def takes_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +404,7 @@ def takes_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: Sequence, token: int, *rest: Any) -> None:
         append(self, token, *rest)
-        self.newest = token
+        self.pending_draw = None
 
     monkeypatch.setattr(Sequence, "append", wrong)
 
@@ -425,7 +425,7 @@ def fills_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = Scheduler.launched
 
     def wrong(self: Scheduler, plan: Any) -> None:
-        pending = [(row.sequence, row.sequence.pending) for row in plan.rows]
+        pending = [(seq, seq.pending) for seq in self.sequences_of(plan)]
         for seq, _ in pending:
             seq.pending = 0
         launched(self, plan)
@@ -437,7 +437,7 @@ def fills_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "mutant",
-    [never_crowded, takes_the_newest, forgets_who_ended, counts_from_zero, fills_what_is_pending],
+    [never_preempts, takes_the_newest, forgets_who_ended, counts_from_zero, fills_what_is_pending],
     ids=lambda mutant: mutant.__doc__,
 )
 def test_mutants_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""A parked group: how much of it travels. The prefix goes to host memory once, with the last child that leaves, and comes back
-once, with the first."""
+"""A preempted group: how much of it travels. The prefix goes to host memory once, with the last child that leaves, and comes
+back once, with the first."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import engine.prefix
 import engine.sharing
 import engine.tables
 from engine.blocks import BlockStore
-from engine.columns import Columns
+from engine.columns import RunningTable
 from engine.pool import Block, BlockPool, Moves, OutOfBlocks
 from engine.sequence import GroupState, Sequence
 from engine.tables import BlockTables
@@ -54,7 +54,7 @@ def test_random_schedules_long() -> None:
 
 @pytest.mark.timeout(900)
 def test_tight_pools_finish() -> None:
-    """1,000 pools of 1.0 to 1.5 times the largest sequence: everything finishes, and no child is parked without bound."""
+    """1,000 pools of 1.0 to 1.5 times the largest sequence: everything finishes, and no child is preempted without bound."""
     over_seeds(tight_schedule, 0, 1000)
 
 
@@ -119,19 +119,19 @@ def patch_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patch_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     """a restored block is not copied back"""
-    use = BlockStore.use
+    pin = BlockStore.pin
 
     def forget(self: BlockStore, block: object, full: bool) -> None:
-        use(self, block, full)  # type: ignore[arg-type]
+        pin(self, block, full)  # type: ignore[arg-type]
         self.moves.restores.clear()
 
-    monkeypatch.setattr(BlockStore, "use", forget)
+    monkeypatch.setattr(BlockStore, "pin", forget)
 
 
 def patch_stale_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """the copy of a partial block in host memory outlives a restore"""
-    use = BlockStore.use
-    monkeypatch.setattr(BlockStore, "use", lambda self, block, full: use(self, block, True))
+    pin = BlockStore.pin
+    monkeypatch.setattr(BlockStore, "pin", lambda self, block, full: pin(self, block, True))
 
 
 def patch_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,20 +182,21 @@ def patch_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def patch_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """a parked sequence's blocks leave without a copy when host memory is full, and it is not told"""
+    """a preempted sequence's blocks leave without a copy when host memory is full, and it is not told"""
     monkeypatch.setattr(Block, "lost", property(lambda self: False))
 
 
 def patch_enter(monkeypatch: pytest.MonkeyPatch) -> None:
     """two sequences in one place"""
-    enter = Columns.enter
+    enter = RunningTable.enter
 
-    def crowd(self: Columns, seq: Sequence) -> None:
+    def crowd(self: RunningTable, seq: Sequence) -> None:
         enter(self, seq)
         if len(self._free) > 1:
+            assert seq.place is not None
             self._free.append(seq.place)
 
-    monkeypatch.setattr(Columns, "enter", crowd)
+    monkeypatch.setattr(RunningTable, "enter", crowd)
 
 
 def patch_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,11 +212,12 @@ def patch_new_lag(monkeypatch: pytest.MonkeyPatch) -> None:
 def patch_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """a table goes on to name the blocks of a sequence that has left"""
 
-    def leave(self: Columns, seq: Sequence) -> None:
+    def clear(self: RunningTable, seq: Sequence) -> None:
+        assert seq.place is not None
         self._free.append(seq.place)
-        seq.place, seq.table = -1, None
+        seq.place, seq.table = None, None
 
-    monkeypatch.setattr(Columns, "leave", leave)
+    monkeypatch.setattr(RunningTable, "_clear", clear)
 
 
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [

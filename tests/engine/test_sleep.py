@@ -52,7 +52,7 @@ def run_with_naps(engine: Engine, naps: set[int], level: int = 1) -> dict[tuple[
         ({"cpu_offload_gib": 0.01, "kv_tokens": 256, "mirror_ahead": True}, False),
         ({"cpu_offload_gib": 0.00005, "kv_tokens": 256}, True),
     ],
-    ids=["parked", "no host memory", "under pressure", "little host memory"],
+    ids=["preempted", "no host memory", "under pressure", "little host memory"],
 )
 def test_samples_do_not_notice(options: dict[str, Any], recomputes: bool, dtype: str) -> None:
     """Tokens and log-probs to the bit, whenever it slept: in the middle of a prefill, at the fork, in decode."""
@@ -119,7 +119,7 @@ def test_dropped_weights_make_no_token_until_all_have_come() -> None:
 
 
 def test_a_copy_that_fails_on_the_way_to_bed() -> None:
-    """What was to be parked is prefilled again."""
+    """What was to be preempted is prefilled again."""
     want = run(tiny_engine(), groups())
     engine = tiny_engine(cpu_offload_gib=0.01)
     move = engine.kv.move

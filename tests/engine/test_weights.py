@@ -726,7 +726,7 @@ def test_pause_and_resume() -> None:
 
 @pytest.mark.parametrize("kv_tokens", [96, 65_536])
 def test_drain_finishes_what_has_begun(kv_tokens: int) -> None:
-    """Also what pressure has parked: a tiny pool holds a part of the children only."""
+    """Also what pressure has preempted: a tiny pool holds a part of the children only."""
     engine = watermark_engine(kv_tokens=kv_tokens, max_num_seqs=8)
     for i in range(2):
         engine.submit(group(f"begun{i}", [1, 2, 3], n=8, max_tokens=40, ignore_eos=True))

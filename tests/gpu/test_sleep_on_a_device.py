@@ -40,7 +40,7 @@ def run_with_naps(made: Engine, naps: set[int]) -> Samples:
     return samples
 
 
-@pytest.mark.parametrize("host", [0.01, 0], ids=["parked", "prefilled again"])
+@pytest.mark.parametrize("host", [0.01, 0], ids=["preempted", "prefilled again"])
 def test_samples_do_not_notice(host: float) -> None:
     napping = engine(cpu_offload_gib=host, max_batch_tokens=64)
     agree(run_with_naps(engine(max_batch_tokens=64), set()), run_with_naps(napping, {0, 1, 3, 9, 10, 20}))

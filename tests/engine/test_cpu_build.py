@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.native import build
-from engine.native.build import NativeUnavailable, symbols
+from engine.cpu import build
+from engine.cpu.build import NativeUnavailable, symbols
 
 PROGRAM = "int answer(void) { return 42; }"
 
@@ -16,13 +16,14 @@ PROGRAM = "int answer(void) { return 42; }"
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "small.c"
+    path = tmp_path / "c" / "small.c"
+    path.parent.mkdir()
     path.write_text(PROGRAM)
     return path
 
 
 def libraries(source: Path) -> list[str]:
-    return sorted(path.name for path in (source.parent / "cache" / "native").iterdir())
+    return sorted(path.name for path in (source.parents[1] / "cache" / "native").iterdir())
 
 
 def compiler(folder: Path, script: str) -> str:
@@ -35,28 +36,28 @@ def compiler(folder: Path, script: str) -> str:
 def test_built_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = tmp_path / "calls"
     monkeypatch.setenv("CC", compiler(tmp_path, f'echo x >> {counter}\nexec cc "$@"'))
-    first = build.build(source, "plain")
+    first = build.build("plain", source.parent)
     assert build.load(first).answer() == 42
-    assert build.build(source, "plain") == first and counter.read_text() == "x\n"
+    assert build.build("plain", source.parent) == first and counter.read_text() == "x\n"
     assert libraries(source) == [first.name], "no temporary file stays"
 
 
 def test_another_source_compiler_or_isa_is_another_library(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = {build.build(source, isa).name for isa in ("plain", build.best_isa())}
+    names = {build.build(isa, source.parent).name for isa in ("plain", build.best_isa())}
     kinds = len(names)
     source.write_text(PROGRAM.replace("42", "43"))
-    names.add(build.build(source, "plain").name)
+    names.add(build.build("plain", source.parent).name)
     monkeypatch.setenv("CC", compiler(tmp_path, 'exec cc "$@"'))
-    names.add(build.build(source, "plain").name)
+    names.add(build.build("plain", source.parent).name)
     assert names == set(libraries(source)) and len(names) == kinds + 2
 
 
 def test_a_compiler_that_fails_is_quoted(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", compiler(tmp_path, "echo no space on the device >&2; exit 3"))
     with pytest.raises(NativeUnavailable, match="no space on the device"):
-        build.build(source, "plain")
+        build.build("plain", source.parent)
     assert libraries(source) == []
 
 
@@ -65,10 +66,10 @@ def test_no_compiler_and_no_folder(source: Path, tmp_path: Path, monkeypatch: py
         without.setenv("PATH", str(tmp_path))
         without.delenv("CC", raising=False)
         with pytest.raises(NativeUnavailable, match="no C compiler"):
-            build.build(source, "plain")
+            build.build("plain", source.parent)
     monkeypatch.setenv("ROLLOUT_CACHE", str(source))
     with pytest.raises(NativeUnavailable, match="cannot write"):
-        build.build(source, "plain")
+        build.build("plain", source.parent)
 
 
 def test_what_is_no_library_is_reported(tmp_path: Path) -> None:
@@ -79,11 +80,11 @@ def test_what_is_no_library_is_reported(tmp_path: Path) -> None:
 
 def test_the_instruction_set(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="isa='neon': one of avx512_bf16, avx512, avx2, plain"):
-        build.build(source, "neon")
+        build.build("neon", source.parent)
     monkeypatch.setattr(build, "cpu_flags", lambda: {"avx2", "fma"})
     assert build.best_isa() == "avx2"
     with pytest.raises(NativeUnavailable, match="this CPU has no .*avx512f"):
-        build.build(source, "avx512")
+        build.build("avx512", source.parent)
     monkeypatch.setattr(build, "cpu_flags", set)
     assert build.best_isa() == "plain"
 

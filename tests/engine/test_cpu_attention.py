@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention import Capacity, choose_backend, native
-from engine.attention.native import NativeAttention
+from engine.attention import Capacity, choose_backend
 from engine.attention.reference import ReferenceAttention
-from engine.native import build
-from engine.native.build import ISAS, NativeUnavailable
+from engine.cpu import build
+from engine.cpu.attention import NativeAttention
+from engine.cpu.build import ISAS, NativeUnavailable
 from tests.engine.paged import (
     BF16,
     FP32,
@@ -345,7 +345,7 @@ def test_wrong_tensors_are_refused(wrong: dict[str, object], message: str, best:
 # ── construction ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_broken_library_and_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path))
-    build.build(native.SOURCE, build.best_isa()).write_bytes(b"\x7fELF")
+    build.build(build.best_isa()).write_bytes(b"\x7fELF")
     with pytest.raises(NativeUnavailable, match="cannot load"):
         NativeAttention(1)
     monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / "other"))

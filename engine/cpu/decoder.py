@@ -12,17 +12,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import c_float, c_int64, c_void_p
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from engine.attention.native import NativeAttention
 from engine.attention.seam import Backend
 from engine.batch import Batch
+from engine.cpu.attention import NativeAttention
+from engine.cpu.kernels import Kernels, Linear
 from engine.kv import PagedKV
-from engine.native.kernels import Kernels, Linear
+from engine.plan import plan_by_hand
 
 CHUNKS = (512, 1024, 256, 2048)
 """inputs that oneDNN sums in one go, as seen; all of them otherwise"""
@@ -95,14 +96,10 @@ class NativeDecoder:
         of the context. Raises NotNative where a bit differs."""
         generator = torch.Generator().manual_seed(0)
         for rows in CHECKED_ROWS:
-            ids = torch.randint(vocabulary, (1, max(2, rows)), generator=generator)
-            ids[:, rows:] = ids[:, rows - 1 : rows]
-            positions = (torch.arange(ids.shape[1]) * (self.context - 1) // max(1, rows - 1))[None]
-            positions[:, rows:] = positions[:, rows - 1 : rows]
-            at = torch.arange(max(2, rows)).clamp(max=rows - 1)
-            batch = SimpleNamespace(
-                input_ids=ids, position_ids=positions, num_tokens=rows, logits_at=at, num_logits=rows, attention={}
-            )
+            ids = torch.randint(vocabulary, (max(2, rows),), generator=generator)[:rows]
+            starts = np.arange(rows) * (self.context - 1) // max(1, rows - 1)
+            plan = plan_by_hand(ids.numpy()[:, None], starts, np.zeros((rows, 1)))
+            batch = Batch.build(plan, int(starts[-1]) + 1, torch.device("cpu"), torch.bfloat16)
             mine, theirs = self.forward(batch, None, _Echo()), eager(batch, None, _Echo())
             _need(torch.equal(mine, theirs), f"numbers that differ from transformers' own with {rows} rows")
 
@@ -207,7 +204,7 @@ def _need(ok: bool, what: str) -> None:
 
 
 def _look_at(layer: nn.Module, hidden: int, inner: int, q: int, kv: int, dim: int) -> None:
-    """Is this a layer that kernels.c computes, as far as one can see? All sizes must be those of the other layers."""
+    """Is this a layer that c/layers.c computes, as far as one can see? All sizes must be those of the other layers."""
     _need({name for name, _ in layer.named_children()} == LAYER, "a decoder layer of another kind")
     attention, mlp = layer.self_attn, layer.mlp
     names = {name for name, _ in attention.named_children()}

@@ -1,4 +1,4 @@
-"""`kernels.c` behind Python: the sampler, and a decoder's work between two attentions (`engine.native.decoder`).
+"""`c/sampling.c` and `c/layers.c` behind Python: the sampler, and a decoder's work between two attentions.
 
 Its promise is torch's own bits, which depend on the CPU and on torch's release; `Kernels` compares before it offers anything.
 """
@@ -8,15 +8,13 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_int64, c_void_p
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from engine.native.build import NativeUnavailable, best_isa, build, load, symbols
+from engine.cpu.build import NativeUnavailable, best_isa, build, load, symbols
 from engine.plan import Cuts
 
-SOURCE = Path(__file__).with_name("kernels.c")
 MAX_VOCABULARY = 1 << 20
 
 
@@ -34,7 +32,7 @@ class _Draw(ctypes.Structure):
 
 
 class Linear(ctypes.Structure):
-    """`Linear` of kernels.c: addresses of a weight and its bias, and over how many inputs a sum runs in one go."""
+    """`Linear` of c/layers.c: addresses of a weight and its bias, and over how many inputs a sum runs in one go."""
 
     _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("chunk", c_int64)]
 
@@ -46,7 +44,7 @@ class Kernels:
         isa = best_isa()
         if not isa.startswith("avx512"):
             raise NativeUnavailable("this CPU has no AVX-512")
-        self.library = load(build(SOURCE, isa))
+        self.library = load(build(isa))
         self.products = isa == "avx512_bf16"
         """linear, norm and rope are there"""
         self._openmp = symbols("GOMP_parallel", "omp_get_num_threads")

@@ -1,8 +1,8 @@
-"""The CPU kernel of `native.c`: built with the system's C compiler on first use (`engine.native.build`), called through ctypes.
+"""Attention of `c/attention.c`: built with the system's C compiler on first use (`engine.cpu.build`), called through ctypes.
 
 The file is compiled for the best instruction set that this CPU has: avx512_bf16, avx512, avx2, or plain C for anything else.
 
-What lies inside K and V of a block is packed for the instruction set (drawn in `native.c`), so only this process can read it.
+What lies inside K and V of a block is packed for the instruction set (drawn in the C file): only this process can read it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from engine.native.build import best_isa, build, load, symbols
+from engine.cpu.build import best_isa, build, load, symbols
 
 if TYPE_CHECKING:
     from engine.batch import Batch
     from engine.kv import PagedKV
 
-SOURCE = Path(__file__).with_name("native.c")
 MAX_GROUP, MAX_DIM, MAX_BLOCK, MAX_PLAIN = 64, 256, 512, 64 * 256
 PLAN_ERRORS = {
     1: "a row has no tokens, or more tokens than context_lens allows",
@@ -33,7 +32,7 @@ PLAN_ERRORS = {
 
 
 class _Step(ctypes.Structure):
-    """`Step` of native.c."""
+    """`Step` of c/attention.c."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -61,7 +60,7 @@ class NativeStep:
 
 
 class LayerCalls(NamedTuple):
-    """Attention of every layer of a step, for a team of threads that runs already (`rollout_attend_within` of native.c)."""
+    """Attention of every layer of a step, for a team of threads that runs already (`rollout_attend_within`)."""
 
     function: int
     """address"""
@@ -87,7 +86,7 @@ class NativeAttention:
             raise ValueError(f"threads={threads}: must be at least 1, or None for torch's number")
         self.threads = threads
         self.isa = isa or best_isa()
-        self.library = build(SOURCE, self.isa)
+        self.library = build(self.isa)
         lib = _load(self.library)
         self._plan, self._attend, self._calls = lib.rollout_plan, lib.rollout_attend, lib.rollout_calls
         self._within: int = ctypes.cast(lib.rollout_attend_within, ctypes.c_void_p).value or 0

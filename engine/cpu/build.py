@@ -1,6 +1,6 @@
 """C files of the engine: compiled with the system's compiler on first use, kept, loaded through ctypes.
 
-They include no headers of torch, so a file takes about a second. The library is kept in `$ROLLOUT_CACHE/native` (default
+They include no headers of torch, so all of them take a few seconds. The library is kept in `$ROLLOUT_CACHE/native` (default
 `~/.cache/rollout/native`) under a name that hashes source, flags, compiler and machine. Threads are those of the OpenMP that
 torch itself runs on: a second one beside it would fight for the same cores.
 """
@@ -20,6 +20,7 @@ import torch
 
 from engine.paths import cache_dir
 
+SOURCES = Path(__file__).with_name("c")
 FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC", "-shared"]
 _AVX512 = ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 ISAS: dict[str, tuple[set[str], list[str]]] = {
@@ -50,8 +51,8 @@ def cpu_flags() -> set[str]:
     return set(line.split(":", 1)[1].split())
 
 
-def build(source: Path, isa: str) -> Path:
-    """Compile `source` for `isa` unless that was done before; the path of the shared library.
+def build(isa: str, folder: Path = SOURCES) -> Path:
+    """Compile the C files of `folder` into one library for `isa`, unless that was done before; its path.
 
     Raises ValueError for an unknown isa, NativeUnavailable with the compiler's words otherwise."""
     if isa not in ISAS:
@@ -63,20 +64,21 @@ def build(source: Path, isa: str) -> Path:
     compiler = next(filter(None, map(shutil.which, filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"]))), None)
     if compiler is None:
         raise NativeUnavailable("no C compiler: install gcc or clang, or set CC")
-    command = [compiler, *FLAGS, *flags, str(source)]
+    sources = sorted(folder.glob("*.[ch]"))
+    command = [compiler, *FLAGS, *flags, *(str(source) for source in sources if source.suffix == ".c")]
     about = "\0".join([*FLAGS, *flags, os.path.realpath(compiler), str(os.stat(compiler).st_mtime_ns), platform.machine()])
-    key = hashlib.sha256(source.read_bytes() + about.encode()).hexdigest()[:16]
-    folder = cache_dir() / "native"
-    target = folder / f"{source.stem}-{isa}-{key}.so"
+    key = hashlib.sha256(b"\0".join(source.read_bytes() for source in sources) + about.encode()).hexdigest()[:16]
+    cache = cache_dir() / "native"
+    target = cache / f"kernels-{isa}-{key}.so"
     if target.exists():
         return target
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
+        cache.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(suffix=".so", dir=cache)
         os.close(handle)
     except OSError as error:
         raise NativeUnavailable(
-            f"cannot write to {folder} ({error}): set ROLLOUT_CACHE to a folder that can be written"
+            f"cannot write to {cache} ({error}): set ROLLOUT_CACHE to a folder that can be written"
         ) from error
     try:
         done = subprocess.run([*command, "-o", temporary, "-lm"], capture_output=True, text=True, timeout=120)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engine.cpu.decoder import NativeDecoder, NotNative, _Echo
+from engine.cpu.kernels import Kernels, kernels
 from engine.model import Model
-from engine.native.decoder import NativeDecoder, NotNative, _Echo
-from engine.native.kernels import Kernels, kernels
 from tests.engine.tiny import tiny, tiny_engine
 from tests.engine.toy import group, run
 

@@ -1,0 +1,100 @@
+"""Plans as tests see them: sent as bytes, read as rows; and a small scheduler to make them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.plan import Drawn, Plan
+from engine.request import Group, Sample, Sampling
+from engine.scheduler import Scheduler
+from engine.stats import Counters
+
+
+class PlanRow(NamedTuple):
+    """A row of a plan, with the child that the scheduler made it for."""
+
+    group: str
+    child: int
+    start: int
+    count: int
+    samples: int
+
+
+def rows(scheduler: Scheduler, plan: Plan) -> list[PlanRow]:
+    """The rows of a plan that is not committed, in order."""
+    numbers = zip(plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist(), strict=True)
+    children = [(seq.state.group.id, seq.index) for seq in scheduler.sequences_of(plan)]
+    return [PlanRow(*child, *row) for child, row in zip(children, numbers, strict=True)]
+
+
+def encoded(plan: Plan) -> bytes:
+    """A plan as msgpack. Raises TypeError for whatever is neither a value of msgpack nor an array."""
+    return msgspec.msgpack.encode(plan, enc_hook=_array_fields)
+
+
+def decoded(data: bytes) -> Plan:
+    return msgspec.msgpack.decode(data, type=Plan, dec_hook=_array)
+
+
+def sent(plan: Plan) -> Plan:
+    """A plan as another process gets it."""
+    return decoded(encoded(plan))
+
+
+def _array_fields(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"a plan holds a {type(value).__name__}")
+    return np.lib.format.dtype_to_descr(value.dtype), value.shape, value.tobytes()
+
+
+def _array(kind: Any, fields: Any) -> Any:
+    assert kind is np.ndarray
+    descr, shape, data = fields
+    dtype = np.dtype(descr if isinstance(descr, str) else [tuple(field) for field in descr])
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+def small_scheduler(device_blocks: int = 16, host_blocks: int = 0, **config: Any) -> Scheduler:
+    """A scheduler of blocks of 4 tokens, steps of 8 tokens, 4 sequences."""
+    options = {"block_size": 4, "max_batch_tokens": 8, "max_num_seqs": 4, "lookahead_blocks": 1, "min_run_tokens": 0, **config}
+    settings = EngineConfig(kv_tokens=4 * device_blocks, **options)
+    blocks = {"device_blocks": device_blocks, "host_blocks": host_blocks, "max_blocks": device_blocks}
+    return Scheduler(settings, counters=Counters(), **blocks)
+
+
+def submit(scheduler: Scheduler, id: str, prompt: Sequence[int] | range, client: str = "", **sampling: Any) -> None:
+    """A group of one child that ends after 20 tokens, or at token 0."""
+    options = {"max_tokens": 20, "seed": 1, **sampling}
+    group = Group(id, np.array(prompt, np.int32), Sampling(**options))
+    scheduler.submit(group, client, group.sampling.seed or 0, frozenset({0}))
+
+
+def launch(scheduler: Scheduler) -> Plan:
+    """Plan a step and launch it."""
+    plan = scheduler.plan()
+    scheduler.moved()
+    if plan.num_rows:
+        scheduler.launched(plan)
+    return plan
+
+
+def commit(scheduler: Scheduler, plan: Plan, token: int = 9) -> list[Sample]:
+    """Commit a launched step that sampled `token` everywhere. Returns the children that ended."""
+    draws = len(plan.sampling)
+    zeros = np.zeros(draws, np.float32)
+    return scheduler.commit(plan, Drawn(np.full(draws, token, np.int32), zeros, None, np.ones(draws, bool)))
+
+
+def step(scheduler: Scheduler, token: int = 9) -> list[PlanRow]:
+    """Plan, launch and commit a step. Returns its rows."""
+    plan = launch(scheduler)
+    if not plan.num_rows:
+        return []
+    planned = rows(scheduler, plan)
+    commit(scheduler, plan, token)
+    return planned

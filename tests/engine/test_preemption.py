@@ -1,0 +1,110 @@
+"""Pressure by example: who is preempted when blocks run out, who gives way to another client, what leaves the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from engine.blocks import BlockStore
+from engine.config import EngineConfig
+from engine.pressure import Pressure
+from engine.request import Group, Sampling
+from engine.sequence import GroupState, Sequence
+from engine.stats import Counters
+
+
+class Setting:
+    """Blocks of 4 tokens; running sequences, each with 4 tokens cached in a block of its own, made oldest first."""
+
+    def __init__(self, device_blocks: int, sequences: int, host_blocks: int = 0, clients: str = "", **config: int) -> None:
+        options = {"block_size": 4, "lookahead_blocks": 1, "min_run_tokens": 0, **config}
+        self.store = BlockStore(device_blocks, host_blocks)
+        self.pressure = Pressure(EngineConfig(**options), self.store, Counters())  # type: ignore[arg-type]
+        self.running = [self._sequence(number, clients[number : number + 1]) for number in range(sequences)]
+
+    def _sequence(self, number: int, client: str) -> Sequence:
+        group = Group(f"g{number}", np.array([1, 2, 3, 4], np.int32), Sampling())
+        seq = Sequence(GroupState(group, client, number, 0, 0.0, frozenset()), 0)
+        seq.blocks, seq.cached, seq.running = [self.store.new(version=0)], 4, True
+        return seq
+
+    def stop(self, seq: Sequence) -> None:
+        """The sequence waits; its blocks are idle."""
+        for block in seq.blocks:
+            self.store.unpin(block)
+
+
+def test_while_blocks_last_nobody_is_preempted() -> None:
+    s = Setting(device_blocks=6, sequences=3)
+    assert not s.pressure.must_preempt(s.running) and s.pressure.victims(s.running) == []
+
+
+def test_the_youngest_group_is_preempted_first() -> None:
+    """Three need a block each and one is free: preempting the youngest frees its block, and the other two can grow."""
+    s = Setting(device_blocks=4, sequences=3)
+    assert s.pressure.must_preempt(s.running)
+    assert s.pressure.victims(s.running) == [s.running[2]]
+
+
+def test_of_a_group_the_child_that_came_furthest_is_preempted_first() -> None:
+    """A group is done with its last child, so the one that is behind goes on."""
+    s = Setting(device_blocks=3, sequences=2)
+    for seq, tokens in zip(s.running, (9, 2), strict=True):
+        seq.state = s.running[0].state
+        seq.output = [1] * tokens
+    assert s.pressure.victims(s.running) == [s.running[0]]
+
+
+def test_the_oldest_group_is_never_preempted() -> None:
+    s = Setting(device_blocks=1, sequences=1)
+    assert s.pressure.victims(s.running) == []
+
+
+def test_who_has_just_come_back_is_spared_if_others_can_go() -> None:
+    s = Setting(device_blocks=4, sequences=3, min_run_tokens=8)
+    s.running[1].output = [1] * 8
+    assert s.pressure.victims(s.running) == [s.running[1]]
+
+
+def test_idle_blocks_leave_before_anybody_is_preempted() -> None:
+    s = Setting(device_blocks=4, sequences=3, host_blocks=1)
+    waiting = s.running.pop()
+    s.stop(waiting)
+    assert s.pressure.victims(s.running) == []
+    assert waiting.blocks[0].device is None and waiting.blocks[0].host == 0, "offloaded"
+
+
+def test_a_client_with_more_than_its_share_gives_a_place_up() -> None:
+    s = Setting(device_blocks=8, sequences=4, clients="aaab", max_num_seqs=4)
+    chosen = s.pressure.sequences_over_share("b", {"b": 1}, Counter(a=3, b=1), s.running)
+    assert chosen == [s.running[2]], "the last in rank of client a"
+
+
+def test_a_client_that_has_its_share_gets_no_more() -> None:
+    s = Setting(device_blocks=8, sequences=4, clients="aabb", max_num_seqs=4)
+    assert s.pressure.sequences_over_share("b", {"b": 5}, Counter(a=2, b=2), s.running) == []
+
+
+def test_a_stopped_sequence_is_offloaded() -> None:
+    s = Setting(device_blocks=2, sequences=1, host_blocks=1)
+    (seq,) = s.running
+    s.stop(seq)
+    assert s.pressure.offload(seq)
+    assert seq.blocks[0].host == 0 and s.store.device.free == 2 and seq.offloads == 1
+
+
+def test_blocks_that_others_use_stay_on_the_device() -> None:
+    s = Setting(device_blocks=2, sequences=1, host_blocks=1)
+    (seq,) = s.running
+    s.store.share(seq.blocks)
+    s.store.pin(seq.blocks[0], full=True)
+    s.stop(seq)
+    assert s.pressure.offload(seq) and seq.blocks[0].device is not None
+
+
+def test_without_room_in_host_memory_nothing_is_offloaded() -> None:
+    s = Setting(device_blocks=2, sequences=1, host_blocks=0)
+    (seq,) = s.running
+    s.stop(seq)
+    assert not s.pressure.offload(seq) and seq.blocks[0].device is not None

@@ -1,0 +1,73 @@
+"""The waiting queue by example: fair over clients, then those that have begun, then the oldest."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from engine.queue import WaitingQueue
+from engine.request import Group, Sampling
+from engine.sequence import GroupState, Sequence
+
+
+def sequence(number: int, client: str = "", begun: bool = False, output: int = 0, index: int = 0) -> Sequence:
+    state = GroupState(Group(f"g{number}", np.array([1], np.int32), Sampling()), client, number, 0, 0.0, frozenset())
+    made = Sequence(state, index)
+    made.begun = begun
+    made.output = [1] * output
+    return made
+
+
+def order(queue: WaitingQueue, running: Counter[str] | None = None) -> list[str]:
+    """Group ids in the order in which they are served, while nobody stops running."""
+    running, ids = Counter(running or {}), []
+    while (seq := queue.next(running)) is not None:
+        queue.remove(seq, served=True)
+        running[seq.state.client] += 1
+        ids.append(seq.state.group.id)
+    return ids
+
+
+def queue_of(*sequences: Sequence) -> WaitingQueue:
+    queue = WaitingQueue()
+    for each in sequences:
+        queue.put(each)
+    return queue
+
+
+def test_the_oldest_group_goes_first() -> None:
+    assert order(queue_of(sequence(2), sequence(1))) == ["g1", "g2"]
+
+
+def test_who_has_begun_goes_before_new_prompts() -> None:
+    assert order(queue_of(sequence(1), sequence(2, begun=True))) == ["g2", "g1"]
+
+
+def test_of_a_group_the_child_that_is_least_far_goes_first() -> None:
+    far, near = sequence(1, begun=True, output=9), sequence(1, begun=True, output=2, index=1)
+    assert queue_of(far, near).next(Counter()) is near
+
+
+def test_clients_take_turns() -> None:
+    many = [sequence(i, "many") for i in range(1, 4)]
+    assert order(queue_of(*many, sequence(4, "few"))) == ["g1", "g4", "g2", "g3"]
+
+
+def test_the_client_that_runs_least_goes_first() -> None:
+    assert order(queue_of(sequence(1, "busy"), sequence(2, "idle")), Counter(busy=2)) == ["g2", "g1"]
+
+
+def test_draining_looks_only_at_those_that_have_begun() -> None:
+    queue = queue_of(sequence(1))
+    assert queue.next(Counter(), begun=True) is None
+    queue.put(begun := sequence(2, begun=True))
+    assert queue.next(Counter(), begun=True) is begun
+
+
+def test_a_sequence_is_found_again_although_its_rank_has_changed() -> None:
+    """A child of a fork waits before its first token is noted."""
+    queue = queue_of(child := sequence(1, begun=True), sequence(2, begun=True))
+    child.output.append(7)
+    queue.remove(child)
+    assert len(queue) == 1 and child not in list(queue)
