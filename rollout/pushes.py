@@ -180,7 +180,7 @@ class Pushes:
             session.reply(pack(m.StatusReply(request.request_id, to_json(status))))
 
         if request.verify:
-            self._reads.ask(session, lambda digest: reply(live_digest=digest))
+            self._reads.ask(session, request.request_id, lambda digest: reply(live_digest=digest))
         else:
             reply()
 

@@ -57,9 +57,11 @@ class Connection:
         return max(0, received - self.taken - UNCOUNTED_BYTES - int(age * UNCOUNTED_BYTES_PER_S))
 
     def shut(self) -> None:
-        """libzmq reads the end of the connection and closes it."""
+        """libzmq reads the end of the connection and closes it. It is reset then: a peer that waits for room to send would wait
+        for minutes otherwise."""
         self.cut = True
         try:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # it has ended already

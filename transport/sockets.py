@@ -123,8 +123,17 @@ def _receive(sock: zmq.Socket[bytes], max_frames: int, inflow: Inflow | None = N
         if len(frames) <= max_frames:
             frames.append(frame.buffer)
     if inflow is not None:
-        inflow.taken(int(frame.get(zmq.SRCFD)), size)
+        inflow.taken(_descriptor(frame), size)
     return frames
+
+
+def _descriptor(frame: zmq.Frame) -> int:
+    """Number of the connection's descriptor that the message came by; -1 if the peer was gone before libzmq asked for its
+    address."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
 
 
 class ServiceEnd:

@@ -747,3 +747,15 @@ def test_what_a_peer_calls_itself_does_not_reach_a_terminal(caplog: pytest.LogCa
     except ValueError:
         logging.getLogger("rollout.service").exception("it failed")
     assert "\x1b" not in caplog.text and "ValueError: \\x1b[2J" in caplog.text
+
+
+def test_an_engine_whose_weights_cannot_be_read_is_told_and_serves_on() -> None:
+    bench = Bench()
+    peer = bench.client()
+    peer.send(m.WeightsRequest(7, verify=True))
+    bench.turn(2)
+    refused = peer.refused()
+    assert (refused.kind, refused.request_id) == ("group_failed", 7)
+    peer.send(submit("after"))
+    bench.settle()
+    assert len(peer.take(m.SampleDone)) == 1

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from engine.request import Limits
-from transport import inflow
+from transport import inflow, sockets
 from transport.sockets import ClientEnd, ServiceEnd
 
 LIMITS = Limits(max_frame_bytes=100_000, max_header_bytes=1000)
@@ -140,6 +140,18 @@ def test_the_watch_ends_with_its_service() -> None:
     end.close()
     end.close()
     assert threading.active_count() == before
+
+
+def test_a_peer_that_was_gone_when_it_was_accepted() -> None:
+    """libzmq does not know its address then, and tells no descriptor of its messages."""
+    with zmq.Context() as context:
+        there, here = (context.socket(zmq.PAIR) for _ in range(2))
+        there.bind("inproc://x")
+        here.connect("inproc://x")
+        here.send(b"x")
+        assert sockets._descriptor(there.recv(copy=False)) == -1
+        there.close()
+        here.close()
 
 
 def test_nobody_watches_ipc(tmp_path: object) -> None:
