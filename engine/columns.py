@@ -34,7 +34,7 @@ class RunningTable:
         """how many of each client run"""
         self._free = list(range(places - 1, -1, -1))
 
-    def enter(self, seq: Sequence, least_run: int) -> None:
+    def enter(self, seq: Sequence, least_run: int = 0) -> None:
         """Start a sequence whose blocks are on the device. `least_run`: tokens to sample before it may be preempted."""
         self._fill(seq, self._free.pop())
         seq.running = seq.begun = True

@@ -146,7 +146,7 @@ class Pressure:
             return min(len(running), 1 + self.store.device.size // 32) + kept
         to_compute = seq.uncached + sum(other.uncached for other in running if other.uncached > 1)
         steps = self.least_run(seq) - (-to_compute // (self.config.max_batch_tokens - len(running)))
-        return sum(other.draws * self._growth(other, self._after(other, steps)) for other in running)
+        return sum(other.num_next_samples * self._growth(other, self._after(other, steps)) for other in running)
 
     def _after(self, seq: Sequence, draws: int) -> int:
         """Tokens that have KV when a sequence has drawn so many more."""

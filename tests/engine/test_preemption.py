@@ -27,6 +27,7 @@ class Setting:
         group = Group(f"g{number}", np.array([1, 2, 3, 4], np.int32), Sampling())
         seq = Sequence(GroupState(group, client, number, 0, 0.0, frozenset()), 0)
         seq.blocks, seq.cached, seq.running = [self.store.new(version=0)], 4, True
+        seq.least_run = self.pressure.config.min_run_tokens
         return seq
 
     def stop(self, seq: Sequence) -> None:

@@ -190,8 +190,8 @@ def patch_enter(monkeypatch: pytest.MonkeyPatch) -> None:
     """two sequences in one place"""
     enter = RunningTable.enter
 
-    def crowd(self: RunningTable, seq: Sequence) -> None:
-        enter(self, seq)
+    def crowd(self: RunningTable, seq: Sequence, least_run: int) -> None:
+        enter(self, seq, least_run)
         if len(self._free) > 1:
             assert seq.place is not None
             self._free.append(seq.place)
