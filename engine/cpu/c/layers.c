@@ -26,9 +26,8 @@
 
 enum { VECTORS = 3, PANEL = VECTORS * VL, PIECE = 512, TILE = 8, ROWS = 256, NORM_ROWS = 8 };
 
-INLINE __m256i round16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
-INLINE void store16(bf16 *p, __m512 x) { _mm256_storeu_si256((__m256i *)p, round16(x)); }
-INLINE __m512 rounded(__m512 x) { return widen(round16(x)); }
+INLINE __m512 load16(const bf16 *p) { return (__m512)load_bf16(p); }
+INLINE void store16(bf16 *p, __m512 x) { store_bf16(p, (vf)x); }
 
 /* ---- products ---- */
 

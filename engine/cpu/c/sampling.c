@@ -5,6 +5,8 @@
 
 #include "threads.h"
 
+INLINE __m512 widen(__m256i h) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)); }
+
 typedef struct {
     const void *logits; /* [rows][vocabulary] fp32 or bf16 */
     int64_t is_bf16, vocabulary, draws;
@@ -82,7 +84,7 @@ static float highest(const Logits *l, uint8_t *finite) {
     return _mm512_reduce_max_ps(top);
 }
 
-static float log_(const Draw *d, float x) {
+static float log_of(const Draw *d, float x) {
     return d->log ? _mm512_cvtss_f32(d->log(_mm512_set1_ps(x))) : logf(x);
 }
 
@@ -214,13 +216,13 @@ static void draw(const Draw *d, int64_t i, double *cumulative, float *scratch) {
     const int cuts = d->cuts && d->cuts[i];
     if (cuts) top = cut(d, i, &l, scratch, scratch + d->scratch_row);
     if (!(d->finite[i] = top > -INFINITY)) return;
-    const float log_mass = log_(d, mass_of(&l, top, cumulative));
+    const float log_mass = log_of(d, mass_of(&l, top, cumulative));
     d->token[i] = d->temperature[i] > 0 ? find(&l, top, cumulative, d->uniform[i]) : first_with(&l, top);
     d->logprob[i] = logit(&l, d->token[i]) - top - log_mass;
     if (!d->raw) return;
     d->raw[i] = d->logprob[i];
     if (warmth != 1 || cuts)
-        d->raw[i] = logit(&own, d->token[i]) - highest_own - log_(d, mass_of(&own, highest_own, cumulative));
+        d->raw[i] = logit(&own, d->token[i]) - highest_own - log_of(d, mass_of(&own, highest_own, cumulative));
 }
 
 static void draw_all(void *worker, void *work) {
