@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
+from engine.arithmetic import arithmetic, chosen_kernels
 from engine.attention import Backend, Capacity, TritonAttention, choose_backend
 from engine.batch import Batch
 from engine.config import EngineConfig
@@ -79,8 +80,13 @@ class Engine:
             raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, Streamed(…))")
         self.model = model
         capacity = Capacity.of(config, model)
-        self.backend = choose_backend(config.attention, model.device, config.threads, capacity)
-        log.info("%s: %s", model.name, self.backend)
+        self.chosen = chosen_kernels(config, model)
+        isa = None if self.chosen is None else self.chosen.isa
+        self.backend = choose_backend(config.attention, model.device, config.threads, capacity, isa)
+        self.arithmetic = arithmetic(model, self.backend, self.chosen)
+        log.info("%s: %s, arithmetic %s", model.name, self.backend, self.arithmetic)
+        if self.chosen is not None:
+            log.info("%s: isa %s", model.name, self.chosen)
         self.graphs: DecodeGraphs | None = None
         if config.cuda_graphs and model.device.type == "cuda" and isinstance(self.backend, TritonAttention):
             ring = None if streamed is None else streamed.ring
@@ -325,7 +331,7 @@ class Engine:
             if watch is not None:
                 watch.mark()
             modelled = time.perf_counter()
-            draws = launch_draws(logits, batch.sampling)
+            draws = launch_draws(logits, batch.sampling, self.chosen and self.chosen.kernels)
         counters.build_seconds += built - building
         counters.model_seconds += modelled - built
         counters.sample_seconds += time.perf_counter() - modelled
@@ -359,3 +365,4 @@ class Engine:
     def _stuck(self) -> bool:
         scheduler = self.scheduler
         return scheduler.has_work and not scheduler.running
+

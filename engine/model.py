@@ -17,7 +17,7 @@ from engine.batch import Batch
 from engine.compiled import compile_layers
 from engine.config import EngineConfig
 from engine.cpu.decoder import NativeDecoder, NotNative
-from engine.cpu.kernels import kernels
+from engine.cpu.kernels import Chosen, choose
 from engine.kv import KVGeometry, PagedKV
 from engine.memory import own_parameters
 from engine.norms import fuse_norms
@@ -35,7 +35,7 @@ def open_model(config: EngineConfig) -> Model:
     dtype, device, offload = getattr(torch, config.dtype), torch.device(config.device), config.weight_offload
     module = load_model(config.model, dtype, device if offload is None else None)
     streamed = None if offload is None else Streamed(module, config.model, offload, device)
-    model = Model(module, config.model, streamed, native=not config.compile_layers)
+    model = Model(module, config.model, streamed, native=not config.compile_layers, isa=config.isa)
     if config.compile_layers:
         compile_layers(model)
     return model
@@ -55,9 +55,12 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device | None) -> 
 
 class Model:
     """A transformers model behind the attention seam; `streamed`: the offload of its layers; `native`: run it by the native
-    decoder where that can be. Raises UnsupportedModel for what the seam does not serve."""
+    decoder where that can be; `isa`: as in `EngineConfig`. Raises UnsupportedModel for what the seam does not serve, ValueError
+    for an isa that this CPU lacks."""
 
-    def __init__(self, module: PreTrainedModel, name: str, streamed: Streamed | None = None, native: bool = True) -> None:
+    def __init__(
+        self, module: PreTrainedModel, name: str, streamed: Streamed | None = None, native: bool = True, isa: str = "auto"
+    ) -> None:
         config = module.config.get_text_config()
         _refuse_config(config, name)
         if not getattr(module, "_supports_attention_backend", False):
@@ -77,6 +80,7 @@ class Model:
         """0 = not the same in all layers"""
         self.geometry = KVGeometry(len(asked), asked[0]["kv_heads"], asked[0]["head_dim"], module.dtype)
         self.eos_token_ids = _eos(module)
+        self.chosen: Chosen | None = choose(isa) if module.device.type == "cpu" else None
         self.native = self._native(asked) if native else None
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
@@ -105,7 +109,7 @@ class Model:
             return None
         try:
             with torch.inference_mode():
-                decoder = NativeDecoder(self.module, asked, kernels())
+                decoder = NativeDecoder(self.module, asked, self.chosen.kernels)
                 decoder.check(self.forward_transformers, self.vocab_size)
         except NotNative as error:
             log.info("%s runs through transformers, not natively: %s", self.name, error)

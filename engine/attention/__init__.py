@@ -20,8 +20,11 @@ __all__ = [
 log = logging.getLogger("rollout.engine")
 
 
-def choose_backend(name: str, device: torch.device, threads: int | None, capacity: Capacity) -> Backend:
+def choose_backend(
+    name: str, device: torch.device, threads: int | None, capacity: Capacity, isa: str | None = None
+) -> Backend:
     """The backend of `EngineConfig.attention`. "auto" takes the device's fast one where it can be had, and says why if not.
+    isa: of `engine.cpu.isa`, "torch" = no kernel of ours, None = the best that the CPU has.
 
     Raises ValueError if a backend is asked for by name and cannot be had."""
     kind = {"auto": "native" if device.type == "cpu" else "triton"}.get(name, name)
@@ -29,8 +32,12 @@ def choose_backend(name: str, device: torch.device, threads: int | None, capacit
         raise ValueError(f'attention="native" runs on the CPU only, not on {device}: use "auto"')
     if kind == "reference":
         return ReferenceAttention()
+    if kind == "native" and isa == "torch":
+        if name == kind:
+            raise ValueError('attention="native": with isa="torch" there are no kernels; attention="auto" takes the torch reference')
+        return ReferenceAttention()
     try:
-        return NativeAttention(threads) if kind == "native" else TritonAttention(device, capacity)
+        return NativeAttention(threads, isa) if kind == "native" else TritonAttention(device, capacity)
     except (NativeUnavailable, TritonUnavailable) as error:
         if name == kind:
             raise ValueError(f'attention="{name}": {error}; "auto" falls back to the torch reference') from error

@@ -56,9 +56,9 @@ class Record:
         self.steps = 0
         monkeypatch.setattr(engine.engine, "launch_draws", self.launch)
 
-    def launch(self, logits: torch.Tensor, batch: SamplingBatch) -> Draws:
+    def launch(self, logits: torch.Tensor, batch: SamplingBatch, native: Any) -> Draws:
         self.steps += 1
-        step, draws = self.steps, launch_draws(logits, batch)
+        step, draws = self.steps, launch_draws(logits, batch, native)
         self.events.append(("launch", step))
 
         def read() -> Any:

@@ -6,6 +6,9 @@
    the same operations on the same lanes in the same order. A masked position adds exactly nothing. No query's units are ever
    split over threads.
 
+   fma/1, the arithmetic without vdpbf16ps, has the same bits for every VL: sums of weights are in LANES lanes, of which a vector
+   holds VL, and what is packed or met as one unit does not depend on VL either.
+
    Sharing: rows that stand beside each other and have the blocks of the next unit in common meet it together, so that it is
    read once for all of them; they part where their tables differ (a walk over the trie of their tables, so prefixes nest).
 
@@ -17,24 +20,15 @@
 
    with S = D / 2 for bf16, D for fp32. So scores (lanes = tokens) and output (lanes = dims) are both one product
    acc[query][lanes] += word[query][step] · B[step][lanes] without sums across lanes. Where block_size or head_dim is no
-   multiple of VL, K and V stay plain [block_size][D] and are packed, zero-padded, when they are read.
+   multiple of LANES, K and V stay plain [block_size][D] and are packed, zero-padded, when they are read.
 
    bf16 uses vdpbf16ps where there is one, fp32 FMA on widened values elsewhere. Weights are rounded to bf16 before they meet V,
    and the rounded ones are summed, so that they add up to one. No contraction by the compiler: FMA is written out. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "vectors.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-#include <immintrin.h>
-#define VL 16
-#elif defined(__AVX2__) && defined(__FMA__)
-#include <immintrin.h>
-#define VL 8
-#else
-#define VL 4
-#endif
+#include "layout.h"
+
 #if VL == 16 && defined(__AVX512BF16__)
 #define DOT 1 /* pairs of bf16 are multiplied as they are */
 #else
@@ -42,6 +36,7 @@
 #endif
 
 enum {
+    LANES = 16,
     TILE = VL == 4 ? 3 : VL == 8 ? 3 : 6, /* queries that share the loads of a block: as many as fit the registers */
     MAX_QUERIES = 192,                    /* of one item */
     CHUNK_QUERIES = 48,                   /* wanted of one chunk and one kv head: their state stays in the L1/L2 cache */
@@ -55,51 +50,9 @@ enum {
 };
 #define MASKED -1e30f
 
-typedef float vf __attribute__((vector_size(4 * VL)));
-typedef uint32_t vu __attribute__((vector_size(4 * VL)));
-typedef vf vf_mem __attribute__((aligned(4), may_alias));
-typedef vu vu_mem __attribute__((aligned(4), may_alias));
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8") /* early, or accumulators go to the stack and back */
-
-/* ---- vectors: lanes never meet, except in lane_max ---- */
-
-INLINE vf load(const float *p) { return *(const vf_mem *)p; }
-INLINE void store(float *p, vf x) { *(vf_mem *)p = x; }
-INLINE vu load_words(const uint32_t *p) { return *(const vu_mem *)p; }
-#if VL == 16
-INLINE vf fma_(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-INLINE vf max_(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
-INLINE float lane_max(vf x) { return _mm512_reduce_max_ps((__m512)x); }
-INLINE vf all(float x) { return (vf)_mm512_set1_ps(x); }
-INLINE vu all_words(uint32_t x) { return (vu)_mm512_set1_epi32((int)x); }
-#elif VL == 8
-INLINE vf fma_(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-INLINE vf max_(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
-INLINE float lane_max(vf x) {
-    __m128 y = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
-    y = _mm_max_ps(y, _mm_movehl_ps(y, y));
-    return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
-}
-INLINE vf all(float x) { return (vf)_mm256_set1_ps(x); }
-INLINE vu all_words(uint32_t x) { return (vu)_mm256_set1_epi32((int)x); }
-#else
-INLINE vf fma_(vf a, vf b, vf c) { return a * b + c; }
-INLINE vf all(float x) { return (vf){x, x, x, x}; }
-INLINE vu all_words(uint32_t x) { return (vu){x, x, x, x}; }
-INLINE vf max_(vf a, vf b) {
-    vu m = (vu)(a > b);
-    return (vf)(((vu)a & m) | ((vu)b & ~m));
-}
-INLINE float lane_max(vf x) {
-    float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
-    return a > b ? a : b;
-}
-#endif
-
 /* 2^x, relative error 3e-6 (coarse, for weights that become bf16) or 1.2e-7; exactly 1 at 0; 0 where a masked score is -inf;
    NaN stays NaN. */
-#if VL == 16
+#if DOT
 INLINE vf exp2_(vf x, int coarse) { /* 2^(x - floor x) by a polynomial, times 2^(floor x) */
     const vf f = (vf)_mm512_reduce_ps((__m512)x, 0x09); /* x - floor x; 0 where x is infinite */
     vf p;
@@ -138,13 +91,6 @@ INLINE vf exp2_(vf x, int coarse) { /* 0 below -126 */
 }
 #endif
 
-INLINE uint16_t to_bf16(float x) {
-    uint32_t u;
-    memcpy(&u, &x, 4);
-    if (x != x) return 0x7fc0;
-    return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
-
 /* Weights to bf16, VL of them to p; what they became comes back. */
 INLINE vf round_weights(vf x, uint16_t *p) {
 #if DOT
@@ -152,10 +98,8 @@ INLINE vf round_weights(vf x, uint16_t *p) {
     _mm256_storeu_si256((__m256i *)p, h);
     return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
 #else
-    vu u = (vu)x, r = (u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u, nan = (vu)(x != x);
-    r = (r & ~nan) | (u & nan & 0xffff0000u);
-    for (int i = 0; i < VL; i++) p[i] = (uint16_t)(r[i] >> 16);
-    return (vf)r;
+    store_bf16(p, x);
+    return rounded(x);
 #endif
 }
 
@@ -177,6 +121,9 @@ INLINE Words widen(vu w, int bf16) {
     return (Words){(vf)w, (vf)w};
 }
 INLINE vf dot(vf acc, Words a, Words b, int bf16) {
+#if VL == 4 /* where an FMA may be a call: a product of two bf16 is exact in fp32, above 2^-126 */
+    if (bf16) return a.high * b.high + (a.low * b.low + acc);
+#endif
     acc = fma_(a.low, b.low, acc);
     return bf16 ? fma_(a.high, b.high, acc) : acc;
 }
@@ -279,7 +226,7 @@ typedef struct {
 } Call;
 
 INLINE int bytes(const Step *s) { return s->bf16 ? 2 : 4; }
-INLINE int packed(const Step *s) { return s->block_size % VL == 0 && s->dim % VL == 0; }
+INLINE int packed(const Step *s) { return s->block_size % LANES == 0 && s->dim % LANES == 0; }
 INLINE int padded(int64_t n) { return (int)((n + VL - 1) / VL * VL); }
 INLINE char *half(const Step *s, int64_t block, int64_t layer, int kv, int64_t head) {
     int64_t size = s->block_size * s->dim * bytes(s);
@@ -330,7 +277,7 @@ typedef struct {
     int t0, t1;
     int32_t position[MAX_QUERIES];
     float m[MAX_QUERIES + VL]; /* running maximum of the scaled scores */
-    float l[MAX_QUERIES * VL]; /* running sum of weights, lane = token % VL */
+    float l[MAX_QUERIES * LANES]; /* running sum of weights, lane = token % LANES */
     float acc[MAX_QUERIES * MAX_DIM];
     uint32_t q[MAX_QUERIES * MAX_DIM];
     float scores[6 * MAX_BLOCK]; /* [query of a tile][token of a unit] */
@@ -406,16 +353,18 @@ static void meet(Item *w, int q0, int nq, const int32_t *positions, int64_t star
     for (int i = 0; i < nq; i++) {
         const float *scores = w->scores + i * width;
         uint32_t *weights = w->weights + i * width;
-        vf sum = load(w->l + (q0 + i) * VL) * all(shrink[i]);
+        float *l = w->l + (q0 + i) * LANES;
+        vf sum[PARTS];
+        UNROLL for (int p = 0; p < PARTS; p++) sum[p] = load(l + p * VL) * all(shrink[i]);
         for (int x = 0; x < vectors; x++) {
             vf p = exp2_(fma_(load(scores + x * VL), all(c->scale), all(-top[i])), bf16);
             if (bf16)
                 p = round_weights(p, (uint16_t *)weights + x * VL);
             else
                 store((float *)weights + x * VL, p);
-            sum = sum + p;
+            sum[x % PARTS] += p;
         }
-        store(w->l + (q0 + i) * VL, sum);
+        UNROLL for (int p = 0; p < PARTS; p++) store(l + p * VL, sum[p]);
         w->m[q0 + i] = top[i];
         if (shrink[i] != 1.0f)
             for (int d = 0; d < dim; d += VL) store(acc + i * dim + d, load(acc + i * dim + d) * all(shrink[i]));
@@ -534,7 +483,7 @@ static void load_queries(Item *w) {
                 memset(to + size, 0, w->steps * 4 - size);
                 w->m[i] = MASKED;
             }
-    memset(w->l, 0, sizeof(float) * i * VL);
+    memset(w->l, 0, sizeof(float) * i * LANES);
     memset(w->acc, 0, sizeof(float) * i * w->dim);
 }
 
@@ -547,14 +496,15 @@ static void store_outputs(Item *w) {
             for (int g = 0; g < w->group; g++, i++) {
                 const int64_t at = t * s->q_heads + h * w->group + g;
                 float sum = 0;
-                for (int x = 0; x < VL; x++) sum += w->l[i * VL + x];
+                for (int x = 0; x < LANES; x++) sum += w->l[i * LANES + x];
                 if (c->lse) c->lse[at] = (w->m[i] + log2f(sum)) * 0.6931471805599453f;
                 const float *acc = w->acc + i * w->dim, share = 1.0f / sum;
-                for (int d = 0; d < s->dim; d++) {
+                for (int64_t d = 0; d < s->dim; d += VL) {
+                    const vf x = load(acc + d) * all(share);
                     if (s->bf16)
-                        ((uint16_t *)c->out)[at * s->dim + d] = to_bf16(acc[d] * share);
+                        store_some_bf16((bf16 *)c->out + at * s->dim + d, s->dim - d, x);
                     else
-                        ((float *)c->out)[at * s->dim + d] = acc[d] * share;
+                        store_some((float *)c->out + at * s->dim + d, s->dim - d, x);
                 }
             }
 }
@@ -688,4 +638,10 @@ void rollout_calls(Call *to, const Step *s, int64_t n, const float *scaling, con
                        .v_token = s->kv_heads * s->dim, .q_head = s->dim, .k_head = s->dim, .v_head = s->dim, .out = out};
 }
 int64_t rollout_call_bytes(void) { return sizeof(Call); }
-int rollout_lanes(void) { return VL; }
+
+#define AT(field) FIELD(Step, field)
+const Field rollout_layout_attention[] = {
+    AT(data), AT(blocks), AT(layers), AT(kv_heads), AT(block_size), AT(dim), AT(q_heads), AT(bf16), AT(rows), AT(tokens),
+    AT(table_row), AT(threads), AT(share), AT(query_starts), AT(context_lens), AT(table), AT(slots), AT(chunks), AT(num_chunks),
+    AT(heads), AT(parallel), AT(barrier), {NULL, NULL, 0, 0}};
+#undef AT
