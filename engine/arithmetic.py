@@ -21,13 +21,13 @@ def chosen_kernels(config: EngineConfig, model: Any) -> Chosen | None:
     return chosen
 
 
-def arithmetic(model: Any, backend: Any, chosen: Chosen | None) -> str:
-    """Name and version of what computes: the kernels' where they run the whole forward, else torch's, and behind a + that of
-    native attention. Equal names, weights, tokens and seeds give equal samples, to the bit, on one torch."""
-    if getattr(model, "native", None) is not None and chosen is not None and chosen.kernels is not None:
-        return chosen.kernels.arithmetic
-    attention = getattr(backend, "arithmetic", None)
-    return torch_arithmetic() if attention is None else f"{torch_arithmetic()}+{attention}"
+def arithmetic(model: Any, backend: Any) -> str:
+    """Name and version of what computes: of the products, and behind a + of the attention where that is another one. Equal names,
+    weights, tokens and seeds give equal samples, to the bit, on one torch."""
+    computes = getattr(model, "computes", None)
+    products = torch_arithmetic() if computes is None else computes.arithmetic
+    attention = getattr(backend, "arithmetic", torch_arithmetic())
+    return products if attention == products else f"{products}+{attention}"
 
 
 def torch_arithmetic() -> str:

@@ -83,7 +83,7 @@ class Engine:
         self.chosen = chosen_kernels(config, model)
         isa = None if self.chosen is None else self.chosen.isa
         self.backend = choose_backend(config.attention, model.device, config.threads, capacity, isa)
-        self.arithmetic = arithmetic(model, self.backend, self.chosen)
+        self.arithmetic = arithmetic(model, self.backend)
         log.info("%s: %s, arithmetic %s", model.name, self.backend, self.arithmetic)
         if self.chosen is not None:
             log.info("%s: isa %s", model.name, self.chosen)
@@ -365,4 +365,3 @@ class Engine:
     def _stuck(self) -> bool:
         scheduler = self.scheduler
         return scheduler.has_work and not scheduler.running
-

@@ -1,6 +1,6 @@
-"""A transformers causal language model, unmodified: load it, make sure that our attention can serve it, run a step.
+"""A transformers causal language model: load it, make sure that our attention can serve it, run a step.
 
-Parameter names stay those of the trainer's model, and its arithmetic outside attention is the trainer's own.
+Parameter names stay those of the trainer's model. On the CPU its products are ours (`engine.cpu.products`), all else is its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.attention.seam import ATTENTION_NAME, Backend, Call, Probe
 from engine.batch import Batch
 from engine.compiled import compile_layers
 from engine.config import EngineConfig
-from engine.cpu.decoder import NativeDecoder, NotNative
+from engine.cpu.judge import Computes, decide
 from engine.cpu.kernels import Chosen, choose
 from engine.kv import KVGeometry, PagedKV
 from engine.memory import own_parameters
@@ -81,10 +81,14 @@ class Model:
         self.geometry = KVGeometry(len(asked), asked[0]["kv_heads"], asked[0]["head_dim"], module.dtype)
         self.eos_token_ids = _eos(module)
         self.chosen: Chosen | None = choose(isa) if module.device.type == "cpu" else None
-        self.native = self._native(asked) if native else None
+        self.computes: Computes | None = None
+        """who runs the layers on the CPU, decided here; None: the module as it comes"""
+        if native and self.chosen is not None:
+            self.computes = decide(module, name, asked, self.forward_transformers, self.chosen.isa, whole=streamed is None)
+        self.native = None if self.computes is None else self.computes.decoder
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
-        """[S, vocab] logits of the tokens `batch.logits_at`: by the native decoder where it has the bits of transformers."""
+        """[S, vocab] logits of the tokens `batch.logits_at`: by a decoder (`engine.cpu.judge`) or the module."""
         run = self.forward_transformers if self.native is None else self.native.forward
         return run(batch, kv, backend)
 
@@ -98,23 +102,6 @@ class Model:
             rollout=Call(backend, batch, kv),
         )
         return output.logits[0, : batch.num_logits]
-
-    def _native(self, asked: dict[int, dict[str, Any]]) -> NativeDecoder | None:
-        if self.device.type != "cpu" or self.module.dtype != torch.bfloat16:
-            return None
-        if self.streamed is not None:
-            log.info(
-                "%s runs through transformers: natively all layers are one call, and weight_offload streams them", self.name
-            )
-            return None
-        try:
-            with torch.inference_mode():
-                decoder = NativeDecoder(self.module, asked, self.chosen.kernels)
-                decoder.check(self.forward_transformers, self.vocab_size)
-        except NotNative as error:
-            log.info("%s runs through transformers, not natively: %s", self.name, error)
-            return None
-        return decoder
 
 
 def _refuse_config(config: Any, name: str) -> None:

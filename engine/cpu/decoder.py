@@ -1,9 +1,9 @@
 """A decoder of Llama's kind (Qwen 2 and 3, Mistral, …) in one parallel region, native attention included, in place of the fifty
 small kernels and as many barriers that eager torch makes of a layer. bf16 on CPUs with avx512_bf16.
 
-The transformers model stays as it is and stays the judge. `NativeDecoder` reads its parameters where they lie, so a refresh in
-place is seen; and before it is used its logits are compared with the model's own, which must agree in every bit. So a
-trainer's eager forward with our attention still has the engine's log-probs exactly. Layers compiled by inductor do not offer
+The transformers model with our products stays the judge (`engine.cpu.judge`). `NativeDecoder` reads its parameters where they lie,
+so a refresh in place is seen; and before it is used its logits are compared with the module's, which must agree in every bit. So
+a trainer's module with our products and attention has the engine's log-probs exactly. Layers compiled by inductor do not offer
 that: they keep fp32 where eager torch rounds, and reduce in another order.
 """
 
@@ -12,8 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import c_float, c_int64, c_void_p
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -70,39 +69,20 @@ class NativeDecoder:
             raise NotNative("the CPU has no avx512_bf16, or there is no compiler")
         self.kernels = kernels
         self.body, self.lm_head = module.base_model, module.get_output_embeddings()
-        _need({name for name, _ in self.body.named_children()} == BODY, f"the model has other parts than {sorted(BODY)}")
-        _need(type(self.body.embed_tokens) is nn.Embedding, "the embedding is of a kind of its own")
-        first = self.body.layers[0]
-        _need({name for name, _ in first.named_children()} == LAYER, "a decoder layer of another kind")
-        _need(hasattr(first.self_attn, "q_proj") and hasattr(first.mlp, "gate_proj"), "projections of another kind")
-        dim, q, kv = first.self_attn.head_dim, first.self_attn.q_proj.out_features, first.self_attn.k_proj.out_features
-        self.hidden, self.inner, self.head_dim = first.input_layernorm.weight.numel(), first.mlp.gate_proj.out_features, dim
-        self.heads = q // dim, kv // dim
-        _need(dim % 32 == 0, f"head_dim {dim}, no multiple of 32")
-        for layer in self.body.layers:
-            _look_at(layer, self.hidden, self.inner, q, kv, dim)
-        _look_at_norm(self.body.norm, self.hidden)
-        _look_at_linear(self.lm_head, self.hidden, self.lm_head.out_features)
+        sizes = look_at_module(module)
+        self.hidden, self.inner, self.head_dim, self.heads = sizes
+        _need(self.head_dim % 32 == 0, f"head_dim {self.head_dim}, no multiple of 32")
+        for each in module.modules():
+            if isinstance(each, nn.Linear):
+                outputs, inputs = each.weight.shape
+                _need(inputs % 32 == 0 and outputs % 16 == 0, f"a product of {outputs} × {inputs}: no multiples of 16 and 32")
+            for parameter in each.parameters(recurse=False):
+                _need(parameter.dtype == torch.bfloat16, f"a parameter in {parameter.dtype}")
         self.attention = [(asked[i]["scaling"], asked[i]["window"]) for i in range(len(self.body.layers))]
         self.parameters = list(module.parameters())
         self.chunks: dict[tuple[int, int, bool], int] = {}
         self.addresses: list[int] = []
         self._structs: Any = None
-
-    def check(self, eager: Callable[[Any, Any, Any], torch.Tensor], vocabulary: int) -> None:
-        """Compare with `eager`, the transformers model behind the same signature. Raises NotNative where a bit differs."""
-        generator = torch.Generator().manual_seed(0)
-        for rows in CHECKED_ROWS:
-            ids = torch.randint(vocabulary, (1, max(2, rows)), generator=generator)
-            ids[:, rows:] = ids[:, rows - 1 : rows]
-            positions = (torch.arange(ids.shape[1]) * 7)[None]
-            positions[:, rows:] = positions[:, rows - 1 : rows]
-            at = torch.arange(max(2, rows)).clamp(max=rows - 1)
-            batch = SimpleNamespace(
-                input_ids=ids, position_ids=positions, num_tokens=rows, logits_at=at, num_logits=rows, attention={}
-            )
-            mine, theirs = self.forward(batch, None, _Echo()), eager(batch, None, _Echo())
-            _need(torch.equal(mine, theirs), f"numbers that differ from transformers' own with {rows} rows")
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
         """[S, vocabulary] bf16 logits of the tokens `batch.logits_at`."""
@@ -186,10 +166,10 @@ class NativeDecoder:
         for chunk in (*CHUNKS, linear.in_features):
             if all(torch.equal(self.kernels.linear(x, linear.weight, linear.bias, chunk), linear(x)) for x in inputs):
                 return chunk
-        raise NotNative(f"a product of {linear.out_features} × {linear.in_features} that torch sums in an unknown order")
+        return linear.in_features
 
 
-class _Echo:
+class Echo:
     """Stands in for attention while numbers are compared: every bit of q, k and v shows in what it returns."""
 
     name = "echo"
@@ -204,8 +184,38 @@ def _need(ok: bool, what: str) -> None:
         raise NotNative(what)
 
 
+class Sizes(NamedTuple):
+    """Of a decoder of Llama's kind."""
+
+    hidden: int
+    inner: int
+    """outputs of gate and up"""
+    head_dim: int
+    heads: tuple[int, int]
+    """of queries, of keys and values"""
+
+
+def look_at_module(module: nn.Module) -> Sizes:
+    """Is this a decoder of the layers that we compute, as far as one can see? All layers must have the same sizes. Raises
+    NotNative."""
+    body, lm_head = module.base_model, module.get_output_embeddings()
+    _need({name for name, _ in body.named_children()} == BODY, f"the model has other parts than {sorted(BODY)}")
+    _need(type(body.embed_tokens) is nn.Embedding, "the embedding is of a kind of its own")
+    first = body.layers[0]
+    _need({name for name, _ in first.named_children()} == LAYER, "a decoder layer of another kind")
+    _need(hasattr(first.self_attn, "q_proj") and hasattr(first.mlp, "gate_proj"), "projections of another kind")
+    dim, q, kv = first.self_attn.head_dim, first.self_attn.q_proj.out_features, first.self_attn.k_proj.out_features
+    hidden, inner = first.input_layernorm.weight.numel(), first.mlp.gate_proj.out_features
+    for layer in body.layers:
+        _look_at(layer, hidden, inner, q, kv, dim)
+    _look_at_norm(body.norm, hidden)
+    _look_at_linear(lm_head, hidden, lm_head.out_features)
+    for parameter in module.parameters():
+        _need(parameter.device.type == "cpu" and parameter.is_contiguous(), f"a parameter on {parameter.device}")
+    return Sizes(hidden, inner, dim, (q // dim, kv // dim))
+
+
 def _look_at(layer: nn.Module, hidden: int, inner: int, q: int, kv: int, dim: int) -> None:
-    """Is this a layer that c/layers.c computes, as far as one can see? All sizes must be those of the other layers."""
     _need({name for name, _ in layer.named_children()} == LAYER, "a decoder layer of another kind")
     attention, mlp = layer.self_attn, layer.mlp
     names = {name for name, _ in attention.named_children()}
@@ -228,18 +238,9 @@ def _look_at(layer: nn.Module, hidden: int, inner: int, q: int, kv: int, dim: in
 def _look_at_linear(linear: nn.Module, inputs: int, outputs: int) -> None:
     _need(type(linear) is nn.Linear, f"a {type(linear).__name__} in place of a linear layer")
     _need(tuple(linear.weight.shape) == (outputs, inputs), f"a product of {tuple(linear.weight.shape)} among others")
-    _need(inputs % 32 == 0 and outputs % 16 == 0, f"a product of {outputs} × {inputs}: no multiples of 16 and 32")
-    for parameter in linear.parameters():
-        _look_at_parameter(parameter)
 
 
 def _look_at_norm(norm: nn.Module, size: int) -> None:
     names = [name for name, _ in norm.named_parameters()]
     _need(names == ["weight"] and hasattr(norm, "variance_epsilon"), "a norm of another kind")
-    _need(norm.weight.shape == (size,) and size % 32 == 0, f"a norm of {tuple(norm.weight.shape)}")
-    _look_at_parameter(norm.weight)
-
-
-def _look_at_parameter(parameter: torch.Tensor) -> None:
-    _need(parameter.dtype == torch.bfloat16 and parameter.is_contiguous(), f"a parameter in {parameter.dtype}")
-    _need(parameter.device.type == "cpu", f"a parameter on {parameter.device}")
+    _need(norm.weight.shape == (size,), f"a norm of {tuple(norm.weight.shape)}")

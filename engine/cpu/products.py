@@ -1,0 +1,227 @@
+"""y = x · wᵀ + b of every nn.Linear, by products whose rows do not depend on the rows beside them; for the engine and for trainers.
+
+torch's own products choose the order of their sums by the number of rows: below a few rows everywhere, and at any number of rows
+on CPUs with AMX. A product from here gives a row the same bits alone, in a crowd and padded. Which bits that are has a name,
+`arithmetic`: with the same name, weights and tokens there are the same numbers, in the service and in a trainer.
+
+    use_products(module, isa)    every nn.Linear computes by these products; parameters, names and state_dict stay as they are
+    plain_products(module)       and back
+
+Forward only is ours. The backward is torch's: grad · w, gradᵀ · x, and the sum of grad.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from engine.arithmetic import torch_arithmetic
+from engine.cpu.build import NativeUnavailable
+from engine.cpu.isa import here, isa_of
+from engine.cpu.kernels import Kernels, choose
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Products(Protocol):
+    isa: str
+    """instruction set, or "torch\""""
+    arithmetic: str
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[T, inputs] · [outputs, inputs]ᵀ (+ [outputs]) → [T, outputs], all of one dtype of `DTYPES`, on the CPU."""
+
+
+class NotServed(ValueError):
+    """This module has products that cannot be exchanged for ours; the message names the first one."""
+
+
+class TorchProducts:
+    """torch's products, a number of rows at a time that is found by trying: all of them where torch gives a row the same bits
+    whatever their number is, else pieces so small that it does, else pieces of one size, the last one padded."""
+
+    isa, arithmetic = "torch", torch_arithmetic()
+    LEAST = {torch.bfloat16: 2, torch.float32: 16}
+    """rows below which torch takes another path on every CPU"""
+    TRIED = (2, 3, 16, 17, 31, 32, 33, 129, 256, 513, 1024)
+    PIECES = (1024, 256, 32)
+    """most rows of a piece, tried in this order"""
+    MOST_WORK = 4e9
+    """floating-point operations of a piece beyond which it needs not be larger"""
+
+    def __init__(self) -> None:
+        self._pieces: dict[tuple[Any, ...], tuple[int, int]] = {}
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        least, most = self.piece(weight, bias)
+        if len(x) == 0 or least <= len(x) <= most:
+            return nn.functional.linear(x, weight, bias)
+        return torch.cat([nn.functional.linear(_padded(part, least), weight, bias)[: len(part)] for part in x.split(most)])
+
+    def piece(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, int]:
+        """Least and most rows that go to torch at once, in a product of this shape and with torch's number of threads."""
+        key = (*weight.shape, bias is None, weight.dtype, torch.get_num_threads())
+        if key not in self._pieces:
+            self._pieces[key] = self._try(weight, bias)
+        return self._pieces[key]
+
+    def free(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        """torch gives a row the same bits at any number of rows that was tried."""
+        least, most = self.piece(weight, bias)
+        return most == self._sizes(weight)[0] and least < most
+
+    def _sizes(self, weight: torch.Tensor) -> list[int]:
+        return [n for n in self.PIECES if 2 * n * weight.numel() <= self.MOST_WORK] or [self.PIECES[-1]]
+
+    @torch.no_grad()
+    def _try(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, int]:
+        least, sizes = self.LEAST[weight.dtype], self._sizes(weight)
+        x, probe = sensitive(sizes[0], weight)
+        tried = [n for n in self.TRIED if least <= n <= sizes[0]]
+        of = {n: nn.functional.linear(x[:n], probe, bias) for n in tried}
+        for most in sizes:
+            rows = [n for n in tried if n <= most]
+            if all(torch.equal(of[n], of[rows[-1]][:n]) for n in rows):
+                return least, most
+        return sizes[-1], sizes[-1]
+
+
+def sensitive(rows: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, inputs] and a weight of the shape given whose exact product is 0, so that what comes out is the rounding of the
+    sums: another order of them shows in nearly every number, where rounding to bf16 would hide all but one in thousands. The
+    sizes differ widely, or sums of products of bf16 would be exact in fp32, in any order."""
+    outputs, inputs = weight.shape
+    generator = torch.Generator().manual_seed(0)
+    half = inputs // 2
+    order = torch.randperm(2 * half, generator=generator)
+    x, w = (torch.randn(n, half, generator=generator) for n in (rows, outputs))
+    powers = (torch.randint(-8, 8, each.shape, generator=generator, dtype=torch.float32).exp2_() for each in (x, w))
+    x, w = (each.mul_(power).to(weight.dtype) for each, power in zip((x, w), powers, strict=True))
+    x, w = torch.cat([x, -x], 1)[:, order], torch.cat([w, w], 1)[:, order]
+    return nn.functional.pad(x, (0, inputs - 2 * half)), nn.functional.pad(w, (0, inputs - 2 * half))
+
+
+class NativeProducts:
+    """The products of `c/layers.c`."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels, self.isa, self.arithmetic = kernels, kernels.isa, kernels.arithmetic
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if x.dtype != torch.bfloat16 or weight.shape[0] % 16 or weight.shape[1] % 32:
+            return products_of("torch").linear(x, weight, bias)
+        return self.kernels.linear(x, weight, bias, weight.shape[1])
+
+
+@cache
+def products_of(isa: str) -> Products:
+    """The products of an instruction set; torch's for "torch", and where there is no other product yet. Raises
+    NativeUnavailable."""
+    kernels = None if isa == "torch" else Kernels(isa)
+    return TorchProducts() if kernels is None or not kernels.products else NativeProducts(kernels)
+
+
+def isas_for(arithmetic: str | None) -> tuple[str, str]:
+    """The instruction sets, of products and of attention, by which this machine computes what `engine.arithmetic` names so; None =
+    the best that it has, as a service here takes it. Raises ValueError, saying what this machine has, if it cannot."""
+    if arithmetic is None:
+        best = choose().isa
+        return products_of(best).isa, best
+    of_products, of_attention = {}, {}
+    for isa in reversed([*here(), "torch"]):
+        try:
+            of_products[products_of(isa).arithmetic] = isa
+        except NativeUnavailable:
+            continue
+        of_attention[torch_arithmetic() if isa == "torch" else isa_of(isa).arithmetic] = isa
+    first, _, second = arithmetic.partition("+")
+    for name, have in ((first, of_products), (second or first, of_attention)):
+        if name not in have:
+            raise ValueError(
+                f"the service computes with arithmetic {arithmetic!r}, and this machine has {', '.join(reversed(have))}: start the "
+                "service with an isa whose arithmetic both have, or train on a machine like the service's"
+            )
+    return of_products[first], of_attention[second or first]
+
+
+class ExactLinear(nn.Linear):
+    """An nn.Linear whose class was exchanged by `use_products`."""
+
+    isa: str
+
+    @torch.compiler.disable
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[…, inputs] → […, outputs]. Raises ValueError under autocast, and for an input of another dtype or device."""
+        if torch.is_autocast_enabled(input.device.type):
+            raise ValueError("autocast computes with other numbers than the weights: call the exact model without it")
+        if input.dtype != self.weight.dtype or input.device.type != "cpu":
+            raise ValueError(
+                f"an input in {input.dtype} on {input.device} for a weight in {self.weight.dtype}: need the weight's dtype, on the CPU"
+            )
+        return _Product.apply(input, self.weight, self.bias, products_of(self.isa))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, isa={self.isa}"
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, products: Products) -> torch.Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        out = products.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        return out.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        of_x = grad @ weight if ctx.needs_input_grad[0] else None
+        of_weight = rows.T @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+def use_products(module: nn.Module, isa: str) -> None:
+    """Let every nn.Linear of `module` compute by `products_of(isa)` from now on, in place.
+
+    Raises NotServed for weights on another device or of another dtype, for layers that are a kind of Linear of their own
+    (quantised ones), and for matrices that belong to neither a Linear nor an embedding (experts, Conv1D);
+    NativeUnavailable. The module is as it was then."""
+    products_of(isa)
+    linears = [_served(name, each) for name, each in module.named_modules() if isinstance(each, nn.Linear)]
+    for name, each in module.named_modules():
+        for parameter, tensor in each.named_parameters(recurse=False):
+            if tensor.ndim > 1 and not isinstance(each, (nn.Linear, nn.Embedding)):
+                raise NotServed(
+                    f"{name}.{parameter} is a matrix of a {type(each).__name__}, whose product is not an nn.Linear's: its "
+                    "numbers would stay torch's own"
+                )
+    for linear in linears:
+        linear.__class__, linear.isa = ExactLinear, isa
+
+
+def plain_products(module: nn.Module) -> None:
+    """Undo `use_products`."""
+    for each in module.modules():
+        if type(each) is ExactLinear:
+            each.__class__ = nn.Linear  # type: ignore[assignment]
+            del each.isa
+
+
+def _served(name: str, linear: nn.Linear) -> Any:
+    if type(linear) not in (nn.Linear, ExactLinear) or type(linear.weight) is not nn.Parameter:
+        kind = type(linear).__name__ if type(linear.weight) is nn.Parameter else type(linear.weight).__name__
+        raise NotServed(f"{name} is a {kind}: need a plain nn.Linear, neither quantised nor parametrised")
+    for tensor in linear.parameters():
+        if tensor.device.type != "cpu" or tensor.dtype not in DTYPES:
+            raise NotServed(f"{name} is in {tensor.dtype} on {tensor.device}: need bfloat16 or float32 on the CPU")
+    return linear
+
+
+def _padded(x: torch.Tensor, least: int) -> torch.Tensor:
+    """x with its last row repeated until there are `least`."""
+    return x if len(x) >= least else torch.cat([x, x[-1:].expand(least - len(x), -1)])
