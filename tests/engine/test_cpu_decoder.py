@@ -11,12 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.cpu.decoder import NativeDecoder, NotNative, _Echo
-from engine.cpu.kernels import Kernels, kernels
+from engine.cpu.kernels import Kernels, choose
 from engine.model import Model
 from tests.engine.tiny import tiny, tiny_engine
 from tests.engine.toy import group, run
 
-native = kernels()
+native = choose().kernels
 pytestmark = pytest.mark.skipif(native is None or not native.products, reason="the CPU has no avx512_bf16, or no compiler")
 
 SIZES = {"hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
