@@ -13,7 +13,7 @@ Forward only is ours. The backward is torch's: grad · w, gradᵀ · x, and the 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -40,54 +40,65 @@ class NotServed(ValueError):
     """This module has products that cannot be exchanged for ours; the message names the first one."""
 
 
+class Pieces(NamedTuple):
+    """In which numbers of rows a product goes to torch."""
+
+    least: int
+    step: int
+    """numbers of rows are padded to a multiple"""
+    most: int
+    steady: bool
+    """a row got the same bits in all numbers and places that were tried"""
+
+    def padded(self, rows: int) -> int:
+        return max(self.least, -(-rows // self.step) * self.step)
+
+
 class TorchProducts:
-    """torch's products, a number of rows at a time that is found by trying: all of them where torch gives a row the same bits
-    whatever their number is, else pieces so small that it does, else pieces of one size, the last one padded."""
+    """torch's products, in pieces of rows that are found by trying: all rows at once where torch gives a row the same bits wherever
+    it stands, else padded to whole tiles, else so few at a time that it does."""
 
     isa, arithmetic = "torch", torch_arithmetic()
     LEAST = {torch.bfloat16: 2, torch.float32: 16}
     """rows below which torch takes another path on every CPU"""
-    TRIED = (2, 3, 16, 17, 31, 32, 33, 129, 256, 513, 1024)
-    PIECES = (1024, 256, 32)
-    """most rows of a piece, tried in this order"""
+    TRIED = (1, 3, 16, 17, 31, 33, 129, 250, 513, 1000)
+    STEPS = (1, 16, 64)
+    MOST = (1024, 256, 64)
     MOST_WORK = 4e9
     """floating-point operations of a piece beyond which it needs not be larger"""
 
     def __init__(self) -> None:
-        self._pieces: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self._pieces: dict[tuple[Any, ...], Pieces] = {}
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        least, most = self.piece(weight, bias)
-        if len(x) == 0 or least <= len(x) <= most:
+        pieces = self.pieces(weight, bias)
+        if len(x) == 0 or (len(x) <= pieces.most and pieces.padded(len(x)) == len(x)):
             return nn.functional.linear(x, weight, bias)
-        return torch.cat([nn.functional.linear(_padded(part, least), weight, bias)[: len(part)] for part in x.split(most)])
+        return torch.cat([_padded_linear(part, weight, bias, pieces.padded(len(part))) for part in x.split(pieces.most)])
 
-    def piece(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, int]:
-        """Least and most rows that go to torch at once, in a product of this shape and with torch's number of threads."""
+    def pieces(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Pieces:
+        """Of a product of this shape, with torch's number of threads."""
         key = (*weight.shape, bias is None, weight.dtype, torch.get_num_threads())
         if key not in self._pieces:
             self._pieces[key] = self._try(weight, bias)
         return self._pieces[key]
 
-    def free(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """torch gives a row the same bits at any number of rows that was tried."""
-        least, most = self.piece(weight, bias)
-        return most == self._sizes(weight)[0] and least < most
-
-    def _sizes(self, weight: torch.Tensor) -> list[int]:
-        return [n for n in self.PIECES if 2 * n * weight.numel() <= self.MOST_WORK] or [self.PIECES[-1]]
-
     @torch.no_grad()
-    def _try(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, int]:
-        least, sizes = self.LEAST[weight.dtype], self._sizes(weight)
+    def _try(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Pieces:
+        sizes = [n for n in self.MOST if 2 * n * weight.numel() <= self.MOST_WORK] or [self.MOST[-1]]
         x, probe = sensitive(sizes[0], weight)
-        tried = [n for n in self.TRIED if least <= n <= sizes[0]]
-        of = {n: nn.functional.linear(x[:n], probe, bias) for n in tried}
         for most in sizes:
-            rows = [n for n in tried if n <= most]
-            if all(torch.equal(of[n], of[rows[-1]][:n]) for n in rows):
-                return least, most
-        return sizes[-1], sizes[-1]
+            want = nn.functional.linear(x[:most], probe, bias)
+            for step in self.STEPS:
+                pieces = Pieces(self.LEAST[weight.dtype], step, most, True)
+                if all(
+                    torch.equal(_padded_linear(x[at], probe, bias, pieces.padded(n)), want[at])
+                    for n in self.TRIED
+                    if n <= most
+                    for at in (slice(n), slice(most - n, most))
+                ):
+                    return pieces
+        return Pieces(sizes[-1], sizes[-1], sizes[-1], False)
 
 
 def sensitive(rows: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,6 +233,7 @@ def _served(name: str, linear: nn.Linear) -> Any:
     return linear
 
 
-def _padded(x: torch.Tensor, least: int) -> torch.Tensor:
-    """x with its last row repeated until there are `least`."""
-    return x if len(x) >= least else torch.cat([x, x[-1:].expand(least - len(x), -1)])
+def _padded_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
+    """The product of x with its last row repeated until there are `rows`; without what that adds."""
+    more = torch.cat([x, x[-1:].expand(rows - len(x), -1)]) if rows > len(x) else x
+    return nn.functional.linear(more, weight, bias)[: len(x)]
