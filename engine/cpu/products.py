@@ -61,7 +61,7 @@ class TorchProducts:
     isa, arithmetic = "torch", torch_arithmetic()
     LEAST = {torch.bfloat16: 2, torch.float32: 16}
     """rows below which torch takes another path on every CPU"""
-    TRIED = (1, 3, 16, 17, 31, 33, 129, 250, 513, 1000)
+    TRIED = (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 31, 33, 129, 213, 513, 1000)
     STEPS = (1, 16, 64)
     MOST = (1024, 256, 64)
     MOST_WORK = 4e9
