@@ -93,7 +93,12 @@ def test_max_difference_is_zero(name: str, sizes: dict[str, Any], dtype: str, is
     arithmetic, samples = served(module, dtype, isa)
     use_exact(module, arithmetic, block_size=8)
     want = of_service(samples)
-    for logprobs in (padded(module, samples), padded(module, samples, left=True), packed(module, samples), tree(module, samples)):
+    for logprobs in (
+        padded(module, samples),
+        padded(module, samples, left=True),
+        packed(module, samples),
+        tree(module, samples),
+    ):
         assert torch.equal(logprobs, want)
 
 
@@ -107,7 +112,9 @@ def test_another_arithmetic_is_seen() -> None:
     assert torch.equal(tree(module, samples), want)
     plain = nn.functional.linear
     first = module.model.layers[0].mlp.down_proj
-    first.__class__ = type("Other", (nn.Linear,), {"forward": lambda self, x: plain(x.float(), self.weight.float()).bfloat16() * 1.01})
+    first.__class__ = type(
+        "Other", (nn.Linear,), {"forward": lambda self, x: plain(x.float(), self.weight.float()).bfloat16() * 1.01}
+    )
     assert not torch.equal(tree(module, samples), want)
     first.__class__ = ExactLinear
     exact.remove()
@@ -123,7 +130,10 @@ def test_temperature() -> None:
         prompt = PROMPTS[int(sample.group_id)]
         ids = torch.tensor([prompt + sample.token_ids.tolist()])
         logits = module(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-        assert token_logprobs(logits, torch.from_numpy(sample.token_ids), 0.7).detach().numpy().tobytes() == sample.logprobs.tobytes()
+        assert (
+            token_logprobs(logits, torch.from_numpy(sample.token_ids), 0.7).detach().numpy().tobytes()
+            == sample.logprobs.tobytes()
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
