@@ -1,5 +1,5 @@
 """A decoder of Llama's kind (Qwen 2 and 3, Mistral, …) in one parallel region, native attention included, in place of the fifty
-small kernels and as many barriers that eager torch makes of a layer. bf16 on CPUs with avx512_bf16.
+small kernels and as many barriers that eager torch makes of a layer. In bf16 and fp32, by the products of any instruction set.
 
 The transformers model with our products stays the judge (`engine.cpu.judge`). `NativeDecoder` reads its parameters where they lie,
 so a refresh in place is seen; and before it is used its logits are compared with the module's, which must agree in every bit. So
@@ -20,11 +20,10 @@ from torch import nn
 from engine.attention.seam import Backend
 from engine.batch import Batch
 from engine.cpu.attention import NativeAttention
-from engine.cpu.kernels import Kernels, Linear
+from engine.cpu.build import check_layout
+from engine.cpu.kernels import Kernels, Linear, linear_struct
 from engine.kv import PagedKV
 
-CHUNKS = (512, 1024, 256, 2048)
-"""inputs that oneDNN sums in one go, as seen; all of them otherwise"""
 CHECKED_ROWS = (1, 2, 37, 130)
 BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -48,8 +47,9 @@ class _Layer(ctypes.Structure):
 class _Between(ctypes.Structure):
     _fields_ = [
         ("done", c_void_p), ("next", c_void_p),
-        *((name, c_int64) for name in ("tokens", "hidden", "head_dim")),
-        *((name, c_void_p) for name in ("x", "normed", "inner", "attended", "q", "k", "v", "cos", "sin", "head_norm", "head")),
+        *((name, c_int64) for name in ("tokens", "hidden", "head_dim", "is_bf16")),
+        *((name, c_void_p) for name in ("x", "normed", "inner", "attended", "q", "k", "v", "cos", "sin")),
+        *((name, c_void_p) for name in ("packed", "head_norm", "head")),
         ("head_eps", c_float), ("logits", c_void_p),
     ]  # fmt: skip
 
@@ -64,28 +64,23 @@ class _Forward(ctypes.Structure):
 class NativeDecoder:
     """`asked`: what each layer asks of its attention (scaling and window), by layer. Raises NotNative."""
 
-    def __init__(self, module: nn.Module, asked: dict[int, dict[str, Any]], kernels: Kernels | None) -> None:
-        if kernels is None or not kernels.products:
-            raise NotNative("the CPU has no avx512_bf16, or there is no compiler")
+    def __init__(self, module: nn.Module, asked: dict[int, dict[str, Any]], kernels: Kernels) -> None:
         self.kernels = kernels
+        check_layout(kernels.library, "rollout_layout_layers", Layer=_Layer, Between=_Between, Forward=_Forward)
         self.body, self.lm_head = module.base_model, module.get_output_embeddings()
-        sizes = look_at_module(module)
-        self.hidden, self.inner, self.head_dim, self.heads = sizes
-        _need(self.head_dim % 32 == 0, f"head_dim {self.head_dim}, no multiple of 32")
-        for each in module.modules():
-            if isinstance(each, nn.Linear):
-                outputs, inputs = each.weight.shape
-                _need(inputs % 32 == 0 and outputs % 16 == 0, f"a product of {outputs} × {inputs}: no multiples of 16 and 32")
-            for parameter in each.parameters(recurse=False):
-                _need(parameter.dtype == torch.bfloat16, f"a parameter in {parameter.dtype}")
+        self.hidden, self.inner, self.head_dim, self.heads = look_at_module(module)
+        for what, size in (("head_dim", self.head_dim), ("hidden_size", self.hidden)):
+            _need(size % 32 == 0, f"{what} {size}, no multiple of 32")
+        dtypes = {parameter.dtype for parameter in module.parameters()}
+        _need(dtypes in ({torch.bfloat16}, {torch.float32}), f"parameters in {', '.join(sorted(map(str, dtypes)))}")
+        self.inputs = {self.hidden, self.inner, self.heads[0] * self.head_dim}
         self.attention = [(asked[i]["scaling"], asked[i]["window"]) for i in range(len(self.body.layers))]
         self.parameters = list(module.parameters())
-        self.chunks: dict[tuple[int, int, bool], int] = {}
         self.addresses: list[int] = []
         self._structs: Any = None
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
-        """[S, vocabulary] bf16 logits of the tokens `batch.logits_at`."""
+        """[S, vocabulary] logits of the tokens `batch.logits_at`."""
         n, dim, library = batch.num_tokens, self.head_dim, self.kernels.library
         team = ctypes.byref(self.kernels.team())
         layers = self._layers()
@@ -95,9 +90,11 @@ class NativeDecoder:
         q_heads, kv_heads = self.heads
         q, k, v = (x.new_empty(n, heads, dim) for heads in (q_heads, kv_heads, kv_heads))
         normed, inner = torch.empty_like(x), x.new_empty(n, self.inner)
+        packed = self.kernels.packed(n, self.inputs, x.dtype)
         between = _Between(
-            tokens=n, hidden=self.hidden, head_dim=dim, x=x.data_ptr(), normed=normed.data_ptr(), inner=inner.data_ptr(),
-            q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(),
+            tokens=n, hidden=self.hidden, head_dim=dim, is_bf16=x.dtype == torch.bfloat16, x=x.data_ptr(),
+            normed=normed.data_ptr(), inner=inner.data_ptr(), q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(),
+            cos=cos.data_ptr(), sin=sin.data_ptr(), packed=packed.data_ptr(),
         )  # fmt: skip
         if isinstance(backend, NativeAttention):
             attended = torch.empty_like(q)
@@ -125,10 +122,10 @@ class NativeDecoder:
 
     def _logits(self, x: torch.Tensor, team: Any) -> torch.Tensor:
         normed, logits = torch.empty_like(x), x.new_empty(len(x), self.lm_head.out_features)
-        head = self._linear(self.lm_head)
+        head, packed = linear_struct(self.lm_head.weight, self.lm_head.bias), self.kernels.packed(len(x), (self.hidden,), x.dtype)
         work = _Between(
-            tokens=len(x), hidden=self.hidden, x=x.data_ptr(), normed=normed.data_ptr(),
-            head_norm=self.body.norm.weight.data_ptr(), head_eps=self.body.norm.variance_epsilon, logits=logits.data_ptr(),
+            tokens=len(x), hidden=self.hidden, is_bf16=x.dtype == torch.bfloat16, x=x.data_ptr(), normed=normed.data_ptr(),
+            packed=packed.data_ptr(), head_norm=self.body.norm.weight.data_ptr(), head_eps=self.body.norm.variance_epsilon, logits=logits.data_ptr(),
             head=ctypes.addressof(head),
         )  # fmt: skip
         self.kernels.library.rollout_head(team, ctypes.byref(work))
@@ -147,26 +144,10 @@ class NativeDecoder:
         linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         norms = (layer.input_layernorm, layer.post_attention_layernorm, *(getattr(attention, f"{x}_norm", None) for x in "qk"))
         return _Layer(
-            *map(self._linear, (*linears, mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
+            *(linear_struct(each.weight, each.bias) for each in (*linears, mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
             *(None if norm is None else norm.weight.data_ptr() for norm in norms),
             *(0.0 if norm is None else norm.variance_epsilon for norm in norms),
         )
-
-    def _linear(self, linear: nn.Linear) -> Linear:
-        shape = (linear.out_features, linear.in_features, linear.bias is not None)
-        if shape not in self.chunks:
-            self.chunks[shape] = self._chunk(linear)
-        bias = None if linear.bias is None else linear.bias.data_ptr()
-        return Linear(linear.weight.data_ptr(), bias, *shape[:2], self.chunks[shape])
-
-    def _chunk(self, linear: nn.Linear) -> int:
-        """How many inputs torch sums in one go in a product of this shape, by trying."""
-        generator = torch.Generator().manual_seed(0)
-        inputs = [torch.randn(rows, linear.in_features, generator=generator).bfloat16() for rows in CHECKED_ROWS[1:]]
-        for chunk in (*CHUNKS, linear.in_features):
-            if all(torch.equal(self.kernels.linear(x, linear.weight, linear.bias, chunk), linear(x)) for x in inputs):
-                return chunk
-        return linear.in_features
 
 
 class Echo:

@@ -8,6 +8,7 @@ engines of a process may hold different ones.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from ctypes import c_int64, c_void_p
 from typing import NamedTuple
 
@@ -23,7 +24,15 @@ MAX_VOCABULARY = 1 << 20
 
 
 class Team(ctypes.Structure):
-    _fields_ = [("parallel", c_void_p), ("team", c_void_p), ("threads", c_int64)]
+    """`tuning`: address of a `Tuning`."""
+
+    _fields_ = [("parallel", c_void_p), ("team", c_void_p), ("threads", c_int64), ("tuning", c_void_p)]
+
+
+class Tuning(ctypes.Structure):
+    """`Tuning` of c/threads.h: choices of products that change no bit."""
+
+    _fields_ = [(name, c_int64) for name in ("dot", "piece", "few", "near")]
 
 
 class _Draw(ctypes.Structure):
@@ -37,9 +46,16 @@ class _Draw(ctypes.Structure):
 
 
 class Linear(ctypes.Structure):
-    """`Linear` of c/layers.c: addresses of a weight and its bias, and over how many inputs a sum runs in one go."""
+    """`Linear` of c/products.h: addresses of a weight [outputs, inputs] and its bias."""
 
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("chunk", c_int64)]
+    _fields_ = [("w", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("is_bf16", c_int64)]
+
+
+def linear_struct(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """Of contiguous tensors, which must outlive it."""
+    return Linear(
+        weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape, weight.dtype == torch.bfloat16
+    )
 
 
 class Kernels:
@@ -54,8 +70,12 @@ class Kernels:
         self.path = build(isa)
         self.library = load(self.path)
         check_layout(self.library, "rollout_layout_sampling", Draw=_Draw, Team=Team)
-        self.products = isa == "avx512_bf16"
-        """linear, norm and rope are there"""
+        check_layout(self.library, "rollout_layout_products", Linear=Linear, Tuning=Tuning)
+        self.library.rollout_packed_bytes.restype = c_int64
+        if self.library.rollout_prepare():
+            raise NativeUnavailable(f"the operating system does not let this process use what {isa} needs (arch_prctl)")
+        self.tuning = Tuning()
+        self.library.rollout_tune(ctypes.byref(self.tuning))
         self._openmp = symbols("GOMP_parallel", "omp_get_num_threads")
         self._scratch = np.empty(0, np.float32)
         self.lanes = 16
@@ -68,7 +88,7 @@ class Kernels:
         return f"{self.isa} (arithmetic {self.arithmetic}, log-probs with {own})"
 
     def team(self) -> Team:
-        return Team(*self._openmp, self.threads or torch.get_num_threads())
+        return Team(*self._openmp, self.threads or torch.get_num_threads(), ctypes.addressof(self.tuning))
 
     def _find_torch_lanes(self) -> bool:
         """Torch sums in as many lanes as its vectors have, 16 with AVX-512 and 8 with AVX2 (`ATEN_CPU_CAPABILITY` restricts
@@ -132,14 +152,38 @@ class Kernels:
             setattr(work, name, values.ctypes.data)
         return arrays
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk: int) -> torch.Tensor:
-        """[T, inputs] bf16 · [outputs, inputs]ᵀ (+ bias) → [T, outputs]. Sizes: multiples of 32 and 16."""
-        x, out = x.contiguous(), x.new_empty(len(x), len(weight))
-        linear = Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape, chunk)
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, inputs] · [outputs, inputs]ᵀ (+ [outputs]) → [T, outputs], all bf16 or all fp32, on the CPU, any sizes from 1 on.
+
+        The bits of a row depend on that row, the weight and the bias alone. Raises ValueError for what does not fit."""
+        dtypes = {each.dtype for each in (x, weight, bias) if each is not None}
+        if (
+            len(dtypes) != 1
+            or not dtypes <= {torch.bfloat16, torch.float32}
+            or (x.ndim, weight.ndim) != (2, 2)
+            or x.shape[1] != weight.shape[1]
+            or (bias is not None and bias.shape != weight.shape[:1])
+        ):
+            shapes = [None if each is None else (tuple(each.shape), each.dtype) for each in (x, weight, bias)]
+            raise ValueError(f"x, weight, bias {shapes}: need [T, K], [N, K] and [N] or None, all bfloat16 or all float32")
+        x, weight, out = x.contiguous(), weight.contiguous(), x.new_empty(len(x), len(weight))
+        bias = None if bias is None else bias.contiguous()
+        if not out.numel():
+            return out
+        packed = self.packed(len(x), (weight.shape[1],), x.dtype)
         self.library.rollout_linear(
-            ctypes.byref(self.team()), ctypes.byref(linear), c_void_p(x.data_ptr()), c_int64(len(x)), c_void_p(out.data_ptr())
-        )
+            ctypes.byref(self.team()), ctypes.byref(linear_struct(weight, bias)), c_void_p(x.data_ptr()), c_int64(len(x)),
+            c_void_p(packed.data_ptr()), c_void_p(out.data_ptr()),
+        )  # fmt: skip
         return out
+
+    def packed(self, rows: int, inputs: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+        """Room for `rows` rows of the widest of `inputs`, as products read them."""
+        team, is_bf16 = self.team(), dtype == torch.bfloat16
+        sizes = [
+            self.library.rollout_packed_bytes(ctypes.byref(team), c_int64(rows), c_int64(n), c_int64(is_bf16)) for n in inputs
+        ]
+        return torch.empty(max(sizes), dtype=torch.uint8)
 
 
 class Chosen(NamedTuple):

@@ -117,23 +117,19 @@ def sensitive(rows: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 class NativeProducts:
-    """The products of `c/layers.c`."""
+    """The products of `c/products.h`."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels, self.isa, self.arithmetic = kernels, kernels.isa, kernels.arithmetic
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if x.dtype != torch.bfloat16 or weight.shape[0] % 16 or weight.shape[1] % 32:
-            return products_of("torch").linear(x, weight, bias)
-        return self.kernels.linear(x, weight, bias, weight.shape[1])
+        return self.kernels.linear(x, weight, bias)
 
 
 @cache
 def products_of(isa: str) -> Products:
-    """The products of an instruction set; torch's for "torch", and where there is no other product yet. Raises
-    NativeUnavailable."""
-    kernels = None if isa == "torch" else Kernels(isa)
-    return TorchProducts() if kernels is None or not kernels.products else NativeProducts(kernels)
+    """The products of an instruction set; torch's for "torch". Raises NativeUnavailable."""
+    return TorchProducts() if isa == "torch" else NativeProducts(Kernels(isa))
 
 
 def isas_for(arithmetic: str | None) -> tuple[str, str]:

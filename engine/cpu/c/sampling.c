@@ -268,4 +268,4 @@ void rollout_draw(const Team *team, const Draw *d) { run(team, draw_all, (void *
 const Field rollout_layout_sampling[] = {
     AT(logits), AT(is_bf16), AT(vocabulary), AT(draws), AT(row), AT(temperature), AT(uniform), AT(token), AT(logprob), AT(raw),
     AT(finite), AT(lanes), AT(cuts), AT(top_k), AT(top_p), AT(min_p), AT(first), AT(forbidden), AT(scratch), AT(scratch_row),
-    AT(seats), AT_TEAM(parallel), AT_TEAM(team), AT_TEAM(threads), {NULL, NULL, 0, 0}};
+    AT(seats), AT_TEAM(parallel), AT_TEAM(team), AT_TEAM(threads), AT_TEAM(tuning), {NULL, NULL, 0, 0}};

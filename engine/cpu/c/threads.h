@@ -14,6 +14,7 @@
 #ifndef INLINE
 #define INLINE static inline __attribute__((always_inline))
 #endif
+
 enum { SPINS = 400 };
 
 INLINE void pause_(void) {
@@ -40,10 +41,19 @@ INLINE void wake_all(int32_t *word) {
 #endif
 }
 
+/* Choices that differ between CPUs and change no bit; filled by `rollout_tune`. */
+typedef struct {
+    int64_t dot;   /* pairs of bf16 are multiplied by vdpbf16ps; else widened, by two FMA */
+    int64_t piece; /* words of a panel that are transposed at once */
+    int64_t few;   /* up to so many rows there is nothing to do but to read weights */
+    int64_t near;  /* lines of weights that are fetched ahead in each output then */
+} Tuning;
+
 typedef struct {
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel, or NULL: one thread */
     int (*team)(void);                                              /* omp_get_num_threads */
     int64_t threads;
+    const Tuning *tuning; /* of products */
 } Team;
 
 typedef struct {
