@@ -22,8 +22,8 @@ def chosen_kernels(config: EngineConfig, model: Any) -> Chosen | None:
 
 
 def arithmetic(model: Any, backend: Any) -> str:
-    """Name and version of what computes: of the products, and behind a + of the attention where that is another one. Equal names,
-    weights, tokens and seeds give equal samples, to the bit, on one torch."""
+    """Name and version of what computes: of the products, and behind a + of the attention where that is another one. Equal
+    names, weights, tokens and seeds give equal samples, to the bit, on one torch."""
     computes = getattr(model, "computes", None)
     products = torch_arithmetic() if computes is None else computes.arithmetic
     attention = getattr(backend, "arithmetic", torch_arithmetic())

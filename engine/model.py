@@ -1,6 +1,6 @@
 """A transformers causal language model: load it, make sure that our attention can serve it, run a step.
 
-Parameter names stay those of the trainer's model. On the CPU its products are ours (`engine.cpu.products`), all else is its own.
+Parameter names stay those of the trainer's model. On the CPU products are ours (`engine.cpu.products`), all else is its own.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def status(engine: Engine) -> dict[str, Any]:
 
 
 def _computes(engine: Engine) -> dict[str, Any]:
-    """Who runs the layers, whether plain torch has the same bits (None: nobody looked, as off the CPU), and why nothing better."""
+    """Who runs the layers, whether plain torch has the same bits (None: nobody looked), and why nothing better."""
     computes = getattr(engine.model, "computes", None)
     if computes is None:
         return {"computed_by": "module", "torch_bits": None, "computed_by_reason": ""}

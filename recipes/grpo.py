@@ -9,7 +9,7 @@
 
 The groups of a step are sampled while the trainer works on those before it, so a token is at most one version old ("one step
 off-policy"); the importance ratio against the service's own log-probs corrects for that. The trainer computes with the service's
-arithmetic (`rollout.exact`), so on the same weights the ratio is 1 to the bit; with --no-exact it corrects for rounding, too.
+arithmetic (`rollout.exact`), so on the same weights the ratio is 1; with --no-exact it corrects for rounding too.
 
 GRPO: Shao et al., "DeepSeekMath" (2024); token-level loss: Yu et al., "DAPO" (2025); one step off-policy: Noukhovitch et al.,
 "Asynchronous RLHF" (ICLR 2025). Needs `pip install -e '.[grpo]'`; wandb stays offline without WANDB_API_KEY.
@@ -76,8 +76,7 @@ class Options:
 
 
 class Task:
-    """Questions and verifiable rewards. Anything with these two methods and `held_out`, numbers of questions that are not trained
-    on, will do."""
+    """Questions and verifiable rewards. Anything with these two methods and `held_out`, questions not trained on, will do."""
 
     def __init__(self, options: Options, tokenizer: Any) -> None:
         import reasoning_gym
@@ -134,14 +133,8 @@ def logprobs(model: Any, prompt: list[int], samples: list[Sample], temperature: 
     p p p p a a b b b      a row of the mask: the prompt, and what its own sample said so far
     └prompt┘└a┘└─b─┘       (the last token of a sample predicts nothing and is left out)
     """
-    start, ids, positions, owner, predictors, targets = (
-        len(prompt),
-        list(prompt),
-        [*range(len(prompt))],
-        [-1] * len(prompt),
-        [],
-        [],
-    )
+    start, ids, positions, owner = len(prompt), list(prompt), [*range(len(prompt))], [-1] * len(prompt)
+    predictors, targets = [], []
     for index, sample in enumerate(samples):
         tokens = sample.token_ids.tolist()
         predictors += [start - 1, *range(len(ids), len(ids) + len(tokens) - 1)]

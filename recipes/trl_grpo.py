@@ -4,8 +4,8 @@
     python -m recipes.trl_grpo --dtype bfloat16
 
 Each step prints what TRL logged: the version of the weights that made its completions (equal to the step), the reward, and how
-far TRL's own log-probs are from the service's. With the service's arithmetic in the trainer (--exact, the default) they agree to
-rounding of the last log-softmax, in bf16 too; with --no-exact they differ by some 1e-5 in fp32 and 0.04 in bf16.
+far TRL's own log-probs are from the service's. With the service's arithmetic in the trainer (--exact, the default) they agree
+to rounding of the last log-softmax, in bf16 too; with --no-exact they differ by some 1e-5 in fp32 and 0.04 in bf16.
 
 Needs `pip install -e '.[trl,grpo]'`. For AsyncGRPOTrainer see `rollout.integrations.trl`.
 """

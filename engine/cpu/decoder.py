@@ -1,9 +1,9 @@
 """A decoder of Llama's kind (Qwen 2 and 3, Mistral, …) in one parallel region, native attention included, in place of the fifty
 small kernels and as many barriers that eager torch makes of a layer. In bf16 and fp32, by the products of any instruction set.
 
-The transformers model with our products stays the judge (`engine.cpu.judge`). `NativeDecoder` reads its parameters where they lie,
-so a refresh in place is seen; and before it is used its logits are compared with the module's, which must agree in every bit. So
-a trainer's module with our products and attention has the engine's log-probs exactly. Layers compiled by inductor do not offer
+The transformers model with our products stays the judge (`engine.cpu.judge`). `NativeDecoder` reads its parameters where they
+lie, so a refresh in place is seen; and before it is used its logits are compared with the module's, which must agree in every
+bit. So a trainer's module with our products and attention has the engine's log-probs exactly. Layers compiled by inductor do not offer
 that: they keep fp32 where eager torch rounds, and reduce in another order.
 """
 

@@ -4,8 +4,8 @@
     the exact module   the transformers module with our products: what a trainer has with `rollout.exact.use_exact`
     a decoder          layers in one go: used if it has the exact module's bits, at several numbers of rows
 
-Where a decoder cannot be had the exact module runs, so that samples do not depend on the batch on any CPU. Whether plain torch has
-the same bits is told (`torch_bits`), and nothing depends on it.
+Where a decoder cannot be had the exact module runs, so that samples do not depend on the batch on any CPU. Whether plain torch
+has the same bits is told (`torch_bits`), and nothing depends on it.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def check_products(module: nn.Module, products: Products) -> float:
 
 @torch.no_grad()
 def products_like_torch(module: nn.Module, products: Products) -> bool:
-    """Torch has the bits of our products at every number of rows of CHECKED_ROWS, one product of each shape looked at closely."""
+    """Torch has the bits of our products at every number of rows of CHECKED_ROWS, looking closely at one of each shape."""
     for linear in _one_of_each_shape(module).values():
         x, weight = sensitive(max(CHECKED_ROWS), linear.weight)
         if not all(

@@ -1,8 +1,8 @@
-"""y = x · wᵀ + b of every nn.Linear, by products whose rows do not depend on the rows beside them; for the engine and for trainers.
+"""y = x · wᵀ + b of every nn.Linear, by products whose rows do not depend on those beside them; for engines and trainers.
 
-torch's own products choose the order of their sums by the number of rows: below a few rows everywhere, and at any number of rows
-on CPUs with AMX. A product from here gives a row the same bits alone, in a crowd and padded. Which bits that are has a name,
-`arithmetic`: with the same name, weights and tokens there are the same numbers, in the service and in a trainer.
+torch's own products choose the order of their sums by the number of rows: below a few rows everywhere, and at any number of
+rows on CPUs with AMX. A product from here gives a row the same bits alone, in a crowd and padded. Which bits that are has a
+name, `arithmetic`: with the same name, weights and tokens there are the same numbers, in the service and in a trainer.
 
     use_products(module, isa)    every nn.Linear computes by these products; parameters, names and state_dict stay as they are
     plain_products(module)       and back
@@ -55,8 +55,8 @@ class Pieces(NamedTuple):
 
 
 class TorchProducts:
-    """torch's products, in pieces of rows that are found by trying: all rows at once where torch gives a row the same bits wherever
-    it stands, else padded to whole tiles, else so few at a time that it does."""
+    """torch's products, in pieces of rows that are found by trying: all rows at once where torch gives a row the same bits
+    wherever it stands, else padded to whole tiles, else so few at a time that it does."""
 
     isa, arithmetic = "torch", torch_arithmetic()
     LEAST = {torch.bfloat16: 2, torch.float32: 16}
@@ -133,8 +133,8 @@ def products_of(isa: str) -> Products:
 
 
 def isas_for(arithmetic: str | None) -> tuple[str, str]:
-    """The instruction sets, of products and of attention, by which this machine computes what `engine.arithmetic` names so; None =
-    the best that it has, as a service here takes it. Raises ValueError, saying what this machine has, if it cannot."""
+    """The instruction sets, of products and of attention, by which this machine computes what `engine.arithmetic` names
+    so; None = the best that it has, as a service here takes it. Raises ValueError, saying what it has, if it cannot."""
     if arithmetic is None:
         best = choose().isa
         return products_of(best).isa, best
@@ -149,8 +149,8 @@ def isas_for(arithmetic: str | None) -> tuple[str, str]:
     for name, have in ((first, of_products), (second or first, of_attention)):
         if name not in have:
             raise ValueError(
-                f"the service computes with arithmetic {arithmetic!r}, and this machine has {', '.join(reversed(have))}: start the "
-                "service with an isa whose arithmetic both have, or train on a machine like the service's"
+                f"the service computes with arithmetic {arithmetic!r}, and this machine has {', '.join(reversed(have))}: start "
+                "the service with an isa whose arithmetic both have, or train on a machine like the service's"
             )
     return of_products[first], of_attention[second or first]
 
@@ -167,7 +167,8 @@ class ExactLinear(nn.Linear):
             raise ValueError("autocast computes with other numbers than the weights: call the exact model without it")
         if input.dtype != self.weight.dtype or input.device.type != "cpu":
             raise ValueError(
-                f"an input in {input.dtype} on {input.device} for a weight in {self.weight.dtype}: need the weight's dtype, on the CPU"
+                f"an input in {input.dtype} on {input.device} for a weight in {self.weight.dtype}: need "
+                "the weight's dtype, on the CPU"
             )
         return _Product.apply(input, self.weight, self.bias, products_of(self.isa))
 

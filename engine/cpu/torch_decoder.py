@@ -1,5 +1,5 @@
-"""A decoder of Llama's kind in plain torch, for CPUs and installations without our C: the same few steps that `NativeDecoder` does,
-each one or two torch calls, in place of the fifty small kernels that a layer's modules make.
+"""A decoder of Llama's kind in plain torch, for CPUs and installations without our C: the same few steps that `NativeDecoder`
+does, each one or two torch calls, in place of the fifty small kernels that a layer's modules make.
 
 What a layer is, is said once, in `engine.cpu.decoder`: this one reads the same modules under the same conditions.
 """

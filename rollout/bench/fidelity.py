@@ -1,8 +1,8 @@
 """`rollout bench fidelity`: how far the service's log-probs are from a trainer's forward of the same weights.
 
-Samples come through the whole service. Forwards over prompt + tokens score them: with `use_exact`, which must agree in every bit;
-with plain transformers in the service's dtype, alone and several to a batch, which shows how far plain torch is from itself;
-and in fp32.
+Samples come through the whole service. Forwards over prompt + tokens score them: with `use_exact`, which must agree in every
+bit; with plain transformers in the service's dtype, alone and several to a batch, which shows how far plain torch is from
+itself; and in fp32.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def score(model: Any, rows: list[tuple[np.ndarray, Sample]], batch: int = 1) -> 
             ids = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
             mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in whole], batch_first=True)
             hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-            for row, (prompt, sample), tokens in zip(hidden, some, whole, strict=True):
+            for row, (prompt, _), tokens in zip(hidden, some, whole, strict=True):
                 logits = model.get_output_embeddings()(row[len(prompt) - 1 : len(tokens) - 1])
                 scores.append(token_logprobs(logits, tokens[len(prompt) :]).numpy())
     return np.concatenate(scores).astype(np.float64)

@@ -6,8 +6,8 @@ transformers computes attention in one way for a full forward and in another for
     q, k, v ──► native kernel, real tokens only ──► out          forward: the service's numbers
         └─────► torch's SDPA, recomputed ◄── grad of out         backward: an ordinary gradient
 
-For any transformers model that the service runs on the CPU, with the same block_size. `rollout.exact.rows` has what may stand in
-a batch: padded rows, packed ones, trees.
+For any transformers model that the service runs on the CPU, with the same block_size. `rollout.exact.rows` has what may stand
+in a batch: padded rows, packed ones, trees.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def trainer_attention(block_size: int = 32, threads: int | None = None, isa: str
     """Register the attention and return its name, to be given as `attn_implementation`. It takes one sequence to a row, as
     position_ids by themselves do not reach it; `use_exact_attention` takes packed ones as well.
 
-    block_size: the service's. threads: None = torch's. isa: None = the best that this CPU has, "torch" = the reference in torch,
-    which a service without kernels has. The rows of a batch may be padded on either side; position_ids must
+    block_size: the service's. threads: None = torch's. isa: None = the best that this CPU has, "torch" = the reference in
+    torch, which a service without kernels has. The rows of a batch may be padded on either side; position_ids must
     count from a row's first real token then, as they must for every attention. Raises NativeUnavailable where the kernel cannot
     be built; the model raises ValueError if it is asked to continue from a cache."""
     backend = ReferenceAttention() if isa == "torch" else NativeAttention(threads, isa)
@@ -82,10 +82,10 @@ def use_exact_attention(
 
     def find(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
-        shape = tuple((args[0] if given is None else given).shape[:2])
+        batch, length = (args[0] if given is None else given).shape[:2]
         if kwargs.get("past_key_values") is not None:
             raise ValueError("the service's attention takes whole sequences: call the model with use_cache=False")
-        rows = rows_of(shape, kwargs.get("attention_mask"), kwargs.get("position_ids"), block_size)
+        rows = rows_of((batch, length), kwargs.get("attention_mask"), kwargs.get("position_ids"), block_size)
         return args, {**kwargs, "position_ids": rows.depth, "attention_mask": None, ROWS: rows}
 
     hook = model.base_model.register_forward_pre_hook(find, with_kwargs=True)

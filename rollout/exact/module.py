@@ -27,7 +27,7 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
     fp32, with bias, lm_head and tied ones, the inner layers of LoRA included). Parameters stay where they are, names and
     state_dict too, and the backward is torch's own.
 
-    model: a transformers model on the CPU, in eval mode or without dropout. arithmetic: the service's, `client.info.arithmetic`;
+    model: a transformers model on the CPU, in eval mode or without dropout. arithmetic: `client.info.arithmetic`;
     None = the best that this machine has, which is what a service on the same machine takes. block_size: the service's.
     threads: of the attention, None = torch's; products take torch's.
 
@@ -52,7 +52,7 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs of tokens [...] under logits [..., V]: float32, the service's bits, with a gradient. Temperature 0, at which the
-    service takes the likeliest token, has the log-probs of 1, as the service reports them."""
+    """Log-probs of tokens [...] under logits [..., V]: float32, the service's bits, with a gradient. Temperature 0, at which
+    the service takes the likeliest token, has the log-probs of 1, as the service reports them."""
     scaled = logits.float() / temperature if temperature not in (0, 1) else logits.float()
     return scaled.log_softmax(-1).gather(-1, tokens[..., None].long())[..., 0]

@@ -1,7 +1,7 @@
 """Which tokens of a trainer's batch see which: sequences one to a row and padded, packed behind each other, or a tree of them.
 
-The kernel reads keys and values through block tables, as it does in the service. So every sequence, from the root to a leaf of the
-tree, becomes one row of a table, and blocks that sequences have in common are there once:
+The kernel reads keys and values through block tables, as it does in the service. So every sequence, from the root to a leaf of
+the tree, becomes one row of a table, and blocks that sequences have in common are there once:
 
     the batch     p p p p p p a a b b b         prompt p, completions a and b that do not see each other
     blocks of 4   │p p p p│p p a a│             sequence p…a
@@ -98,7 +98,7 @@ def rows_of(shape: tuple[int, int], mask: torch.Tensor | None, position_ids: tor
         rows = _tree(shape, mask, block_size)
     else:
         real = torch.ones(shape, dtype=torch.bool) if mask is None else mask.bool()
-        if real.shape != shape:
+        if tuple(real.shape) != shape:
             raise ValueError(f"attention_mask {tuple(real.shape)} for a batch {shape}: need the same shape, or [B, 1, L, L]")
         rows = Rows(_chains(real.numpy(), position_ids), shape, block_size, None)
     if position_ids is not None:
