@@ -8,8 +8,8 @@
     python -m recipes.grpo --no-refresh   # the control: the service keeps its first weights, the reward stays where it was
 
 The groups of a step are sampled while the trainer works on those before it, so a token is at most one version old ("one step
-off-policy"); the importance ratio against the service's own log-probs corrects for that. The trainer computes with the service's
-arithmetic (`rollout.exact`), so on the same weights the ratio is 1; --no-exact leaves it rounding too.
+off-policy"); the importance ratio against the service's own log-probs corrects for that. The trainer computes with the
+service's arithmetic (`rollout.exact`), so on the same weights the ratio is 1; --no-exact leaves it rounding too.
 
 GRPO: Shao et al., "DeepSeekMath" (2024); token-level loss: Yu et al., "DAPO" (2025); one step off-policy: Noukhovitch et al.,
 "Asynchronous RLHF" (ICLR 2025). Needs `pip install -e '.[grpo]'`; wandb stays offline without WANDB_API_KEY.
