@@ -177,6 +177,19 @@ class Kernels:
         )  # fmt: skip
         return out
 
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        """x · sigmoid(x), bf16 or fp32, on the CPU, of any shape, as the native decoder has it: the bits of a number depend on it
+        alone. Torch computes the last numbers of each thread's share with another exp. Raises ValueError for another dtype."""
+        if x.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"silu of {x.dtype}: need bfloat16 or float32")
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self.library.rollout_silu(
+            ctypes.byref(self.team()), c_void_p(x.data_ptr()), c_int64(x.numel()), c_int64(x.dtype == torch.bfloat16),
+            c_void_p(out.data_ptr()),
+        )  # fmt: skip
+        return out
+
     def packed(self, rows: int, inputs: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
         """Room for `rows` rows of the widest of `inputs`, as products read them."""
         team, is_bf16 = self.team(), dtype == torch.bfloat16

@@ -25,6 +25,8 @@ from engine.cpu.isa import here, isa_of
 from engine.cpu.kernels import Kernels, choose
 
 DTYPES = (torch.bfloat16, torch.float32)
+SILU = ("SiLU", "SiLUActivation")
+"""classes of the activation that the decoders know"""
 
 
 class Products(Protocol):
@@ -34,6 +36,9 @@ class Products(Protocol):
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[T, inputs] · [outputs, inputs]ᵀ (+ [outputs]) → [T, outputs], all of one dtype of `DTYPES`, on the CPU."""
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        """x · sigmoid(x), of any shape, in one of `DTYPES`."""
 
 
 class NotServed(ValueError):
@@ -83,6 +88,9 @@ class TorchProducts:
             self._pieces[key] = self._try(weight, bias)
         return self._pieces[key]
 
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x)
+
     @torch.no_grad()
     def _try(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Pieces:
         sizes = [n for n in self.MOST if 2 * n * weight.numel() <= self.MOST_WORK] or [self.MOST[-1]]
@@ -124,6 +132,9 @@ class NativeProducts:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self.kernels.linear(x, weight, bias)
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernels.silu(x)
 
 
 @cache
@@ -193,8 +204,32 @@ class _Product(torch.autograd.Function):
         return of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
+class ExactSiLU(nn.Module):
+    """An activation whose class was exchanged by `use_products`: torch's own computes the last numbers of each thread's share with
+    another exp, so that they depend on the batch and on the number of threads."""
+
+    isa: str
+    plain: type[nn.Module]
+
+    @torch.compiler.disable
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _Silu.apply(input, products_of(self.isa))
+
+
+class _Silu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, products: Products) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return products.silu(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.ops.aten.silu_backward(grad, *ctx.saved_tensors), None
+
+
 def use_products(module: nn.Module, isa: str) -> None:
-    """Let every nn.Linear of `module` compute by `products_of(isa)` from now on, in place.
+    """Let every nn.Linear and SiLU of `module` compute by `products_of(isa)` from now on, in place.
 
     Raises NotServed for weights on another device or of another dtype, for layers that are a kind of Linear of their own
     (quantised ones), and for matrices that belong to neither a Linear nor an embedding (experts, Conv1D);
@@ -210,6 +245,12 @@ def use_products(module: nn.Module, isa: str) -> None:
                 )
     for linear in linears:
         linear.__class__, linear.isa = ExactLinear, isa
+    for each in module.modules():
+        if type(each).__name__ in SILU:
+            each.plain, each.isa = type(each), isa
+            each.__class__ = ExactSiLU
+        elif type(each) is ExactSiLU:
+            each.isa = isa
 
 
 def plain_products(module: nn.Module) -> None:
@@ -218,6 +259,9 @@ def plain_products(module: nn.Module) -> None:
         if type(each) is ExactLinear:
             each.__class__ = nn.Linear  # type: ignore[assignment]
             del each.isa
+        elif type(each) is ExactSiLU:
+            each.__class__ = each.plain
+            del each.plain, each.isa
 
 
 def _served(name: str, linear: nn.Linear) -> Any:

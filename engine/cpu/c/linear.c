@@ -113,6 +113,24 @@ int64_t rollout_packed_bytes(const Team *team, int64_t rows, int64_t inputs, int
     return product_for(&l, team->tuning)->packed_bytes(&l, rows);
 }
 
+typedef struct {
+    const void *x;
+    void *out;
+    int64_t n, is_bf16;
+} Silu;
+static void silu_all(void *worker, void *work) {
+    enum { PIECE = 256 * VL };
+    const Silu *a = work;
+    for (int64_t i; (i = take(worker, (a->n + PIECE - 1) / PIECE)) >= 0;)
+        for (int64_t at = i * PIECE; at < a->n && at < (i + 1) * PIECE; at += VL)
+            put(a->out, at, a->n - at, silu(get(a->x, at, a->n - at, (int)a->is_bf16)), (int)a->is_bf16);
+}
+/* out[n] = x / (1 + e^-x), each number by itself: torch's own takes another exp for the last numbers of each thread's share. */
+void rollout_silu(const Team *team, const void *x, int64_t n, int64_t is_bf16, void *out) {
+    Silu work = {x, out, n, is_bf16};
+    run(team, silu_all, &work);
+}
+
 /* What the operating system must allow before anything else is called: 0 if it does. */
 int64_t rollout_prepare(void) {
 #if defined(__AMX_BF16__) && !defined(PORTABLE)
