@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.cpu.decoder import NativeDecoder, NotNative, Echo
+from engine.cpu.decoder import Echo, NativeDecoder, NotNative
 from engine.cpu.kernels import Kernels, choose
 from engine.model import Model
 from tests.engine.tiny import tiny, tiny_engine
@@ -143,10 +143,8 @@ def test_new_weights_are_seen() -> None:
         ("phi3", {}, "a decoder layer of another kind"),
         ("llama", {"head_dim": 16}, "head_dim 16"),
         ("llama", {"hidden_act": "gelu"}, "the activation"),
-        ("llama", {"vocab_size": 199}, "a product of 199"),
-        ("llama", {"intermediate_size": 200}, "a product of 200 × 96"),
         ("granite", {"residual_multiplier": 0.5}, "numbers that differ"),
-        ("mixtral", {"num_local_experts": 2}, "projections of another kind"),
+        ("mixtral", {"num_local_experts": 2}, "a matrix of a Mixtral"),
     ],
 )
 def test_other_models_run_through_transformers(
@@ -155,31 +153,7 @@ def test_other_models_run_through_transformers(
     with caplog.at_level("INFO", "rollout.engine"):
         served = Model(tiny(name, torch.bfloat16, **{**SIZES, **sizes}), name)
     assert served.native is None
-    assert "runs through transformers" in caplog.text and why in caplog.text
-
-
-def test_other_kinds_of_numbers() -> None:
-    assert Model(tiny("llama", torch.float32, **SIZES), "llama").native is None
-
-
-def test_a_sum_in_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: products summed over other chunks, or a norm with another epsilon, do not pass the check."""
-    module = model("llama-wide")
-    asked = {i: {"scaling": 1.0, "window": 0} for i in range(2)}
-    served = Model(module, "llama")
-    with torch.inference_mode():
-        for chunk in (32, 64, 96):
-            decoder = NativeDecoder(module, asked, native)
-            monkeypatch.setattr(decoder, "_chunk", lambda linear, chunk=chunk: chunk)
-            with pytest.raises(NotNative, match="numbers that differ"):
-                decoder.check(served.forward_transformers, 208)
-        monkeypatch.setattr(module.model.layers[1].input_layernorm, "variance_epsilon", 1e-2)
-        decoder = NativeDecoder(module, asked, native)
-        monkeypatch.undo()
-        decoder._layers()
-        decoder._structs[1].eps_in = 1e-2
-        with pytest.raises(NotNative, match="numbers that differ"):
-            decoder.check(served.forward_transformers, 208)
+    assert why in caplog.text
 
 
 def test_without_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
