@@ -272,7 +272,7 @@ def test_native_draws_what_torch_draws(
     if vocabulary >= 16 and kernels.torch_logprobs:
         assert native.logprobs[same].tobytes() == plain.logprobs[same].tobytes()
         assert native.raw_logprobs[same].tobytes() == plain.raw_logprobs[same].tobytes()
-    np.testing.assert_allclose(native.logprobs[same], plain.logprobs[same], atol=2e-6)
+    np.testing.assert_allclose(native.logprobs[same], plain.logprobs[same], atol=2e-6 if kernels.torch_logprobs else 1e-5)
     assert (
         native.raw_logprobs[0] == native.logprobs[0]
         and (native.raw_logprobs[1::4] != native.logprobs[1::4]).any()
@@ -285,7 +285,7 @@ def test_native_with_many_draws_from_one_row(both: Callable[..., tuple[Drawn, Dr
     wide = replace(batch([Sampling(seed=i) for i in range(30)]), logits_row=np.repeat([0, 2, 1], 10))
     native, plain = both(logits, wide)
     np.testing.assert_array_equal(native.tokens, plain.tokens)
-    np.testing.assert_allclose(native.logprobs, plain.logprobs, atol=0 if kernels.torch_logprobs else 2e-6, rtol=0)
+    np.testing.assert_allclose(native.logprobs, plain.logprobs, atol=0 if kernels.torch_logprobs else 1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -336,7 +336,7 @@ def test_native_cuts_what_torch_cuts(
     assert same.mean() >= 0.96 and native.finite.tolist() == plain.finite.tolist()
     assert all(native.tokens[draw] not in tokens for draw, tokens in forbidden if native.finite[draw])
     for one, other in ((native.logprobs, plain.logprobs), (native.raw_logprobs, plain.raw_logprobs)):
-        np.testing.assert_allclose(one[same], other[same], atol=2e-6)
+        np.testing.assert_allclose(one[same], other[same], atol=2e-6 if kernels.torch_logprobs else 1e-5)
         assert vocabulary < 16 or not kernels.torch_logprobs or one[same].tobytes() == other[same].tobytes()
 
 
