@@ -14,6 +14,7 @@ import torch
 
 from engine.cpu.build import build, check_layout, load
 from engine.cpu.isa import best, isa_of
+from engine.cpu.kernels import Tuning
 from engine.cpu.openmp import symbols
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class _Step(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("blocks", "layers", "kv_heads", "block_size", "dim", "q_heads", "bf16")),
-        *((name, ctypes.c_int64) for name in ("rows", "tokens", "table_row", "threads", "share")),
+        *((name, ctypes.c_int64) for name in ("rows", "tokens", "table_row", "threads", "share", "pairs")),
         *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "table", "slots", "chunks")),
         ("num_chunks", ctypes.c_int64),
         ("heads", ctypes.c_int64),
@@ -94,6 +95,10 @@ class NativeAttention:
         self._plan, self._attend, self._calls = lib.rollout_plan, lib.rollout_attend, lib.rollout_calls
         self._within: int = ctypes.cast(lib.rollout_attend_within, ctypes.c_void_p).value or 0
         self._call_bytes: int = lib.rollout_call_bytes()
+        tuning = Tuning()
+        lib.rollout_tune(ctypes.byref(tuning))
+        self.pairs = bool(tuning.dot)
+        """bf16 by vdpbf16ps, where that is faster than two FMA; the bits are the same"""
         self._parallel, self._barrier = symbols("GOMP_parallel", "GOMP_barrier")
 
     def __str__(self) -> str:
@@ -149,7 +154,7 @@ class NativeAttention:
         struct = _Step(
             data=data.data_ptr(), blocks=blocks, layers=layers, kv_heads=kv_heads, block_size=block_size, dim=dim,
             q_heads=q_heads, bf16=data.dtype == torch.bfloat16, rows=len(lens), tokens=len(places), table_row=table.shape[1],
-            threads=threads, share=shared is not None, query_starts=starts.ctypes.data, context_lens=lens.ctypes.data,
+            threads=threads, share=shared is not None, pairs=self.pairs, query_starts=starts.ctypes.data, context_lens=lens.ctypes.data,
             table=table.ctypes.data, slots=places.ctypes.data, chunks=chunks.ctypes.data, parallel=self._parallel,
             barrier=self._barrier,
         )  # fmt: skip

@@ -224,17 +224,21 @@ def test_prefixes_that_end_inside_a_unit(shape: Shape, backend: NativeAttention)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [*SHAPES[:9], Shape(window=23)], ids=text)
 def test_one_arithmetic_on_every_instruction_set_of_its_name(shape: Shape, dtype: torch.dtype) -> None:
-    """fma/1 is the same on 16, 8 and 4 lanes; with vdpbf16ps bf16 differs (the negative control), and fp32 does not."""
+    """On 16, 8 and 4 lanes, with vdpbf16ps and with the two FMA that it stands for. Negative control: one bit of one value."""
     shape = shape._replace(dtype=dtype)
     made = family(shape)
-    results = {isa: attend(NativeAttention(2, isa), shape, made, chunked(made, 40)) for isa in HERE}
-    names = {isa: isa_of(isa).arithmetic for isa in HERE}
-    for isa, (outputs, sums) in results.items():
-        for other in HERE:
-            if names[isa] == names[other]:
-                assert same_bits(outputs, results[other][0]) and same_bits(sums, results[other][1]), f"{isa}, {other}"
-    if dtype == BF16 and len(set(names.values())) > 1:
-        assert not same_bits(results["avx512_bf16"][0], results["plain"][0])
+    results = {}
+    for isa in HERE:
+        backend = NativeAttention(2, isa)
+        for pairs in (False, True) if isa == "avx512_bf16" else (False,):
+            backend.pairs = pairs
+            results[isa, pairs] = attend(backend, shape, made, chunked(made, 40))
+    assert {isa_of(isa).arithmetic for isa in HERE} - {"amx/1"} == {"fma/1"}
+    want = results["plain", False]
+    for name, got in results.items():
+        assert same_bits(want[0], got[0]) and same_bits(want[1], got[1]), name
+    made.v[0][0, 0, 0] *= 1.01
+    assert not same_bits(want[0], attend(NativeAttention(2, "plain"), shape, made, chunked(made, 40))[0])
 
 
 def test_many_children_of_one_prompt(best: NativeAttention) -> None:
