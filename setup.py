@@ -1,7 +1,7 @@
 """The kernels of a wheel: one library for each instruction set of this architecture (`engine.cpu.isa`), compiled at once.
 
-Everything else is in pyproject.toml. An editable installation compiles on first use instead; where there is no compiler the wheel
-has no kernels and is for any platform.
+Everything else is in pyproject.toml. An editable installation compiles on first use instead; where there is no compiler the
+wheel has no kernels and is for any platform.
 """
 
 from __future__ import annotations

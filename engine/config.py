@@ -98,7 +98,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(message)
 
         need(bool(re.fullmatch(r"cpu|cuda(:\d+)?", self.device)), f"device={self.device!r}: must be cpu, cuda or cuda:N")
-        need(self.isa == "auto" or self.device == "cpu", f"isa={self.isa!r} is of the CPU: leave it out with device={self.device}")
+        need(
+            self.isa == "auto" or self.device == "cpu",
+            f"isa={self.isa!r} is of the CPU: leave it out with device={self.device}",
+        )
         need(0 <= self.seed < 2**63, f"seed={self.seed}: must be 0 to 2**63 - 1")
         need(self.block_size >= 1, f"block_size={self.block_size}: must be at least 1")
         need(self.kv_gib is None or self.kv_tokens is None, "give kv_gib or kv_tokens, not both")

@@ -20,9 +20,7 @@ __all__ = [
 log = logging.getLogger("rollout.engine")
 
 
-def choose_backend(
-    name: str, device: torch.device, threads: int | None, capacity: Capacity, isa: str | None = None
-) -> Backend:
+def choose_backend(name: str, device: torch.device, threads: int | None, capacity: Capacity, isa: str | None = None) -> Backend:
     """The backend of `EngineConfig.attention`. "auto" takes the device's fast one where it can be had, and says why if not.
     isa: of `engine.cpu.isa`, "torch" = no kernel of ours, None = the best that the CPU has.
 
@@ -34,7 +32,9 @@ def choose_backend(
         return ReferenceAttention()
     if kind == "native" and isa == "torch":
         if name == kind:
-            raise ValueError('attention="native": with isa="torch" there are no kernels; attention="auto" takes the torch reference')
+            raise ValueError(
+                'attention="native": with isa="torch" there are no kernels; attention="auto" takes the torch reference'
+            )
         return ReferenceAttention()
     try:
         return NativeAttention(threads, isa) if kind == "native" else TritonAttention(device, capacity)

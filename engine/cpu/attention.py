@@ -154,9 +154,9 @@ class NativeAttention:
         struct = _Step(
             data=data.data_ptr(), blocks=blocks, layers=layers, kv_heads=kv_heads, block_size=block_size, dim=dim,
             q_heads=q_heads, bf16=data.dtype == torch.bfloat16, rows=len(lens), tokens=len(places), table_row=table.shape[1],
-            threads=threads, share=shared is not None, pairs=self.pairs, query_starts=starts.ctypes.data, context_lens=lens.ctypes.data,
-            table=table.ctypes.data, slots=places.ctypes.data, chunks=chunks.ctypes.data, parallel=self._parallel,
-            barrier=self._barrier,
+            threads=threads, share=shared is not None, pairs=self.pairs,
+            query_starts=starts.ctypes.data, context_lens=lens.ctypes.data, table=table.ctypes.data, slots=places.ctypes.data,
+            chunks=chunks.ctypes.data, parallel=self._parallel, barrier=self._barrier,
         )  # fmt: skip
         error = self._plan(ctypes.byref(struct), groups.ctypes.data, len(groups))
         if error:

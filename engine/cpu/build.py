@@ -1,9 +1,9 @@
 """The C files of the engine as shared libraries, one for each instruction set, loaded through ctypes. No torch in here.
 
-An installed wheel brings them compiled, in `lib/`; their names hash the sources and flags, so a library of other sources is never
-taken. Where there is none (a source tree, an editable installation, another architecture) the system's compiler makes one on
-first use and keeps it in `$ROLLOUT_CACHE/native` (default `~/.cache/rollout/native`), under a name that hashes the compiler and
-the machine too. The files include no headers of torch, so each library takes some seconds.
+An installed wheel brings them compiled, in `lib/`; their names hash the sources and flags, so a library of other sources is
+never taken. Where there is none (a source tree, an editable installation, another architecture) the system's compiler makes one
+on first use and keeps it in `$ROLLOUT_CACHE/native` (default `~/.cache/rollout/native`), under a name that hashes the compiler
+and the machine too. The files include no headers of torch, so each library takes some seconds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def build(isa: str, folder: Path = SOURCES) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise NativeUnavailable(f"cannot write to {cache} ({error}): set ROLLOUT_CACHE to a folder that can be written") from error
+        raise NativeUnavailable(
+            f"cannot write to {cache} ({error}): set ROLLOUT_CACHE to a folder that can be written"
+        ) from error
     compile_library(isa, compiler, target, folder)
     return target
 
@@ -88,9 +90,7 @@ def compile_library(isa: str, compiler: str, target: Path, folder: Path = SOURCE
             f"cannot write to {target.parent} ({error}): set ROLLOUT_CACHE to a folder that can be written"
         ) from error
     try:
-        done = subprocess.run(
-            [*command, "-o", temporary, "-lm"], capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S
-        )
+        done = subprocess.run([*command, "-o", temporary, "-lm"], capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
         if done.returncode:
             raise NativeUnavailable(f"{' '.join(command)} failed: {done.stderr.strip()[-2000:]}")
         os.chmod(temporary, 0o755)

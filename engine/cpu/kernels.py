@@ -53,9 +53,7 @@ class Linear(ctypes.Structure):
 
 def linear_struct(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """Of contiguous tensors, which must outlive it."""
-    return Linear(
-        weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape, weight.dtype == torch.bfloat16
-    )
+    return Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape, weight.dtype == torch.bfloat16)
 
 
 class Kernels:
@@ -114,7 +112,8 @@ class Kernels:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
         """D draws by inverse CDF from [S, V] bf16 or fp32 logits: row [D] int64, temperature [D] float32 (0 = greedy), uniform
         [D] float64. Returns tokens [D] int32, log-probs [D] float32 (those of `log_softmax(logits / temperature)`, to the
-        bit where `torch_logprobs` and V ≥ 16), the same at temperature 1 if `raw`, and [D] bool whether all logits of the row were finite."""
+        bit where `torch_logprobs` and V ≥ 16), the same at temperature 1 if `raw`, and [D] bool whether all logits of the row
+        were finite."""
         assert logits.ndim == 2 and logits.dtype in (torch.bfloat16, torch.float32) and logits.shape[1] <= MAX_VOCABULARY
         logits, n = logits.contiguous(), len(row)
         row, temperature = np.ascontiguousarray(row, np.int64), np.ascontiguousarray(temperature, np.float32)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.cpu import build, isa
-from engine.cpu.isa import best
 from engine.cpu.build import NativeUnavailable
+from engine.cpu.isa import best
 from engine.cpu.openmp import symbols
 
 PROGRAM = "int answer(void) { return 42; }"

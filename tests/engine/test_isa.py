@@ -18,8 +18,8 @@ from engine.cpu.kernels import Kernels, Team, _Draw, choose
 from engine.engine import Engine
 from engine.model import Model
 from tests.engine.tiny import tiny, tiny_engine
-from tests.engine.toy import group, run
 from tests.engine.toy import engine as toy_engine
+from tests.engine.toy import group, run
 
 BEST = choose()
 needs_kernels = pytest.mark.skipif(BEST.kernels is None, reason=BEST.why)
@@ -66,7 +66,10 @@ def test_forced(name: str, caplog: pytest.LogCaptureFixture) -> None:
     status = one.status()
     assert status["isa"] == name and status["isa_reason"] == f"isa={name} was asked for"
     assert status["attention"] == ("reference" if name == "torch" else "native")
-    assert status["arithmetic"].split("/")[0] in ("torch", isa_of(name).arithmetic.split("/")[0] if name != "torch" else "torch")
+    assert status["arithmetic"].split("/")[0] in (
+        "torch",
+        isa_of(name).arithmetic.split("/")[0] if name != "torch" else "torch",
+    )
     assert f"isa {name}" in caplog.text and status["arithmetic"] in caplog.text
     assert len(run(one, [group("a", np.arange(3, 30), n=2, max_tokens=4, ignore_eos=True)])) == 2
 

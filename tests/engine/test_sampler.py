@@ -19,7 +19,6 @@ from engine.plan import Drawn
 from engine.request import Sampling
 from engine.sampler import SamplingBatch, uniform
 
-
 sample = partial(sampler.sample, native=choose().kernels)
 """by the best kernels of this machine"""
 
@@ -258,9 +257,7 @@ def test_lanes_of_torch_are_found_not_assumed(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [1, 7, 16, 199, 513, 4096, 49_157])
-def test_native_draws_what_torch_draws(
-    vocabulary: int, both: Callable[..., tuple[Drawn, Drawn]], kernels: Kernels
-) -> None:
+def test_native_draws_what_torch_draws(vocabulary: int, both: Callable[..., tuple[Drawn, Drawn]], kernels: Kernels) -> None:
     """Tokens agree but where a uniform number falls on an edge within rounding; log-probs are torch's to the bit, where this
     torch's sums are of a kind that the kernel knows."""
     torch.manual_seed(vocabulary)
