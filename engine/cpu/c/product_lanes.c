@@ -155,10 +155,10 @@ static void multiply(const Linear *l, int64_t panel, Ahead ahead, const uint32_t
             const char *soon = on < row ? w + on : ahead.at ? ahead.at + (on - row) : w;
             for (int v = 0; v < nv; v++)
                 for (int64_t i = 0; i < piece; i += VL) {
-                    if (few)
+                    if (few && t->near)
                         for (int r = 0; r < VL; r++) __builtin_prefetch(soon + (v * VL + r) * row + 4 * i, 0, 2);
                     else
-                        fetch(&ahead, per_transposition);
+                        fetch(&ahead, few ? VL : per_transposition);
                     pack_words(l, output + v * VL, at + i, s->packed + i * (widened ? 2 : 1) * PANEL + v * VL, widened);
                 }
             for (int64_t r = 0; r < rows; r += TILE) {
