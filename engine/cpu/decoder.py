@@ -122,7 +122,10 @@ class NativeDecoder:
 
     def _logits(self, x: torch.Tensor, team: Any) -> torch.Tensor:
         normed, logits = torch.empty_like(x), x.new_empty(len(x), self.lm_head.out_features)
-        head, packed = linear_struct(self.lm_head.weight, self.lm_head.bias), self.kernels.packed(len(x), (self.hidden,), x.dtype)
+        head, packed = (
+            linear_struct(self.lm_head.weight, self.lm_head.bias),
+            self.kernels.packed(len(x), (self.hidden,), x.dtype),
+        )
         work = _Between(
             tokens=len(x), hidden=self.hidden, is_bf16=x.dtype == torch.bfloat16, x=x.data_ptr(), normed=normed.data_ptr(),
             packed=packed.data_ptr(), head_norm=self.body.norm.weight.data_ptr(), head_eps=self.body.norm.variance_epsilon, logits=logits.data_ptr(),

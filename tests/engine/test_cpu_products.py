@@ -55,7 +55,9 @@ def test_a_row_is_the_same_in_any_company(kernels: Kernels, dtype: torch.dtype, 
     x, w = sensitive(290, torch.empty(70, 611, dtype=dtype))
     together = kernels.linear(x, w)
     for first, rows in ((0, 1), (7, 1), (7, 2), (30, 9), (16, 17), (100, 130), (289, 1)):
-        assert torch.equal(alone.linear(x[first : first + rows], w), together[first : first + rows]), f"{rows} rows from {first}"
+        assert torch.equal(alone.linear(x[first : first + rows], w), together[first : first + rows]), (
+            f"{rows} rows from {first}"
+        )
     assert not torch.equal(alone.linear(x.flip(1), w.flip(1)), together), "another order of the sums is not seen"
 
 
@@ -81,7 +83,9 @@ def test_one_arithmetic_for_every_width(dtype: torch.dtype) -> None:
         for scale in (1.0, 1e-19):
             got = [each.linear((x * scale).to(dtype), (w * scale).to(dtype)) for each in widths]
             assert all(torch.equal(each, got[0]) for each in got[1:]), f"{CHAINS} differ"
-        assert dtype != torch.bfloat16 or torch.equal(got[0].float().abs() < 2.0**-126, got[0] == 0), "denormals are not flushed"
+        assert dtype != torch.bfloat16 or torch.equal(got[0].float().abs() < 2.0**-126, got[0] == 0), (
+            "denormals are not flushed"
+        )
 
 
 @pytest.mark.parametrize("isa", CHAINS)

@@ -46,7 +46,7 @@ typedef struct {
     int64_t dot;   /* pairs of bf16 are multiplied by vdpbf16ps; else widened, by two FMA */
     int64_t piece; /* words of a panel that are transposed at once */
     int64_t few;   /* up to so many rows there is nothing to do but to read weights */
-    int64_t near;  /* lines of weights that are fetched ahead in each output then */
+    int64_t near;  /* lines that are fetched ahead in each output then; 0: the panel that is read next, in order */
 } Tuning;
 
 typedef struct {
