@@ -283,8 +283,8 @@ def test_seconds_are_those_of_the_step_that_was_read(monkeypatch: pytest.MonkeyP
         return now[0]
 
     class Slow(Record):
-        def launch(self, logits: torch.Tensor, batch: SamplingBatch) -> Draws:
-            draws, wait = super().launch(logits, batch), seconds * (self.steps in slow)
+        def launch(self, logits: torch.Tensor, batch: SamplingBatch, native: Any) -> Draws:
+            draws, wait = super().launch(logits, batch, native), seconds * (self.steps in slow)
 
             def read() -> Any:
                 now[0] += wait
