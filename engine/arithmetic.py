@@ -11,8 +11,8 @@ from engine.cpu.kernels import Chosen, choose
 
 
 def chosen_kernels(config: EngineConfig, model: Any) -> Chosen | None:
-    """Those of the model, else of the configuration; None off the CPU. Raises ValueError where the two are not the same, and for
-    an isa that cannot be had."""
+    """Those of the model, else of the configuration; None off the CPU. Raises ValueError where the two are not the same, and
+    for an isa that cannot be had."""
     if model.device.type != "cpu":
         return None
     chosen: Chosen = getattr(model, "chosen", None) or choose(config.isa)

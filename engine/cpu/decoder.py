@@ -3,8 +3,8 @@ small kernels and as many barriers that eager torch makes of a layer. In bf16 an
 
 The transformers model with our products stays the judge (`engine.cpu.judge`). `NativeDecoder` reads its parameters where they
 lie, so a refresh in place is seen; and before it is used its logits are compared with the module's, which must agree in every
-bit. So a trainer's module with our products and attention has the engine's log-probs exactly. Layers compiled by inductor do not offer
-that: they keep fp32 where eager torch rounds, and reduce in another order.
+bit. So a trainer's module with our products and attention has the engine's log-probs exactly. Layers compiled by inductor do
+not offer that: they keep fp32 where eager torch rounds, and reduce in another order.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class NativeDecoder:
         )
         work = _Between(
             tokens=len(x), hidden=self.hidden, is_bf16=x.dtype == torch.bfloat16, x=x.data_ptr(), normed=normed.data_ptr(),
-            packed=packed.data_ptr(), head_norm=self.body.norm.weight.data_ptr(), head_eps=self.body.norm.variance_epsilon, logits=logits.data_ptr(),
-            head=ctypes.addressof(head),
+            packed=packed.data_ptr(), head_norm=self.body.norm.weight.data_ptr(), head_eps=self.body.norm.variance_epsilon,
+            logits=logits.data_ptr(), head=ctypes.addressof(head),
         )  # fmt: skip
         self.kernels.library.rollout_head(team, ctypes.byref(work))
         return logits

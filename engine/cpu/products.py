@@ -205,8 +205,8 @@ class _Product(torch.autograd.Function):
 
 
 class ExactSiLU(nn.Module):
-    """An activation whose class was exchanged by `use_products`: torch's own computes the last numbers of each thread's share with
-    another exp, so that they depend on the batch and on the number of threads."""
+    """An activation whose class was exchanged by `use_products`: torch's own computes the last numbers of each thread's share
+    with another exp, so that they depend on the batch and on the number of threads."""
 
     isa: str
     plain: type[nn.Module]

@@ -6,8 +6,8 @@ For SmolLM2-135M's and Qwen3-0.6B's shapes and some numbers of rows, in bf16 and
     peak_gflops      the same multiplications on registers alone; gbytes_peak: reading memory and nothing else
     ratio            gflops to the lower of peak_gflops and what gbytes_peak allows
 
-Kernel and machine are measured in turn and the best of each counts: beside other work a mean says more about that than about the
-kernel. With one thread it is the thread's own time that counts, so that the figures hold on a busy machine, too.
+Kernel and machine are measured in turn and the best of each counts: beside other work a mean says more about that than about
+the kernel. With one thread it is the thread's own time that counts, so that the figures hold on a busy machine, too.
 """
 
 from __future__ import annotations

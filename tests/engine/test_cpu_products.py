@@ -1,5 +1,5 @@
-"""Products of every instruction set that this CPU has, and of tiles in portable C: near the exact sum, the same bits for a row in
-any company, the same bits in sets that share an arithmetic."""
+"""Products of every instruction set that this CPU has, and of tiles in portable C: near the exact sum, the same bits for a row
+in any company, the same bits in sets that share an arithmetic."""
 
 from __future__ import annotations
 
