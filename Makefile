@@ -7,13 +7,17 @@ STAMP := .venv/.installed
 PACKAGES := engine transport rollout
 SOURCES := $(PACKAGES) $(wildcard recipes) tests
 
+NATIVE := $(wildcard tests/engine/test_cpu_*.py tests/engine/test_isa.py tests/engine/test_sampler.py tests/engine/test_equivalence.py \
+	tests/engine/test_smollm2.py tests/rollout/test_trainer_attention.py tests/rollout/test_exact*.py tests/rollout/test_fidelity*.py)
+
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test test-gpu check format bench bench-gpu clean
+.PHONY: help venv model demo test test-arithmetic test-gpu check format bench bench-gpu clean
 .SUFFIXES:
 
 help:
 	@echo "make demo    a real model answers a trainer's groups over ZeroMQ (about a minute, after the installation)"
 	@echo "make test    the test suite"
+	@echo "make test-arithmetic   its native part where torch sums as on AVX2, and an installed wheel without a compiler"
 	@echo "make check   format, lint, types, import directions"
 	@echo "make bench   throughput of the named workloads; WORKLOADS='fanout long' and ARGS='--scale 0.25' pick"
 	@echo "make format  let ruff rewrite the sources"
@@ -38,6 +42,11 @@ demo: $(STAMP)
 
 test: model
 	@$(BIN)/python -m pytest $(ARGS)
+
+# What depends on how torch sums on the CPU, on one that it takes for an older one; and the wheel, without a compiler.
+test-arithmetic: model
+	@ONEDNN_MAX_CPU_ISA=avx2 $(BIN)/python -m pytest $(NATIVE) $(ARGS)
+	@$(BIN)/python -m pytest -m long tests/test_wheel.py $(ARGS)
 
 test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest -m gpu -W default tests $(ARGS)

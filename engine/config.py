@@ -42,6 +42,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """groups without a seed of their own draw theirs from this one"""
     threads: int | None = None
     """CPU threads of torch and of the attention kernel; None = torch's choice"""
+    isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torch"] = "auto"
+    """instruction set of the CPU kernels; auto = the best that this CPU has and a library can be had for, torch = none of them
+    (docs/decisions/arithmetic.md). `rollout status` says which one runs, and why not a better one"""
     attention: Literal["auto", "reference", "native", "triton"] = "auto"
     """auto = the native kernel on the CPU, Triton's on CUDA; the torch reference where they cannot be had"""
     compile_layers: bool = False
@@ -95,6 +98,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(message)
 
         need(bool(re.fullmatch(r"cpu|cuda(:\d+)?", self.device)), f"device={self.device!r}: must be cpu, cuda or cuda:N")
+        need(
+            self.isa == "auto" or self.device == "cpu",
+            f"isa={self.isa!r} is of the CPU: leave it out with device={self.device}",
+        )
         need(0 <= self.seed < 2**63, f"seed={self.seed}: must be 0 to 2**63 - 1")
         need(self.block_size >= 1, f"block_size={self.block_size}: must be at least 1")
         need(self.kv_gib is None or self.kv_tokens is None, "give kv_gib or kv_tokens, not both")

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
+from engine.arithmetic import arithmetic, chosen_kernels
 from engine.attention import Backend, Capacity, TritonAttention, choose_backend
 from engine.batch import Batch
 from engine.config import EngineConfig
@@ -80,9 +81,14 @@ class Engine:
             raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, Streamed(…))")
         self.model = model
         capacity = Capacity.of(config, model)
+        self.chosen = chosen_kernels(config, model)
+        isa = None if self.chosen is None else self.chosen.isa
         tried = partial(try_out, model, config.block_size) if isinstance(model, Model) else lambda backend: None
-        self.backend = choose_backend(config.attention, model.device, config.threads, capacity, tried)
-        log.info("%s: %s", model.name, self.backend)
+        self.backend = choose_backend(config.attention, model.device, config.threads, capacity, isa, tried)
+        self.arithmetic = arithmetic(model, self.backend)
+        log.info("%s: %s, arithmetic %s", model.name, self.backend, self.arithmetic)
+        if self.chosen is not None:
+            log.info("%s: isa %s", model.name, self.chosen)
         if isinstance(model, Model):
             judge(model, self.backend, config.block_size, capacity.tokens)
         self.graphs: DecodeGraphs | None = None
@@ -333,7 +339,7 @@ class Engine:
             if watch is not None:
                 watch.mark()
             modelled = time.perf_counter()
-            draws = launch_draws(logits, batch.sampling)
+            draws = launch_draws(logits, batch.sampling, self.chosen and self.chosen.kernels)
         counters.build_seconds += built - building
         counters.model_seconds += modelled - built
         counters.sample_seconds += time.perf_counter() - modelled

@@ -1,6 +1,6 @@
-"""A transformers causal language model, unmodified: load it, make sure that our attention can serve it, run a step.
+"""A transformers causal language model: load it, make sure that our attention can serve it, run a step.
 
-Parameter names stay those of the trainer's model, and its arithmetic outside attention is the trainer's own.
+Parameter names stay those of the trainer's model. On the CPU products are ours (`engine.cpu.products`), all else is its own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from engine.attention.seam import ATTENTION_NAME, Backend, Call, Probe
 from engine.batch import Batch
 from engine.compiled import compile_layers
 from engine.config import EngineConfig
-from engine.cpu.decoder import NativeDecoder, NotNative
-from engine.cpu.kernels import kernels
+from engine.cpu.judge import Computes, decide
+from engine.cpu.kernels import Chosen, choose
 from engine.kv import KVGeometry, PagedKV
 from engine.memory import own_parameters
 from engine.norms import fuse_norms
@@ -44,7 +44,7 @@ def open_model(config: EngineConfig) -> Model:
     dtype, device, offload = getattr(torch, config.dtype), torch.device(config.device), config.weight_offload
     module = load_model(config.model, dtype, device if offload is None else None)
     streamed = None if offload is None else Streamed(module, config.model, offload, device)
-    model = Model(module, config.model, streamed, native=not config.compile_layers)
+    model = Model(module, config.model, streamed, native=not config.compile_layers, isa=config.isa)
     if config.compile_layers:
         compile_layers(model)
     return model
@@ -128,9 +128,12 @@ def in_one_line(error: Exception) -> str:
 
 class Model:
     """A transformers model behind the attention seam; `streamed`: the offload of its layers; `native`: run it by the native
-    decoder where that can be. Raises UnsupportedModel for what the seam does not serve."""
+    decoder where that can be; `isa`: as in `EngineConfig`. Raises UnsupportedModel for what the seam does not serve, ValueError
+    for an isa that this CPU lacks."""
 
-    def __init__(self, module: PreTrainedModel, name: str, streamed: Streamed | None = None, native: bool = True) -> None:
+    def __init__(
+        self, module: PreTrainedModel, name: str, streamed: Streamed | None = None, native: bool = True, isa: str = "auto"
+    ) -> None:
         config = module.config.get_text_config()
         _refuse_config(config, name)
         if not getattr(module, "_supports_attention_backend", False):
@@ -153,10 +156,22 @@ class Model:
             len(self.asked), first["kv_heads"], widths[0], module.dtype, widths[1] if widths[0] != widths[1] else None
         )
         self.eos_token_ids = _eos(module)
-        self.native = self._native(self.asked) if native else None
+        self.chosen: Chosen | None = choose(isa) if module.device.type == "cpu" else None
+        self.computes: Computes | None = None
+        """who runs the layers on the CPU, decided here; None: the module as it comes"""
+        if native and self.chosen is not None:
+            self.computes = self._decide(self.chosen.isa)
+        self.native = None if self.computes is None else self.computes.decoder
+
+    def _decide(self, isa: str) -> Computes:
+        whole = self.streamed is None
+        try:
+            return decide(self.module, self.name, self.asked, self.forward_transformers, isa, whole=whole)
+        except Exception as error:
+            raise UnsupportedModel(f"{self.name}: no step of it can be computed: {in_one_line(error)}") from error
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
-        """[S, vocab] logits of the tokens `batch.logits_at`: by the native decoder where it has the bits of transformers."""
+        """[S, vocab] logits of the tokens `batch.logits_at`: by a decoder (`engine.cpu.judge`) or the module."""
         run = self.forward_transformers if self.native is None else self.native.forward
         return run(batch, kv, backend)
 
@@ -170,26 +185,6 @@ class Model:
             rollout=Call(backend, batch, kv),
         )
         return output.logits[0, : batch.num_logits]
-
-    def _native(self, asked: dict[int, dict[str, Any]]) -> NativeDecoder | None:
-        if self.device.type != "cpu" or self.module.dtype != torch.bfloat16:
-            return None
-        if self.streamed is not None:
-            log.info(
-                "%s runs through transformers: natively all layers are one call, and weight_offload streams them", self.name
-            )
-            return None
-        try:
-            with torch.inference_mode():
-                decoder = NativeDecoder(self.module, asked, kernels())
-                decoder.check(self.forward_transformers, self.vocab_size)
-        except NotNative as error:
-            log.info("%s runs through transformers, not natively: %s", self.name, error)
-            return None
-        except (AttributeError, TypeError) as error:  # of a module that is not put together as the decoder reads it
-            log.info("%s runs through transformers, not natively: a model of another kind (%s)", self.name, error)
-            return None
-        return decoder
 
 
 def _refuse_config(config: Any, name: str) -> None:

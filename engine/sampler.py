@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.cpu.kernels import MAX_VOCABULARY, Kernels, kernels
+from engine.cpu.kernels import MAX_VOCABULARY, Kernels
 from engine.plan import Cuts, Drawn, Plan
 
 NATIVE_DTYPES = (torch.bfloat16, torch.float32)
@@ -86,14 +86,14 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def launch_draws(logits: torch.Tensor, batch: SamplingBatch) -> Draws:
-    """Draw D tokens from [S, V] logits of any float dtype: by a kernel, or by plain torch where there is none. On CUDA the host
-    waits for a kernel's draws only when it reads them.
+def launch_draws(logits: torch.Tensor, batch: SamplingBatch, native: Kernels | None = None) -> Draws:
+    """Draw D tokens from [S, V] logits of any float dtype: on the CPU by `native`, on CUDA by Triton's kernel, by plain torch
+    where there is none. On CUDA the host waits for a kernel's draws only when it reads them.
 
     Each draw's arithmetic stands for itself and depends on its own sampling parameters alone. Log-probs are `log_softmax`'s of
-    what is left of the scaled logits: on the CPU to the bit."""
+    what is left of the scaled logits: on the CPU to the bit, where `native.torch_logprobs`."""
     on_cuda = logits.device.type == "cuda"
-    kernel = _triton_kernels() if on_cuda else _native(logits)
+    kernel: Any = _triton_kernels() if on_cuda else native if _fits(logits) else None
     if kernel is None or not len(batch.logits_row):
         drawn = _sample_torch(logits, batch)
     else:
@@ -105,9 +105,9 @@ def launch_draws(logits: torch.Tensor, batch: SamplingBatch) -> Draws:
     return Draws(torch.from_numpy(drawn.tokens).to(logits.device), lambda: drawn)
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
+def sample(logits: torch.Tensor, batch: SamplingBatch, native: Kernels | None = None) -> Drawn:
     """The same, waited for."""
-    return launch_draws(logits, batch).read()
+    return launch_draws(logits, batch, native).read()
 
 
 def _cuts(batch: SamplingBatch) -> Cuts | None:
@@ -122,9 +122,8 @@ def _truncated(batch: SamplingBatch) -> np.ndarray:
     return (batch.temperature != 0) & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
 
 
-def _native(logits: torch.Tensor) -> Kernels | None:
-    fits = logits.device.type == "cpu" and logits.dtype in NATIVE_DTYPES and logits.shape[1] <= MAX_VOCABULARY
-    return kernels() if fits else None
+def _fits(logits: torch.Tensor) -> bool:
+    return logits.device.type == "cpu" and logits.dtype in NATIVE_DTYPES and logits.shape[1] <= MAX_VOCABULARY
 
 
 @cache

@@ -20,6 +20,10 @@ def status(engine: Engine) -> dict[str, Any]:
         "model": engine.model.name,
         "version": version,
         "attention": engine.backend.name,
+        "arithmetic": engine.arithmetic,
+        "isa": engine.chosen.isa if engine.chosen else engine.model.device.type,
+        "isa_reason": engine.chosen.why if engine.chosen else "",
+        **_computes(engine),
         "dtype": str(engine.model.geometry.dtype).removeprefix("torch."),
         "overlap": engine.overlap,
         "graphs": engine.graphs is not None,
@@ -38,6 +42,15 @@ def status(engine: Engine) -> dict[str, Any]:
         },
         **{name: count for name, count in msgspec.to_builtins(engine.counters).items() if not name.startswith("_")},
     }
+
+
+def _computes(engine: Engine) -> dict[str, Any]:
+    """Who runs the layers, whether plain torch has the same bits (None: nobody looked), and why nothing better."""
+    computes = getattr(engine.model, "computes", None)
+    if computes is None:
+        return {"computed_by": "module", "torch_bits": None, "computed_by_reason": ""}
+    by = "module" if computes.decoder is None else type(computes.decoder).__name__
+    return {"computed_by": by, "torch_bits": computes.torch_bits, "computed_by_reason": computes.why}
 
 
 def _state(engine: Engine) -> str:

@@ -8,7 +8,8 @@
     python -m recipes.grpo --no-refresh   # the control: the service keeps its first weights, the reward stays where it was
 
 The groups of a step are sampled while the trainer works on those before it, so a token is at most one version old ("one step
-off-policy"); the importance ratio against the service's own log-probs corrects for that, and for rounding.
+off-policy"); the importance ratio against the service's own log-probs corrects for that. The trainer computes with the
+service's arithmetic (`rollout.exact`), so on the same weights the ratio is 1; --no-exact leaves it rounding too.
 
 GRPO: Shao et al., "DeepSeekMath" (2024); token-level loss: Yu et al., "DAPO" (2025); one step off-policy: Noukhovitch et al.,
 "Asynchronous RLHF" (ICLR 2025). Needs `pip install -e '.[grpo]'`; wandb stays offline without WANDB_API_KEY.
@@ -34,6 +35,7 @@ from tqdm import tqdm
 from engine.config import EngineConfig
 from rollout import Handle, RolloutClient, Sample, Sampling, models
 from rollout.config import Config, TrackingConfig
+from rollout.exact import token_logprobs, use_exact
 from rollout.process import service_process
 
 
@@ -58,6 +60,10 @@ class Options:
     clip: float = 0.2
     """the importance ratio counts only within 1 ± clip"""
     seed: int = 0
+    held_out: int = 20
+    """questions that are never trained on, asked greedily before and after; 0 = none"""
+    exact: bool = True
+    """the trainer's forward has the service's bits; --no-exact trains with plain transformers"""
     refresh: bool = True
     """push the weights after each step; --no-refresh is the control"""
     threads: int = 1
@@ -70,15 +76,24 @@ class Options:
 
 
 class Task:
-    """Questions and verifiable rewards. Anything with these two methods will do."""
+    """Questions and verifiable rewards. Anything with these two methods and `held_out`, questions not trained on, will do."""
 
     def __init__(self, options: Options, tokenizer: Any) -> None:
         import reasoning_gym
 
         size = options.steps * options.groups + options.groups
         settings = json.loads(options.task_config)
-        self.data = reasoning_gym.create_dataset(options.task, seed=options.seed, size=size, **settings)
         self.tokenizer = tokenizer
+        drawn = list(reasoning_gym.create_dataset(options.task, seed=options.seed, size=size, **settings))
+        apart = reasoning_gym.create_dataset(options.task, seed=options.seed + 1, size=100 * options.held_out, **settings)
+        others = list({each["question"]: each for each in apart}.values())[: options.held_out]
+        hidden = {each["question"] for each in others}
+        asked = [each for each in drawn if each["question"] not in hidden]
+        if not asked or len(others) < options.held_out:
+            raise ValueError(f"{options.task} {options.task_config} has too few questions to hold {options.held_out} out")
+        self.scorer = apart
+        self.data = [*(asked[i % len(asked)] for i in range(size)), *others]
+        self.held_out = range(size, len(self.data))
 
     def prompt(self, index: int) -> list[int]:
         chat = [{"role": "user", "content": self.data[index]["question"]}]
@@ -87,7 +102,7 @@ class Task:
     def reward(self, index: int, sample: Sample) -> float:
         """In [0, 1]: reasoning-gym's score of the last number in the text."""
         numbers = re.findall(r"-?\d+", self.tokenizer.decode(sample.token_ids, skip_special_tokens=True))
-        return self.data.score_answer(numbers[-1], self.data[index]) if numbers else 0.0
+        return self.scorer.score_answer(numbers[-1], self.data[index]) if numbers else 0.0
 
 
 class Learner:
@@ -118,14 +133,8 @@ def logprobs(model: Any, prompt: list[int], samples: list[Sample], temperature: 
     p p p p a a b b b      a row of the mask: the prompt, and what its own sample said so far
     └prompt┘└a┘└─b─┘       (the last token of a sample predicts nothing and is left out)
     """
-    start, ids, positions, owner, predictors, targets = (
-        len(prompt),
-        list(prompt),
-        [*range(len(prompt))],
-        [-1] * len(prompt),
-        [],
-        [],
-    )
+    start, ids, positions, owner = len(prompt), list(prompt), [*range(len(prompt))], [-1] * len(prompt)
+    predictors, targets = [], []
     for index, sample in enumerate(samples):
         tokens = sample.token_ids.tolist()
         predictors += [start - 1, *range(len(ids), len(ids) + len(tokens) - 1)]
@@ -142,8 +151,7 @@ def logprobs(model: Any, prompt: list[int], samples: list[Sample], temperature: 
         attention_mask=mask[None, None],
         use_cache=False,
     ).last_hidden_state[0, predictors]
-    logits = model.get_output_embeddings()(hidden).float() / temperature
-    return logits.log_softmax(-1).gather(-1, torch.tensor(targets)[:, None])[:, 0]
+    return token_logprobs(model.get_output_embeddings()(hidden), torch.tensor(targets), temperature)
 
 
 def behaviour(samples: list[Sample]) -> torch.Tensor:
@@ -256,6 +264,14 @@ def mismatch(options: Options, model: torch.nn.Module, task: Task, pending: list
     return {}
 
 
+def accuracy(client: RolloutClient, task: Any) -> float:
+    """Share of the held-out questions that the service's policy answers rightly, greedily."""
+    sampling = Sampling(n=1, max_tokens=16, temperature=0.0)
+    prompts = [task.prompt(index) for index in task.held_out]
+    answers = client.generate_groups(prompts, sampling, timeout=600)
+    return float(np.mean([task.reward(index, group[0]) for index, group in zip(task.held_out, answers, strict=True)]))
+
+
 def plot(rows: list[dict[str, float]], path: Path, title: str) -> None:
     import matplotlib
 
@@ -292,11 +308,16 @@ def main(options: Options) -> list[dict[str, float]]:
     options.out.mkdir(parents=True, exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     task = Task(options, models.load_tokenizer(folder))
+    correct: list[float] = []
     rows: list[dict[str, float]] = []
     with ExitStack() as stack:
         run = open_wandb(options, stack) if options.wandb else None
         service = stack.enter_context(service_process(service_config(options, folder)))
         client = stack.enter_context(RolloutClient(service.endpoint, name="grpo"))
+        if options.exact:
+            use_exact(model, client.info.arithmetic)
+        if task.held_out:
+            correct.append(accuracy(client, task))
         log = stack.enter_context((options.out / "rewards.jsonl").open("w"))
         bar = stack.enter_context(
             tqdm(train(options, client, task, model), total=options.steps, unit="step", dynamic_ncols=True)
@@ -307,10 +328,15 @@ def main(options: Options) -> list[dict[str, float]]:
             bar.set_postfix_str(f"reward {row['train/reward']:.2f}, {row['train/tokens_per_s']:.0f} tokens/s")
             if run is not None:
                 run.log({**client.status()["metrics"], **row})  # the service's figures beside the trainer's
+        if task.held_out:
+            correct.append(accuracy(client, task))
     plot(rows, options.out / "curves.png", f"{options.model}, {options.task}" + ("" if options.refresh else ", no refresh"))
     fifth = max(1, len(rows) // 5)
     first, last = (float(np.mean([row["train/reward"] for row in part])) for part in (rows[:fifth], rows[-fifth:]))
     print(f"mean reward: first fifth {first:.3f}, last fifth {last:.3f}, gain {last - first:+.3f} (in {options.out})")
+    if correct:
+        before, after = correct
+        print(f"{len(task.held_out)} held-out questions, greedily: {before:.2f} right before training, {after:.2f} after")
     return rows
 
 

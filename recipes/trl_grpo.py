@@ -4,8 +4,8 @@
     python -m recipes.trl_grpo --dtype bfloat16
 
 Each step prints what TRL logged: the version of the weights that made its completions (equal to the step), the reward, and how
-far TRL's own log-probs are from the service's. With the service's attention in the trainer (--exact, the default) they agree to
-rounding of the last log-softmax, in bf16 too; with --no-exact they differ by some 1e-5 in fp32 and 0.04 in bf16.
+far TRL's own log-probs are from the service's. With the service's arithmetic in the trainer (--exact, the default) they agree
+to rounding of the last log-softmax, in bf16 too; with --no-exact they differ by some 1e-5 in fp32 and 0.04 in bf16.
 
 Needs `pip install -e '.[trl,grpo]'`. For AsyncGRPOTrainer see `rollout.integrations.trl`.
 """
@@ -24,9 +24,9 @@ import tyro
 from engine.config import EngineConfig
 from rollout import RolloutClient, models
 from rollout.config import Config
+from rollout.exact import use_exact
 from rollout.integrations.trl import GroupRollouts, correct_importance
 from rollout.process import service_process
-from rollout.trainer_attention import use_exact_attention
 
 BOUND = {"float32": 1e-4, "bfloat16": 0.02}
 """largest mean |Δ log-prob| between TRL and the service that counts as agreement"""
@@ -48,7 +48,7 @@ class Options:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """of the trainer's and of the service's weights"""
     exact: bool = True
-    """the trainer's forward uses the service's attention"""
+    """the trainer's forward has the service's attention and products"""
     steps: int = 6
     groups: int = 2
     """prompts in a step"""
@@ -61,7 +61,7 @@ class Options:
     out: Path = Path("trl-run")
 
 
-def make_trainer(options: Options, folder: Path, rollouts: GroupRollouts) -> Any:
+def make_trainer(options: Options, folder: Path, rollouts: GroupRollouts, arithmetic: str) -> Any:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # it warns that rollout_func is experimental
     import reasoning_gym
     from datasets import Dataset
@@ -105,7 +105,7 @@ def make_trainer(options: Options, folder: Path, rollouts: GroupRollouts) -> Any
     )
     correct_importance(trainer, rollouts)
     if options.exact:
-        use_exact_attention(trainer.model)
+        use_exact(trainer.model, arithmetic)
     return trainer
 
 
@@ -117,7 +117,7 @@ def main(options: Options) -> int:
         model=str(folder), dtype=options.dtype, kv_tokens=32_768, cpu_offload_gib=0, seed=options.seed, threads=options.threads
     )
     with service_process(Config(engine=engine)) as service, RolloutClient(service.endpoint, name="trl") as client:
-        trainer = make_trainer(options, folder, GroupRollouts(client))
+        trainer = make_trainer(options, folder, GroupRollouts(client), client.info.arithmetic)
         trainer.train()
     return report(options, [row for row in trainer.state.log_history if COLUMNS["version"] in row])
 

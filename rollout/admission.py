@@ -66,5 +66,6 @@ def welcome(hello: m.Hello, session: Session, engine: EngineLike, incarnation: s
         version=engine.version,
         limits=limits,
         capabilities=(m.TAKEN, *capabilities(engine.model.device)),
+        arithmetic=engine.arithmetic,
         groups=m.digests(held.digest for held in session.groups.values()),
     )

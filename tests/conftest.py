@@ -33,6 +33,17 @@ CHAT_TEMPLATE = (
 )
 
 
+def pytest_report_header() -> list[str]:
+    """Which arithmetic a green run covers."""
+    from engine.cpu.isa import EMULATED, ISAS, isa_of, lacking
+
+    covered = [f"{name} ({isa_of(name).arithmetic})" for name in [*ISAS, *EMULATED] if not lacking(name)]
+    others = [f"{name} (no {', '.join(lacking(name))})" for name in ISAS if lacking(name)]
+    restricted = [f"{name}={os.environ[name]}" for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY") if name in os.environ]
+    lines = [f"CPU kernels covered: {', '.join(covered)}", f"not on this CPU: {', '.join(others) or 'none'}"]
+    return [*lines, f"torch: {torch.backends.cpu.get_cpu_capability()} {' '.join(restricted)}".rstrip()]
+
+
 @pytest.fixture
 def copies_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is preempted is copied to host memory if that has room. By itself the engine compares rates that it has measured,

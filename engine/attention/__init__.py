@@ -30,9 +30,11 @@ def choose_backend(
     device: torch.device,
     threads: int | None,
     capacity: Capacity,
+    isa: str | None = None,
     try_out: Callable[[Backend], None] = lambda backend: None,
 ) -> Backend:
     """The backend of `EngineConfig.attention`. "auto" takes the device's fast one where it can be had, and says why if not.
+    isa: of `engine.cpu.isa`, "torch" = no kernel of ours, None = the best that the CPU has.
 
     `try_out` attends with a backend as the model will, and raises CannotAttend with the reason where it cannot.
     Raises ValueError if a backend is asked for by name and cannot be had, or cannot serve the model."""
@@ -41,8 +43,14 @@ def choose_backend(
         raise ValueError(f'attention="native" runs on the CPU only, not on {device}: use "auto"')
     if kind == "reference":
         return ReferenceAttention()
+    if kind == "native" and isa == "torch":
+        if name == kind:
+            raise ValueError(
+                'attention="native": with isa="torch" there are no kernels; attention="auto" takes the torch reference'
+            )
+        return ReferenceAttention()
     try:
-        backend = NativeAttention(threads) if kind == "native" else TritonAttention(device, capacity)
+        backend = NativeAttention(threads, isa) if kind == "native" else TritonAttention(device, capacity)
         try_out(backend)
         return backend
     except (NativeUnavailable, TritonUnavailable, CannotAttend) as error:

@@ -1,6 +1,4 @@
-"""Attention of `c/attention.c`: built with the system's C compiler on first use (`engine.cpu.build`), called through ctypes.
-
-The file is compiled for the best instruction set that this CPU has: avx512_bf16, avx512, avx2, or plain C for anything else.
+"""Attention of `c/attention.c` (`engine.cpu.build` has the library) for any instruction set, called through ctypes.
 
 What lies inside K and V of a block is packed for the instruction set (drawn in the C file): only this process can read it.
 """
@@ -14,13 +12,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from engine.cpu.build import best_isa, build, load, symbols
+from engine.cpu.build import build, check_layout, load
+from engine.cpu.isa import best, isa_of
+from engine.cpu.kernels import Tuning
+from engine.cpu.openmp import symbols
 
 if TYPE_CHECKING:
     from engine.batch import Batch
     from engine.kv import PagedKV
 
 MAX_GROUP, MAX_DIM, MAX_BLOCK, MAX_PLAIN = 64, 256, 512, 64 * 256
+LANES = 16
+"""block sizes and head dimensions that are multiples are packed in the pool"""
 PLAN_ERRORS = {
     1: "a row has no tokens, or more tokens than context_lens allows",
     2: "a block id in block_table is outside the pool",
@@ -37,7 +40,7 @@ class _Step(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("blocks", "layers", "kv_heads", "block_size", "dim", "q_heads", "bf16")),
-        *((name, ctypes.c_int64) for name in ("rows", "tokens", "table_row", "threads", "share")),
+        *((name, ctypes.c_int64) for name in ("rows", "tokens", "table_row", "threads", "share", "pairs")),
         *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "table", "slots", "chunks")),
         ("num_chunks", ctypes.c_int64),
         ("heads", ctypes.c_int64),
@@ -73,25 +76,29 @@ class NativeAttention:
     """A CPU attention backend (`engine.attention.seam.Backend`).
 
     The output of a query is bitwise the same alone or in a batch, in decode or in any chunk of a prefill, with its prefix
-    shared or not, with any number of threads; not across block sizes or instruction sets.
+    shared or not, with any number of threads, and on any instruction set of the same arithmetic; not across block sizes.
     """
 
     name = "native"
 
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
-        """threads: None = torch's number at each step. isa: one of `ISAS`, None = the best this CPU has.
+        """threads: None = torch's number at each step. isa: a name of `engine.cpu.isa`, None = the best this CPU has.
 
         Raises NativeUnavailable (no compiler, compilation failed) and ValueError (unknown isa, threads < 1)."""
         if threads is not None and threads < 1:
             raise ValueError(f"threads={threads}: must be at least 1, or None for torch's number")
         self.threads = threads
-        self.isa = isa or best_isa()
+        self.isa = isa or best()
         self.library = build(self.isa)
+        self.arithmetic = isa_of(self.isa).arithmetic
         lib = _load(self.library)
         self._plan, self._attend, self._calls = lib.rollout_plan, lib.rollout_attend, lib.rollout_calls
         self._within: int = ctypes.cast(lib.rollout_attend_within, ctypes.c_void_p).value or 0
         self._call_bytes: int = lib.rollout_call_bytes()
-        self.lanes: int = lib.rollout_lanes()
+        tuning = Tuning()
+        lib.rollout_tune(ctypes.byref(tuning))
+        self.pairs = bool(tuning.dot)
+        """bf16 by vdpbf16ps, where that is faster than two FMA; the bits are the same"""
         self._parallel, self._barrier = symbols("GOMP_parallel", "GOMP_barrier")
 
     def __str__(self) -> str:
@@ -127,10 +134,10 @@ class NativeAttention:
             )
         if q_heads % kv_heads or q_heads // kv_heads > MAX_GROUP:
             raise ValueError(f"{q_heads} query heads over {kv_heads} KV heads: need a multiple, at most {MAX_GROUP} ×")
-        padded = [-(-n // self.lanes) * self.lanes for n in (block_size, dim)]
+        padded = [-(-n // LANES) * LANES for n in (block_size, dim)]
         if dim > MAX_DIM or block_size > MAX_BLOCK or (padded != [block_size, dim] and padded[0] * padded[1] > MAX_PLAIN):
             raise ValueError(
-                f"block_size={block_size}, head_dim={dim}: at most {MAX_BLOCK} and {MAX_DIM}, multiples of {self.lanes}"
+                f"block_size={block_size}, head_dim={dim}: at most {MAX_BLOCK} and {MAX_DIM}, multiples of {LANES}"
             )
         starts, lens, table = (np.ascontiguousarray(a, np.int32) for a in (query_starts, context_lens, block_table))
         places = np.ascontiguousarray(slots, np.int64)
@@ -147,9 +154,9 @@ class NativeAttention:
         struct = _Step(
             data=data.data_ptr(), blocks=blocks, layers=layers, kv_heads=kv_heads, block_size=block_size, dim=dim,
             q_heads=q_heads, bf16=data.dtype == torch.bfloat16, rows=len(lens), tokens=len(places), table_row=table.shape[1],
-            threads=threads, share=shared is not None, query_starts=starts.ctypes.data, context_lens=lens.ctypes.data,
-            table=table.ctypes.data, slots=places.ctypes.data, chunks=chunks.ctypes.data, parallel=self._parallel,
-            barrier=self._barrier,
+            threads=threads, share=shared is not None, pairs=self.pairs,
+            query_starts=starts.ctypes.data, context_lens=lens.ctypes.data, table=table.ctypes.data, slots=places.ctypes.data,
+            chunks=chunks.ctypes.data, parallel=self._parallel, barrier=self._barrier,
         )  # fmt: skip
         error = self._plan(ctypes.byref(struct), groups.ctypes.data, len(groups))
         if error:
@@ -262,6 +269,7 @@ class NativeAttention:
 
 def _load(path: Path) -> ctypes.CDLL:
     lib = load(path)
+    check_layout(lib, "rollout_layout_attention", Step=_Step)
     pointer, i64 = ctypes.c_void_p, ctypes.c_int64
     lib.rollout_plan.argtypes = [pointer, pointer, i64]
     lib.rollout_plan.restype = ctypes.c_int
@@ -271,5 +279,4 @@ def _load(path: Path) -> ctypes.CDLL:
     lib.rollout_calls.argtypes = [pointer, pointer, i64, pointer, pointer, *[pointer] * 4]
     lib.rollout_calls.restype = None
     lib.rollout_call_bytes.restype = i64
-    lib.rollout_lanes.restype = ctypes.c_int
     return lib

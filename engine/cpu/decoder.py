@@ -1,10 +1,10 @@
 """A decoder of Llama's kind (Qwen 2 and 3, Mistral, …) in one parallel region, native attention included, in place of the fifty
-small kernels and as many barriers that eager torch makes of a layer. bf16 on CPUs with avx512_bf16.
+small kernels and as many barriers that eager torch makes of a layer. In bf16 and fp32, by the products of any instruction set.
 
-The transformers model stays as it is and stays the judge. `NativeDecoder` reads its parameters where they lie, so a refresh in
-place is seen; and before it is used its logits are compared with the model's own, which must agree in every bit. So a
-trainer's eager forward with our attention still has the engine's log-probs exactly. Layers compiled by inductor do not offer
-that: they keep fp32 where eager torch rounds, and reduce in another order.
+The transformers model with our products stays the judge (`engine.cpu.judge`). `NativeDecoder` reads its parameters where they
+lie, so a refresh in place is seen; and before it is used its logits are compared with the module's, which must agree in every
+bit. So a trainer's module with our products and attention has the engine's log-probs exactly. Layers compiled by inductor do
+not offer that: they keep fp32 where eager torch rounds, and reduce in another order.
 """
 
 from __future__ import annotations
@@ -12,21 +12,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import c_float, c_int64, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
 from engine.attention.seam import Backend
 from engine.batch import Batch
 from engine.cpu.attention import NativeAttention
-from engine.cpu.kernels import Kernels, Linear
+from engine.cpu.build import check_layout
+from engine.cpu.kernels import Kernels, Linear, linear_struct
 from engine.kv import PagedKV
-from engine.plan import plan_by_hand
 
-CHUNKS = (512, 1024, 256, 2048)
-"""inputs that oneDNN sums in one go, as seen; all of them otherwise"""
 CHECKED_ROWS = (1, 2, 37, 130)
 BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -50,8 +47,9 @@ class _Layer(ctypes.Structure):
 class _Between(ctypes.Structure):
     _fields_ = [
         ("done", c_void_p), ("next", c_void_p),
-        *((name, c_int64) for name in ("tokens", "hidden", "head_dim")),
-        *((name, c_void_p) for name in ("x", "normed", "inner", "attended", "q", "k", "v", "cos", "sin", "head_norm", "head")),
+        *((name, c_int64) for name in ("tokens", "hidden", "head_dim", "is_bf16")),
+        *((name, c_void_p) for name in ("x", "normed", "inner", "attended", "q", "k", "v", "cos", "sin")),
+        *((name, c_void_p) for name in ("packed", "head_norm", "head")),
         ("head_eps", c_float), ("logits", c_void_p),
     ]  # fmt: skip
 
@@ -66,45 +64,23 @@ class _Forward(ctypes.Structure):
 class NativeDecoder:
     """`asked`: what each layer asks of its attention (scaling and window), by layer. Raises NotNative."""
 
-    def __init__(self, module: nn.Module, asked: dict[int, dict[str, Any]], kernels: Kernels | None) -> None:
-        if kernels is None or not kernels.products:
-            raise NotNative("the CPU has no avx512_bf16, or there is no compiler")
+    def __init__(self, module: nn.Module, asked: dict[int, dict[str, Any]], kernels: Kernels) -> None:
         self.kernels = kernels
+        check_layout(kernels.library, "rollout_layout_layers", Layer=_Layer, Between=_Between, Forward=_Forward)
         self.body, self.lm_head = module.base_model, module.get_output_embeddings()
-        _need({name for name, _ in self.body.named_children()} == BODY, f"the model has other parts than {sorted(BODY)}")
-        _need(type(self.body.embed_tokens) is nn.Embedding, "the embedding is of a kind of its own")
-        first = self.body.layers[0]
-        _need({name for name, _ in first.named_children()} == LAYER, "a decoder layer of another kind")
-        _need(hasattr(first.self_attn, "q_proj") and hasattr(first.mlp, "gate_proj"), "projections of another kind")
-        dim, q, kv = first.self_attn.head_dim, first.self_attn.q_proj.out_features, first.self_attn.k_proj.out_features
-        self.hidden, self.inner, self.head_dim = first.input_layernorm.weight.numel(), first.mlp.gate_proj.out_features, dim
-        self.heads = q // dim, kv // dim
-        _need(dim % 32 == 0, f"head_dim {dim}, no multiple of 32")
-        for layer in self.body.layers:
-            _look_at(layer, self.hidden, self.inner, q, kv, dim)
-        _look_at_norm(self.body.norm, self.hidden)
-        _look_at_linear(self.lm_head, self.hidden, self.lm_head.out_features)
+        self.hidden, self.inner, self.head_dim, self.heads = look_at_module(module)
+        for what, size in (("head_dim", self.head_dim), ("hidden_size", self.hidden)):
+            _need(size % 32 == 0, f"{what} {size}, no multiple of 32")
+        dtypes = {parameter.dtype for parameter in module.parameters()}
+        _need(dtypes in ({torch.bfloat16}, {torch.float32}), f"parameters in {', '.join(sorted(map(str, dtypes)))}")
+        self.inputs = {self.hidden, self.inner, self.heads[0] * self.head_dim}
         self.attention = [(asked[i]["scaling"], asked[i]["window"]) for i in range(len(self.body.layers))]
-        self.context: int = module.config.max_position_embeddings
         self.parameters = list(module.parameters())
-        self.chunks: dict[tuple[int, int, bool], int] = {}
         self.addresses: list[int] = []
         self._structs: Any = None
 
-    def check(self, eager: Callable[[Any, Any, Any], torch.Tensor], vocabulary: int) -> None:
-        """Compare with `eager`, the transformers model behind the same signature, at positions from the first to the last one
-        of the context. Raises NotNative where a bit differs."""
-        generator = torch.Generator().manual_seed(0)
-        for rows in CHECKED_ROWS:
-            ids = torch.randint(vocabulary, (max(2, rows),), generator=generator)[:rows]
-            starts = np.arange(rows) * (self.context - 1) // max(1, rows - 1)
-            plan = plan_by_hand(ids.numpy()[:, None], starts, np.zeros((rows, 1)))
-            batch = Batch.build(plan, int(starts[-1]) + 1, torch.device("cpu"), torch.bfloat16)
-            mine, theirs = self.forward(batch, None, _Echo()), eager(batch, None, _Echo())
-            _need(torch.equal(mine, theirs), f"numbers that differ from transformers' own with {rows} rows")
-
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
-        """[S, vocabulary] bf16 logits of the tokens `batch.logits_at`."""
+        """[S, vocabulary] logits of the tokens `batch.logits_at`."""
         n, dim, library = batch.num_tokens, self.head_dim, self.kernels.library
         team = ctypes.byref(self.kernels.team())
         layers = self._layers()
@@ -114,9 +90,11 @@ class NativeDecoder:
         q_heads, kv_heads = self.heads
         q, k, v = (x.new_empty(n, heads, dim) for heads in (q_heads, kv_heads, kv_heads))
         normed, inner = torch.empty_like(x), x.new_empty(n, self.inner)
+        packed = self.kernels.packed(n, self.inputs, x.dtype)
         between = _Between(
-            tokens=n, hidden=self.hidden, head_dim=dim, x=x.data_ptr(), normed=normed.data_ptr(), inner=inner.data_ptr(),
-            q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(),
+            tokens=n, hidden=self.hidden, head_dim=dim, is_bf16=x.dtype == torch.bfloat16, x=x.data_ptr(),
+            normed=normed.data_ptr(), inner=inner.data_ptr(), q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(),
+            cos=cos.data_ptr(), sin=sin.data_ptr(), packed=packed.data_ptr(),
         )  # fmt: skip
         if isinstance(backend, NativeAttention):
             attended = torch.empty_like(q)
@@ -144,11 +122,14 @@ class NativeDecoder:
 
     def _logits(self, x: torch.Tensor, team: Any) -> torch.Tensor:
         normed, logits = torch.empty_like(x), x.new_empty(len(x), self.lm_head.out_features)
-        head = self._linear(self.lm_head)
+        head, packed = (
+            linear_struct(self.lm_head.weight, self.lm_head.bias),
+            self.kernels.packed(len(x), (self.hidden,), x.dtype),
+        )
         work = _Between(
-            tokens=len(x), hidden=self.hidden, x=x.data_ptr(), normed=normed.data_ptr(),
-            head_norm=self.body.norm.weight.data_ptr(), head_eps=self.body.norm.variance_epsilon, logits=logits.data_ptr(),
-            head=ctypes.addressof(head),
+            tokens=len(x), hidden=self.hidden, is_bf16=x.dtype == torch.bfloat16, x=x.data_ptr(), normed=normed.data_ptr(),
+            packed=packed.data_ptr(), head_norm=self.body.norm.weight.data_ptr(), head_eps=self.body.norm.variance_epsilon,
+            logits=logits.data_ptr(), head=ctypes.addressof(head),
         )  # fmt: skip
         self.kernels.library.rollout_head(team, ctypes.byref(work))
         return logits
@@ -166,36 +147,21 @@ class NativeDecoder:
         linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         norms = (layer.input_layernorm, layer.post_attention_layernorm, *(getattr(attention, f"{x}_norm", None) for x in "qk"))
         return _Layer(
-            *map(self._linear, (*linears, mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
+            *(linear_struct(each.weight, each.bias) for each in (*linears, mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
             *(None if norm is None else norm.weight.data_ptr() for norm in norms),
             *(0.0 if norm is None else norm.variance_epsilon for norm in norms),
         )
 
-    def _linear(self, linear: nn.Linear) -> Linear:
-        shape = (linear.out_features, linear.in_features, linear.bias is not None)
-        if shape not in self.chunks:
-            self.chunks[shape] = self._chunk(linear)
-        bias = None if linear.bias is None else linear.bias.data_ptr()
-        return Linear(linear.weight.data_ptr(), bias, *shape[:2], self.chunks[shape])
 
-    def _chunk(self, linear: nn.Linear) -> int:
-        """How many inputs torch sums in one go in a product of this shape, by trying."""
-        generator = torch.Generator().manual_seed(0)
-        inputs = [torch.randn(rows, linear.in_features, generator=generator).bfloat16() for rows in CHECKED_ROWS[1:]]
-        for chunk in (*CHUNKS, linear.in_features):
-            if all(torch.equal(self.kernels.linear(x, linear.weight, linear.bias, chunk), linear(x)) for x in inputs):
-                return chunk
-        raise NotNative(f"a product of {linear.out_features} × {linear.in_features} that torch sums in an unknown order")
-
-
-class _Echo:
+class Echo:
     """Stands in for attention while numbers are compared: every bit of q, k and v shows in what it returns."""
 
     name = "echo"
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-        group = query.shape[1] // key.shape[1]
-        return query * 0.5 + key.repeat_interleave(group, 1) * 0.25 + value.repeat_interleave(group, 1)
+        group, width = query.shape[1] // key.shape[1], value.shape[2]
+        scores = query * 0.5 + key.repeat_interleave(group, 1) * 0.25
+        return nn.functional.pad(scores, (0, max(0, width - scores.shape[2])))[..., :width] + value.repeat_interleave(group, 1)
 
 
 def _need(ok: bool, what: str) -> None:
@@ -203,8 +169,38 @@ def _need(ok: bool, what: str) -> None:
         raise NotNative(what)
 
 
+class Sizes(NamedTuple):
+    """Of a decoder of Llama's kind."""
+
+    hidden: int
+    inner: int
+    """outputs of gate and up"""
+    head_dim: int
+    heads: tuple[int, int]
+    """of queries, of keys and values"""
+
+
+def look_at_module(module: nn.Module) -> Sizes:
+    """Is this a decoder of the layers that we compute, as far as one can see? All layers must have the same sizes. Raises
+    NotNative."""
+    body, lm_head = module.base_model, module.get_output_embeddings()
+    _need({name for name, _ in body.named_children()} == BODY, f"the model has other parts than {sorted(BODY)}")
+    _need(type(body.embed_tokens) is nn.Embedding, "the embedding is of a kind of its own")
+    first = body.layers[0]
+    _need({name for name, _ in first.named_children()} == LAYER, "a decoder layer of another kind")
+    _need(hasattr(first.self_attn, "q_proj") and hasattr(first.mlp, "gate_proj"), "projections of another kind")
+    dim, q, kv = first.self_attn.head_dim, first.self_attn.q_proj.out_features, first.self_attn.k_proj.out_features
+    hidden, inner = first.input_layernorm.weight.numel(), first.mlp.gate_proj.out_features
+    for layer in body.layers:
+        _look_at(layer, hidden, inner, q, kv, dim)
+    _look_at_norm(body.norm, hidden)
+    _look_at_linear(lm_head, hidden, lm_head.out_features)
+    for parameter in module.parameters():
+        _need(parameter.device.type == "cpu" and parameter.is_contiguous(), f"a parameter on {parameter.device}")
+    return Sizes(hidden, inner, dim, (q // dim, kv // dim))
+
+
 def _look_at(layer: nn.Module, hidden: int, inner: int, q: int, kv: int, dim: int) -> None:
-    """Is this a layer that c/layers.c computes, as far as one can see? All sizes must be those of the other layers."""
     _need({name for name, _ in layer.named_children()} == LAYER, "a decoder layer of another kind")
     attention, mlp = layer.self_attn, layer.mlp
     names = {name for name, _ in attention.named_children()}
@@ -227,18 +223,9 @@ def _look_at(layer: nn.Module, hidden: int, inner: int, q: int, kv: int, dim: in
 def _look_at_linear(linear: nn.Module, inputs: int, outputs: int) -> None:
     _need(type(linear) is nn.Linear, f"a {type(linear).__name__} in place of a linear layer")
     _need(tuple(linear.weight.shape) == (outputs, inputs), f"a product of {tuple(linear.weight.shape)} among others")
-    _need(inputs % 32 == 0 and outputs % 16 == 0, f"a product of {outputs} × {inputs}: no multiples of 16 and 32")
-    for parameter in linear.parameters():
-        _look_at_parameter(parameter)
 
 
 def _look_at_norm(norm: nn.Module, size: int) -> None:
     names = [name for name, _ in norm.named_parameters()]
     _need(names == ["weight"] and hasattr(norm, "variance_epsilon"), "a norm of another kind")
-    _need(norm.weight.shape == (size,) and size % 32 == 0, f"a norm of {tuple(norm.weight.shape)}")
-    _look_at_parameter(norm.weight)
-
-
-def _look_at_parameter(parameter: torch.Tensor) -> None:
-    _need(parameter.dtype == torch.bfloat16 and parameter.is_contiguous(), f"a parameter in {parameter.dtype}")
-    _need(parameter.device.type == "cpu", f"a parameter on {parameter.device}")
+    _need(norm.weight.shape == (size,), f"a norm of {tuple(norm.weight.shape)}")

@@ -1,58 +1,105 @@
-"""`c/sampling.c` and `c/layers.c` behind Python: the sampler, and a decoder's work between two attentions.
+"""The C kernels of one instruction set behind Python: draws (`c/sampling.c`), products and what else a decoder does between two
+attentions (`c/layers.c`).
 
-Its promise is torch's own bits, which depend on the CPU and on torch's release; `Kernels` compares before it offers anything.
+`choose` says which instruction set runs and why not a better one. A `Kernels` is a value: whoever computes holds one, and two
+engines of a process may hold different ones.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from ctypes import c_int64, c_void_p
-from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from engine.cpu.build import NativeUnavailable, best_isa, build, load, symbols
+from engine.cpu.build import NativeUnavailable, build, check_layout, load
+from engine.cpu.isa import ISAS, isa_of
+from engine.cpu.openmp import symbols
 from engine.plan import Cuts
 
 MAX_VOCABULARY = 1 << 20
 
 
 class Team(ctypes.Structure):
-    _fields_ = [("parallel", c_void_p), ("team", c_void_p), ("threads", c_int64)]
+    """`tuning`: address of a `Tuning`."""
+
+    _fields_ = [("parallel", c_void_p), ("team", c_void_p), ("threads", c_int64), ("tuning", c_void_p)]
+
+
+class Tuning(ctypes.Structure):
+    """`Tuning` of c/threads.h: choices of products that change no bit."""
+
+    _fields_ = [(name, c_int64) for name in ("dot", "piece", "few", "near")]
 
 
 class _Draw(ctypes.Structure):
     _fields_ = [
         ("logits", c_void_p), ("is_bf16", c_int64), ("vocabulary", c_int64), ("draws", c_int64),
-        *((name, c_void_p) for name in ("row", "temperature", "uniform", "token", "logprob", "raw", "finite", "log")),
+        *((name, c_void_p) for name in ("row", "temperature", "uniform", "token", "logprob", "raw", "finite")),
+        ("lanes", c_int64),
         *((name, c_void_p) for name in ("cuts", "top_k", "top_p", "min_p", "first", "forbidden", "scratch")),
         ("scratch_row", c_int64), ("seats", c_void_p),
     ]  # fmt: skip
 
 
 class Linear(ctypes.Structure):
-    """`Linear` of c/layers.c: addresses of a weight and its bias, and over how many inputs a sum runs in one go."""
+    """`Linear` of c/products.h: addresses of a weight [outputs, inputs] and its bias."""
 
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("chunk", c_int64)]
+    _fields_ = [("w", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("is_bf16", c_int64)]
+
+
+def linear_struct(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """Of contiguous tensors, which must outlive it."""
+    return Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape, weight.dtype == torch.bfloat16)
 
 
 class Kernels:
-    """Raises NativeUnavailable where there is no AVX-512 or no compiler. Uses torch's threads, as many as torch has then."""
+    """`isa`: a name of `ISAS` or `EMULATED`. `threads`: None = as many as torch has at each call.
 
-    def __init__(self) -> None:
-        isa = best_isa()
-        if not isa.startswith("avx512"):
-            raise NativeUnavailable("this CPU has no AVX-512")
-        self.library = load(build(isa))
-        self.products = isa == "avx512_bf16"
-        """linear, norm and rope are there"""
+    Raises NativeUnavailable where the CPU lacks the instructions or there is no library and no compiler, ValueError for an
+    unknown isa, LayoutMismatch."""
+
+    def __init__(self, isa: str, threads: int | None = None) -> None:
+        self.isa, self.threads = isa, threads
+        self.arithmetic = isa_of(isa).arithmetic
+        self.path = build(isa)
+        self.library = load(self.path)
+        check_layout(self.library, "rollout_layout_sampling", Draw=_Draw, Team=Team)
+        check_layout(self.library, "rollout_layout_products", Linear=Linear, Tuning=Tuning)
+        self.library.rollout_packed_bytes.restype = c_int64
+        if self.library.rollout_prepare():
+            raise NativeUnavailable(f"the operating system does not let this process use what {isa} needs (arch_prctl)")
+        self.tuning = Tuning()
+        self.library.rollout_tune(ctypes.byref(self.tuning))
         self._openmp = symbols("GOMP_parallel", "omp_get_num_threads")
-        self._log = symbols("Sleef_logf16_u10")[0]
         self._scratch = np.empty(0, np.float32)
+        self.lanes = 16
+        """of the sum in a log-prob"""
+        self.torch_logprobs = self._find_torch_lanes()
+        """log-probs have the bits of this torch's log_softmax on this CPU"""
+
+    def __str__(self) -> str:
+        own = "the bits of torch's log_softmax" if self.torch_logprobs else "no bits of torch's"
+        return f"{self.isa} (arithmetic {self.arithmetic}, log-probs with {own})"
 
     def team(self) -> Team:
-        return Team(*self._openmp, torch.get_num_threads())
+        return Team(*self._openmp, self.threads or torch.get_num_threads(), ctypes.addressof(self.tuning))
+
+    def _find_torch_lanes(self) -> bool:
+        """Torch sums in as many lanes as its vectors have, 16 with AVX-512 and 8 with AVX2 (`ATEN_CPU_CAPABILITY` restricts
+        them). What it does elsewhere is not copied: then sums are in 16 lanes, and `torch_logprobs` is False."""
+        logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)) * 4
+        want = logits.log_softmax(-1).amax(-1).numpy()
+        none = np.zeros(len(logits))
+        for lanes in (16, 8):
+            self.lanes = lanes
+            if self.draw(logits, np.arange(len(logits)), none, none, False)[1].tobytes() == want.tobytes():
+                return True
+        self.lanes = 16
+        return False
 
     def draw(
         self,
@@ -65,7 +112,8 @@ class Kernels:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
         """D draws by inverse CDF from [S, V] bf16 or fp32 logits: row [D] int64, temperature [D] float32 (0 = greedy), uniform
         [D] float64. Returns tokens [D] int32, log-probs [D] float32 (those of `log_softmax(logits / temperature)`, to the
-        bit where V ≥ 16), the same at temperature 1 if `raw`, and [D] bool whether all logits of the row were finite."""
+        bit where `torch_logprobs` and V ≥ 16), the same at temperature 1 if `raw`, and [D] bool whether all logits of the row
+        were finite."""
         assert logits.ndim == 2 and logits.dtype in (torch.bfloat16, torch.float32) and logits.shape[1] <= MAX_VOCABULARY
         logits, n = logits.contiguous(), len(row)
         row, temperature = np.ascontiguousarray(row, np.int64), np.ascontiguousarray(temperature, np.float32)
@@ -76,7 +124,7 @@ class Kernels:
         work = _Draw(
             logits.data_ptr(), logits.dtype == torch.bfloat16, logits.shape[1], n, row.ctypes.data, temperature.ctypes.data,
             uniform.ctypes.data, tokens.ctypes.data, logprobs.ctypes.data, None if raws is None else raws.ctypes.data,
-            finite.ctypes.data, self._log,
+            finite.ctypes.data, self.lanes,
         )  # fmt: skip
         team = self.team()
         arrays = [] if cuts is None else self._cut(work, cuts, team.threads)
@@ -103,20 +151,82 @@ class Kernels:
             setattr(work, name, values.ctypes.data)
         return arrays
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk: int) -> torch.Tensor:
-        """[T, inputs] bf16 · [outputs, inputs]ᵀ (+ bias) → [T, outputs]. Sizes: multiples of 32 and 16."""
-        x, out = x.contiguous(), x.new_empty(len(x), len(weight))
-        linear = Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape, chunk)
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, inputs] · [outputs, inputs]ᵀ (+ [outputs]) → [T, outputs], all bf16 or all fp32, on the CPU, any sizes from 1 on.
+
+        The bits of a row depend on that row, the weight and the bias alone. Raises ValueError for what does not fit."""
+        dtypes = {each.dtype for each in (x, weight, bias) if each is not None}
+        if (
+            len(dtypes) != 1
+            or not dtypes <= {torch.bfloat16, torch.float32}
+            or (x.ndim, weight.ndim) != (2, 2)
+            or x.shape[1] != weight.shape[1]
+            or (bias is not None and bias.shape != weight.shape[:1])
+        ):
+            shapes = [None if each is None else (tuple(each.shape), each.dtype) for each in (x, weight, bias)]
+            raise ValueError(f"x, weight, bias {shapes}: need [T, K], [N, K] and [N] or None, all bfloat16 or all float32")
+        x, weight, out = x.contiguous(), weight.contiguous(), x.new_empty(len(x), len(weight))
+        bias = None if bias is None else bias.contiguous()
+        if not out.numel():
+            return out
+        packed = self.packed(len(x), (weight.shape[1],), x.dtype)
         self.library.rollout_linear(
-            ctypes.byref(self.team()), ctypes.byref(linear), c_void_p(x.data_ptr()), c_int64(len(x)), c_void_p(out.data_ptr())
-        )
+            ctypes.byref(self.team()), ctypes.byref(linear_struct(weight, bias)), c_void_p(x.data_ptr()), c_int64(len(x)),
+            c_void_p(packed.data_ptr()), c_void_p(out.data_ptr()),
+        )  # fmt: skip
         return out
 
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        """x · sigmoid(x), bf16 or fp32, on the CPU, of any shape, as the native decoder has it: the bits of a number depend on
+        it alone. Torch computes the last numbers of each thread's share with another exp. Raises ValueError for other dtypes."""
+        if x.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"silu of {x.dtype}: need bfloat16 or float32")
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self.library.rollout_silu(
+            ctypes.byref(self.team()), c_void_p(x.data_ptr()), c_int64(x.numel()), c_int64(x.dtype == torch.bfloat16),
+            c_void_p(out.data_ptr()),
+        )  # fmt: skip
+        return out
 
-@cache
-def kernels() -> Kernels | None:
-    """None where there are none: plain torch does the same work."""
-    try:
-        return Kernels()
-    except NativeUnavailable:
-        return None
+    def packed(self, rows: int, inputs: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+        """Room for `rows` rows of the widest of `inputs`, as products read them."""
+        team, is_bf16 = self.team(), dtype == torch.bfloat16
+        sizes = [
+            self.library.rollout_packed_bytes(ctypes.byref(team), c_int64(rows), c_int64(n), c_int64(is_bf16)) for n in inputs
+        ]
+        return torch.empty(max(sizes), dtype=torch.uint8)
+
+
+class Chosen(NamedTuple):
+    """What computes on a CPU, and why nothing better does."""
+
+    kernels: Kernels | None
+    """None: plain torch does the same work"""
+    isa: str
+    """a name of `ISAS`, or "torch\""""
+    why: str
+    """reasons against each better one; empty where this is the best there is"""
+
+    def __str__(self) -> str:
+        return " - ".join(filter(None, [self.isa if self.kernels is None else str(self.kernels), self.why]))
+
+
+def choose(asked: str = "auto") -> Chosen:
+    """The kernels of `EngineConfig.isa`. "auto" takes the first of `ISAS` that can be had here, and torch where none can.
+
+    Raises ValueError, with the reason, for one that is asked for by name and cannot be had; LayoutMismatch."""
+    if asked == "torch":
+        return Chosen(None, "torch", "isa=torch was asked for")
+    if asked != "auto":
+        try:
+            return Chosen(Kernels(asked), asked, f"isa={asked} was asked for")
+        except NativeUnavailable as error:
+            raise ValueError(f'isa="{asked}": {error}; "auto" takes the best that can be had') from error
+    reasons = []
+    for isa in ISAS:
+        try:
+            return Chosen(Kernels(isa), isa, "; ".join(reasons))
+        except NativeUnavailable as error:
+            reasons.append(str(error))
+    return Chosen(None, "torch", "; ".join(reasons))

@@ -1,7 +1,8 @@
 """`rollout bench fidelity`: how far the service's log-probs are from a trainer's forward of the same weights.
 
-Samples come through the whole service; plain transformers forwards over prompt + tokens score them: with the attention that
-transformers would choose (sdpa) in bf16 and fp32, and with ours (`rollout.trainer_attention`), which must agree to the bit.
+Samples come through the whole service. Forwards over prompt + tokens score them: with `use_exact`, which must agree in every
+bit; with plain transformers in the service's dtype, alone and several to a batch, which shows how far plain torch is from
+itself; and in fp32.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from engine.request import Sample, Sampling
 from rollout.bench.target import OpenTarget
 from rollout.bench.text import PromptText
 from rollout.config import Config
-from rollout.trainer_attention import trainer_attention
+from rollout.exact import token_logprobs, use_exact
 
 NAME = "fidelity"
 PROMPTS, PROMPT_TOKENS, N, NEW_TOKENS = 8, 512, 4, 128
+BATCH = 4
+"""samples of a forward, where plain torch is compared with itself"""
 
 
 def measure(
@@ -34,35 +37,42 @@ def measure(
     sampling = Sampling(n=N, max_tokens=new, temperature=1.0, ignore_eos=True, seed=0)
     with open_target(Config(engine=engine)) as target:
         samples = list(target.generate(prompts, sampling))
-        attention, name = target.status()["attention"], target.name
+        status, name = target.status(), target.name
     samples.sort(key=lambda sample: (int(sample.group_id.lstrip("#")), sample.index))
     numbers = sorted({int(sample.group_id.lstrip("#")) for sample in samples})
     rows = [(prompts[numbers.index(int(sample.group_id.lstrip("#")))], sample) for sample in samples]
     service = np.concatenate([sample.logprobs for sample in samples]).astype(np.float64)
     dtype = getattr(torch, engine.dtype)
-    own = score(folder, dtype, trainer_attention(engine.block_size, engine.threads), rows)
-    sdpa, truth = score(folder, dtype, "sdpa", rows), score(folder, torch.float32, "sdpa", rows)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+    plain, together = score(model, rows), score(model, rows, BATCH)
+    use_exact(model, status["arithmetic"], engine.block_size, engine.threads)
+    exact = score(model, rows)
+    truth = score(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval(), rows)
     return {
         "workload": NAME,
         "summary": True,
         "engine": name,
-        "attention": attention,
+        "arithmetic": status["arithmetic"],
+        "torch_bits": status["torch_bits"],
+        "attention": status["attention"],
         "dtype": engine.dtype,
         "tokens": len(service),
-        **compare("own_attention", own, service),
-        **compare("sdpa", sdpa, service),
+        **compare("exact", exact, service),
+        **compare("plain", plain, service),
+        **compare("plain_self", together, plain),
         **compare("fp32", truth, service),
-        **compare("trainer_own", truth, sdpa),
+        **compare("plain_fp32", truth, plain),
     }
 
 
 def print_summary(console: Console, row: dict[str, Any]) -> None:
-    console.print(f"fidelity: {row['tokens']} tokens of the service ({row['dtype']}, {row['attention']} attention)")
+    console.print(f"fidelity: {row['tokens']} tokens of the service ({row['dtype']}, arithmetic {row['arithmetic']})")
     for name, what in (
-        ("own_attention", "trainer's forward with the service's attention"),
-        ("sdpa", f"trainer's forward in {row['dtype']}, sdpa"),
-        ("fp32", "trainer's forward in fp32, sdpa"),
-        ("trainer_own", "for comparison, these two forwards from each other"),
+        ("exact", "trainer's forward with use_exact"),
+        ("plain", f"trainer's plain forward in {row['dtype']}, sdpa"),
+        ("plain_self", f"for comparison, that forward with {BATCH} samples to a batch from itself with one"),
+        ("fp32", "trainer's plain forward in fp32"),
+        ("plain_fp32", f"for comparison, the plain forwards in fp32 and {row['dtype']} from each other"),
     ):
         console.print(
             f"  {what}: |Δ log-prob| mean {row['mean_abs_' + name]:.2e}, max {row['max_abs_' + name]:.2e}, "
@@ -70,16 +80,19 @@ def print_summary(console: Console, row: dict[str, Any]) -> None:
         )
 
 
-def score(folder: Path, dtype: torch.dtype, attention: str, rows: list[tuple[np.ndarray, Sample]]) -> np.ndarray:
-    """[tokens] float64 log-probs of every sample's tokens, one plain forward a sample."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()
+def score(model: Any, rows: list[tuple[np.ndarray, Sample]], batch: int = 1) -> np.ndarray:
+    """[tokens] float64 log-probs of every sample's tokens, `batch` samples a forward, padded on the right."""
     scores = []
     with torch.inference_mode():
-        for prompt, sample in rows:
-            ids = torch.from_numpy(np.concatenate([prompt, sample.token_ids]).astype(np.int64))[None]
-            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-            drawn = torch.from_numpy(sample.token_ids.astype(np.int64))[:, None]
-            scores.append(logits.log_softmax(-1).gather(-1, drawn)[:, 0].numpy())
+        for first in range(0, len(rows), batch):
+            some = rows[first : first + batch]
+            whole = [torch.from_numpy(np.concatenate([prompt, sample.token_ids]).astype(np.int64)) for prompt, sample in some]
+            ids = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
+            mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in whole], batch_first=True)
+            hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+            for row, (prompt, _), tokens in zip(hidden, some, whole, strict=True):
+                logits = model.get_output_embeddings()(row[len(prompt) - 1 : len(tokens) - 1])
+                scores.append(token_logprobs(logits, tokens[len(prompt) :]).numpy())
     return np.concatenate(scores).astype(np.float64)
 
 

@@ -135,6 +135,7 @@ def summarise(runs: list[dict[str, Any]], engine: EngineConfig, status: dict[str
         "dtype": engine.dtype,
         "threads": engine.threads,
         "attention": status["attention"],
+        "arithmetic": status["arithmetic"],
     }
 
 

@@ -233,5 +233,5 @@ def summarise(workload: Workload, engine: EngineConfig, target: Target, runs: li
         "model": engine.model,
         "dtype": engine.dtype,
         "threads": engine.threads,
-        "attention": target.status()["attention"],
+        **{name: target.status()[name] for name in ("attention", "arithmetic", "isa")},
     }

@@ -17,7 +17,9 @@ from engine.attention import Capacity, choose_backend
 from engine.attention.reference import ReferenceAttention
 from engine.cpu import build
 from engine.cpu.attention import NativeAttention
-from engine.cpu.build import ISAS, NativeUnavailable
+from engine.cpu.build import NativeUnavailable
+from engine.cpu.isa import EMULATED, here, isa_of
+from engine.cpu.isa import best as best_isa
 from tests.engine.paged import (
     BF16,
     FP32,
@@ -38,7 +40,8 @@ from tests.engine.paged import (
 )  # fmt: skip
 
 ANY = Capacity(16, 1, 1, 1, 16)
-HERE = [isa for isa, (need, _) in ISAS.items() if need <= build.cpu_flags()]
+HERE = [isa for isa in here() if isa not in EMULATED]
+"""attention has no tile instructions: what is emulated is avx512_bf16"""
 
 
 def attend(
@@ -201,6 +204,8 @@ def test_the_same_bits_from_any_number_of_threads(best: NativeAttention) -> None
 )
 def test_prefixes_that_end_inside_a_unit(shape: Shape, backend: NativeAttention) -> None:
     """Small blocks are met in units of 128 tokens. Here prefixes in common are 1.5, 2.5 and 1 of them, one inside the other."""
+    if backend.isa == "plain" and shape.dtype == FP32:
+        pytest.skip("an FMA is a call there; test_one_arithmetic_on_every_instruction_set_of_its_name compares its bits")
     unit = max(1, 128 // shape.block_size)
     prefixes = [(None, 0), (0, unit * 3 // 2), (0, unit * 3 // 2), (1, unit * 5 // 2), (1, unit * 5 // 2), (3, unit), (4, unit)]
     lengths = [extra + blocks * shape.block_size for blocks, extra in zip([3 * unit] * 7, [5, 9, 1, 40, 7, 2, 3], strict=True)]
@@ -214,6 +219,27 @@ def test_prefixes_that_end_inside_a_unit(shape: Shape, backend: NativeAttention)
         for share in (True, False):
             got = attend(backend, shape, made, [*prefill, *decode], share)
             assert same_bits(want[0], got[0]) and same_bits(want[1], got[1]), f"{order}, shared: {share}"
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [*SHAPES[:9], Shape(window=23)], ids=text)
+def test_one_arithmetic_on_every_instruction_set_of_its_name(shape: Shape, dtype: torch.dtype) -> None:
+    """On 16, 8 and 4 lanes, with vdpbf16ps and with the two FMA that it stands for. Negative control: one value."""
+    shape = shape._replace(dtype=dtype)
+    made = family(shape)
+    results = {}
+    for isa in HERE:
+        backend = NativeAttention(2, isa)
+        for pairs in (False, True) if isa == "avx512_bf16" else (False,):
+            backend.pairs = pairs
+            results[isa, pairs] = attend(backend, shape, made, chunked(made, 40))
+    assert {isa_of(isa).arithmetic for isa in HERE} - {"amx/1"} == {"fma/1"}
+    want = results["plain", False]
+    for name, got in results.items():
+        assert same_bits(want[0], got[0]) and same_bits(want[1], got[1]), name
+    for v in made.v:
+        v[-1, 0, 0] *= 1.25
+    assert not same_bits(want[0], attend(NativeAttention(2, "plain"), shape, made, chunked(made, 40))[0])
 
 
 def test_many_children_of_one_prompt(best: NativeAttention) -> None:
@@ -345,7 +371,7 @@ def test_wrong_tensors_are_refused(wrong: dict[str, object], message: str, best:
 # ── construction ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_broken_library_and_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path))
-    build.build(build.best_isa()).write_bytes(b"\x7fELF")
+    build.build(best_isa()).write_bytes(b"\x7fELF")
     with pytest.raises(NativeUnavailable, match="cannot load"):
         NativeAttention(1)
     monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / "other"))

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.cpu import build
-from engine.cpu.build import NativeUnavailable, symbols
+from engine.cpu import build, isa
+from engine.cpu.build import NativeUnavailable
+from engine.cpu.isa import best
+from engine.cpu.openmp import symbols
 
 PROGRAM = "int answer(void) { return 42; }"
 
@@ -45,7 +47,7 @@ def test_built_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_another_source_compiler_or_isa_is_another_library(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = {build.build(isa, source.parent).name for isa in ("plain", build.best_isa())}
+    names = {build.build(isa, source.parent).name for isa in ("plain", best())}
     kinds = len(names)
     source.write_text(PROGRAM.replace("42", "43"))
     names.add(build.build("plain", source.parent).name)
@@ -79,14 +81,14 @@ def test_what_is_no_library_is_reported(tmp_path: Path) -> None:
 
 
 def test_the_instruction_set(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="isa='neon': one of avx512_bf16, avx512, avx2, plain"):
+    with pytest.raises(ValueError, match="isa='neon': one of amx, avx512_bf16, avx512, avx2, plain, amx_portable"):
         build.build("neon", source.parent)
-    monkeypatch.setattr(build, "cpu_flags", lambda: {"avx2", "fma"})
-    assert build.best_isa() == "avx2"
+    monkeypatch.setattr(isa, "cpu_flags", lambda: frozenset({"avx2", "fma"}))
+    assert isa.best() == "avx2" and isa.here() == ["avx2", "plain"]
     with pytest.raises(NativeUnavailable, match="this CPU has no .*avx512f"):
         build.build("avx512", source.parent)
-    monkeypatch.setattr(build, "cpu_flags", set)
-    assert build.best_isa() == "plain"
+    monkeypatch.setattr(isa, "cpu_flags", frozenset)
+    assert isa.best() == "plain"
 
 
 def test_symbols_are_those_torch_runs_on() -> None:

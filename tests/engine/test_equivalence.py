@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.cpu.isa import best, here, isa_of
 from engine.request import Group, Sample
 from tests.engine.tiny import tiny_engine
 from tests.engine.toy import group, run
@@ -51,6 +52,10 @@ def assert_same(one: dict[tuple[str, int], Sample], other: dict[tuple[str, int],
 
 
 ARITHMETIC = [{"dtype": dtype, "attention": name} for dtype in ("float32", "bfloat16") for name in ("native", "reference")]
+ARITHMETIC += [{"dtype": dtype, "isa": "torch"} for dtype in ("float32", "bfloat16")]
+FIRST_WITH = {isa_of(isa).arithmetic: isa for isa in reversed(here())}
+"""the fastest instruction set of each arithmetic of this machine"""
+ARITHMETIC += [{"dtype": "bfloat16", "isa": isa} for isa in FIRST_WITH.values() if isa != best()]
 
 
 @pytest.fixture(scope="module", params=ARITHMETIC, ids=lambda options: "-".join(options.values()))

@@ -56,9 +56,9 @@ class Record:
         self.steps = 0
         monkeypatch.setattr(engine.engine, "launch_draws", self.launch)
 
-    def launch(self, logits: torch.Tensor, batch: SamplingBatch) -> Draws:
+    def launch(self, logits: torch.Tensor, batch: SamplingBatch, native: Any) -> Draws:
         self.steps += 1
-        step, draws = self.steps, launch_draws(logits, batch)
+        step, draws = self.steps, launch_draws(logits, batch, native)
         self.events.append(("launch", step))
 
         def read() -> Any:
@@ -283,8 +283,8 @@ def test_seconds_are_those_of_the_step_that_was_read(monkeypatch: pytest.MonkeyP
         return now[0]
 
     class Slow(Record):
-        def launch(self, logits: torch.Tensor, batch: SamplingBatch) -> Draws:
-            draws, wait = super().launch(logits, batch), seconds * (self.steps in slow)
+        def launch(self, logits: torch.Tensor, batch: SamplingBatch, native: Any) -> Draws:
+            draws, wait = super().launch(logits, batch, native), seconds * (self.steps in slow)
 
             def read() -> Any:
                 now[0] += wait

@@ -63,7 +63,7 @@ def tiny_engine(
     streamed = None if offload is None else Streamed(module, name, offload, torch.device(device))
     if streamed is None:
         module.to(device)
-    return Engine(settings, Model(module, name, streamed))
+    return Engine(settings, Model(module, name, streamed, isa=settings.isa))
 
 
 def plain_logprobs(model: PreTrainedModel, prompt: np.ndarray, sample: Sample, temperature: float = 1.0) -> np.ndarray:

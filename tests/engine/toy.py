@@ -63,15 +63,16 @@ def toy_logits(stored: np.ndarray) -> np.ndarray:
 
 def expected(group: Group) -> list[list[int]]:
     """What the children of a seeded group must be, computed without an engine."""
+    from engine.cpu.kernels import choose
     from engine.sampler import sample
     from tests.engine.toy_batch import one_draw
 
-    children = []
+    native, children = choose().kernels, []
     for index in range(group.sampling.n):
         tokens: list[int] = []
         while True:
             stored = np.concatenate([group.prompt, np.array(tokens, np.int32)]).astype(np.float32) + 1
-            drawn = sample(torch.from_numpy(toy_logits(stored))[None], one_draw(group.sampling, index, len(tokens)))
+            drawn = sample(torch.from_numpy(toy_logits(stored))[None], one_draw(group.sampling, index, len(tokens)), native)
             tokens.append(int(drawn.tokens[0]))
             if tokens[-1] == 0 and not group.sampling.ignore_eos or len(tokens) == group.sampling.max_tokens:
                 break

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from engine.attention import NativeAttention, NativeUnavailable
 from engine.request import Group, Sample, Sampling
-from rollout.trainer_attention import use_exact_attention
+from rollout.exact import use_exact, use_exact_attention
 from tests.engine.tiny import tiny, tiny_engine
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13], [3, 3, 3, 3, 3, 3, 3, 3]]
@@ -59,7 +59,7 @@ def logprobs(model: PreTrainedModel, samples: list[Sample], **extra: torch.Tenso
 def test_the_trainer_has_the_service_s_logprobs(name: str, dtype: str) -> None:
     samples = rollouts(name, dtype)
     model = tiny(name, getattr(torch, dtype))
-    use_exact_attention(model, block_size=8)
+    use_exact(model, block_size=8)
     served = torch.from_numpy(np.concatenate([sample.logprobs for sample in samples]))
     assert torch.equal(logprobs(model, samples), served)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from engine.request import Group, Sample, Sampling
 from recipes import grpo
+from rollout.exact import use_exact
 from rollout.handle import Handle
 from tests.engine.tiny import plain_logprobs, tiny, tiny_engine
 
@@ -51,6 +53,8 @@ class Client:
 class Even:
     """Reward: the share of even tokens."""
 
+    held_out = range(0)
+
     def prompt(self, index: int) -> list[int]:
         return [3, 5, 7 + index % 4]
 
@@ -82,8 +86,6 @@ def test_it_learns(rows: list[dict[str, float]]) -> None:
 
 
 def test_without_refresh_it_does_not() -> None:
-    import dataclasses
-
     assert abs(gain(run(dataclasses.replace(OPTIONS, refresh=False)))) < 0.1
 
 
@@ -113,6 +115,20 @@ def test_a_sibling_that_shows_through_would_be_noticed(monkeypatch: pytest.Monke
     right = grpo.logprobs(model, prompt, samples, 1.0)
     monkeypatch.setattr(torch.Tensor, "tril", lambda mask: torch.ones_like(mask).tril_())
     assert (grpo.logprobs(model, prompt, samples, 1.0) - right).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_mismatch_is_zero_in_bf16(exact: bool) -> None:
+    """With the service's arithmetic the audit of packed rows on the same weights reads 0 exactly, step after step; the control
+    without it does not."""
+    model = tiny("llama", torch.bfloat16)
+    client = Client(model)
+    client.engine = tiny_engine(dtype="bfloat16", model=client.model)
+    if exact:
+        use_exact(model, client.engine.arithmetic, block_size=8)
+    options = dataclasses.replace(OPTIONS, steps=4)
+    audits = [row["train/mismatch"] for row in grpo.train(options, client, Even(), model) if "train/mismatch" in row]  # type: ignore[arg-type]
+    assert len(audits) == 3 and (max(audits) == 0 if exact else min(audits) > 0)
 
 
 def test_advantages_are_standardised_in_the_group() -> None:
@@ -152,6 +168,27 @@ def test_samples_that_did_not_end_stop_the_training() -> None:
 def test_lags_count_tokens() -> None:
     sample = SimpleNamespace(weight_versions=[(0, 4), (3, 5)], token_ids=np.zeros(5))
     assert grpo.lags([[sample]], 5).tolist() == [1, 1, 1, 0, 0]  # type: ignore[list-item]
+
+
+def test_accuracy_is_of_the_held_out_questions() -> None:
+    client, asked = Client(tiny("llama")), []
+    client.generate_groups = lambda prompts, sampling, timeout: [  # type: ignore[attr-defined]
+        client.submit(prompt, sampling, str(i)).result(5) for i, prompt in enumerate(prompts)
+    ]
+    task = SimpleNamespace(
+        held_out=range(7, 10), prompt=lambda i: [3, 5, i], reward=lambda i, sample: asked.append(i) or float(i == 8)
+    )
+    assert grpo.accuracy(client, task) == pytest.approx(1 / 3) and asked == [7, 8, 9]  # type: ignore[arg-type]
+
+
+def test_held_out_questions_are_never_trained_on() -> None:
+    pytest.importorskip("reasoning_gym", reason="not installed: pip install -e '.[grpo]'")
+    task = grpo.Task(grpo.Options(), None)
+    questions = [each["question"] for each in task.data]
+    held_out = set(questions[task.held_out.start :])
+    assert len(held_out) == 20 and not held_out & set(questions[: task.held_out.start])
+    with pytest.raises(ValueError, match="too few questions"):
+        grpo.Task(grpo.Options(held_out=500), None)
 
 
 def test_the_curves_are_drawn(rows: list[dict[str, float]], tmp_path: Path) -> None:

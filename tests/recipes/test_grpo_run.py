@@ -21,6 +21,8 @@ STEPS = 20
 class Even:
     """In place of reasoning-gym, which need not be installed."""
 
+    held_out = range(40, 44)
+
     def __init__(self, options: grpo.Options, tokenizer: Any) -> None:
         assert tokenizer.eos_token == "</s>"
 
@@ -31,7 +33,9 @@ class Even:
         return float((sample.token_ids % 2 == 0).mean())
 
 
-def test_the_program(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("wandb")
     pytest.importorskip("matplotlib")
     from tests.rollout.wandb_file import history
@@ -45,6 +49,8 @@ def test_the_program(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
     assert [row["train/version"] for row in rows] == list(range(1, STEPS + 1))
     assert max(row["train/lag_max"] for row in rows) == 1
+    assert {row["train/mismatch"] for row in rows if "train/mismatch" in row} == {0}
+    assert re.search(r"4 held-out questions, greedily: 0\.\d+ right before training, \d\.\d+ after", capsys.readouterr().out)
     assert [json.loads(line) for line in (tmp_path / "rewards.jsonl").read_text().splitlines()] == rows
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 

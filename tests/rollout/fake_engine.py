@@ -46,6 +46,7 @@ class FakeEngine:
         self.vocab_size = VOCAB
         self.context = context
         self.version = 3
+        self.arithmetic = "fake/1"
         self.model = SimpleNamespace(name="fake", eos_token_ids=frozenset({2, 1}), device=None)
         self.step_s = step_s
         self.crash_on: int | None = None

@@ -99,9 +99,11 @@ def test_the_floor_counts_the_matrices(tiny_model: Path) -> None:
     assert step["suffix"] == pytest.approx(1e3 * rows * 4 * kv / floor["bytes_per_second"])
 
 
-def test_fidelity_is_exact_with_the_service_s_attention(tiny_model: Path) -> None:
+def test_fidelity_is_exact_with_the_service_s_arithmetic(tiny_model: Path) -> None:
     text = PromptText(models.load_tokenizer(tiny_model))
     engine = EngineConfig(model=str(tiny_model), dtype="float32", cpu_offload_gib=0, threads=1, kv_tokens=8192)
     row = fidelity.measure(text, engine, tiny_model, open_engine, scale=0.1)
-    assert row["max_abs_own_attention"] <= 1e-6 and row["mean_abs_sdpa"] <= 1e-5
+    assert row["max_abs_exact"] == 0 and 0 < row["mean_abs_plain"] <= 1e-5
+    assert row["summary"] is True and row["arithmetic"] and row["outside_plain"] == 0
+    assert row["mean_abs_plain_self"] <= 1e-5
     assert row["tokens"] == 8 * 4 * 32

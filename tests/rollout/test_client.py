@@ -205,6 +205,7 @@ def test_two_clients_and_many_threads() -> None:
 
 def test_info_and_status(client: RolloutClient) -> None:
     assert (client.info.model, client.info.vocab_size, client.info.version) == ("fake", VOCAB, 3)
+    assert client.info.arithmetic == "fake/1"
     status = client.status()
     assert status["version"] == 3 and status["service"]["clients"][0]["name"] == "test"
 

@@ -1,4 +1,4 @@
-"""A trainer's plain forward with the service's attention: the engine's log-probs in every bit."""
+"""A trainer's forward with the service's attention by name, and its products: the engine's log-probs in every bit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import EngineConfig
+from engine.cpu.kernels import choose
+from engine.cpu.products import use_products
 from engine.engine import Engine
 from engine.request import Group, Sample, Sampling
 from rollout.trainer_attention import trainer_attention
@@ -23,6 +25,7 @@ NATIVE = {"hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 6,
 
 def trainer(model: PreTrainedModel, block_size: int = 8) -> PreTrainedModel:
     learner = copy.deepcopy(model).requires_grad_()
+    use_products(learner, choose().isa)
     learner.set_attn_implementation(trainer_attention(block_size))
     return learner
 
@@ -102,6 +105,6 @@ def test_smollm2_in_bf16(smollm2: Path) -> None:
     ).eval()
     prompt = np.arange(500, 540, dtype=np.int32)
     samples = run(engine, [Group("a", prompt, Sampling(n=4, max_tokens=24, seed=3, ignore_eos=True))])
-    assert engine.model.native is None or torch.backends.cpu.get_cpu_capability() == "AVX512"
+    use_products(learner, choose().isa)
     for sample in samples.values():
         assert np.abs(sample.logprobs - plain_logprobs(learner, prompt, sample)).max() == 0

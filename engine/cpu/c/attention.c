@@ -6,6 +6,9 @@
    the same operations on the same lanes in the same order. A masked position adds exactly nothing. No query's units are ever
    split over threads.
 
+   The bits are the same for every VL: sums of weights are in LANES lanes, of which a vector holds VL, and what is packed or met
+   as one unit does not depend on VL either.
+
    Sharing: rows that stand beside each other and have the blocks of the next unit in common meet it together, so that it is
    read once for all of them; they part where their tables differ (a walk over the trie of their tables, so prefixes nest).
 
@@ -17,32 +20,21 @@
 
    with S = D / 2 for bf16, D for fp32. So scores (lanes = tokens) and output (lanes = dims) are both one product
    acc[query][lanes] += word[query][step] · B[step][lanes] without sums across lanes. Where block_size or head_dim is no
-   multiple of VL, K and V stay plain [block_size][D] and are packed, zero-padded, when they are read.
+   multiple of LANES, K and V stay plain [block_size][D] and are packed, zero-padded, when they are read.
 
-   bf16 uses vdpbf16ps where there is one, fp32 FMA on widened values elsewhere. Weights are rounded to bf16 before they meet V,
+   bf16 is multiplied by vdpbf16ps where that is the fastest, else by the two FMA that it stands for: of each pair the odd product
+   first, then the even one, denormal numbers being zero. Weights are rounded to bf16 before they meet V,
    and the rounded ones are summed, so that they add up to one. No contraction by the compiler: FMA is written out. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "vectors.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-#include <immintrin.h>
-#define VL 16
-#elif defined(__AVX2__) && defined(__FMA__)
-#include <immintrin.h>
-#define VL 8
-#else
-#define VL 4
-#endif
-#if VL == 16 && defined(__AVX512BF16__)
-#define DOT 1 /* pairs of bf16 are multiplied as they are */
-#else
-#define DOT 0
-#endif
+#include "flush.h"
+#include "layout.h"
 
 enum {
-    TILE = VL == 4 ? 3 : VL == 8 ? 3 : 6, /* queries that share the loads of a block: as many as fit the registers */
+    LANES = 16,
+    TILE = VL == 4 ? 3 : 6,  /* queries that share the loads of a block, */
+    MOST = VL == 16 ? 4 : 2, /* and vectors that share those of a query: as many as fit the registers */
     MAX_QUERIES = 192,                    /* of one item */
     CHUNK_QUERIES = 48,                   /* wanted of one chunk and one kv head: their state stays in the L1/L2 cache */
     MAX_DIM = 256,
@@ -55,53 +47,15 @@ enum {
 };
 #define MASKED -1e30f
 
-typedef float vf __attribute__((vector_size(4 * VL)));
-typedef uint32_t vu __attribute__((vector_size(4 * VL)));
-typedef vf vf_mem __attribute__((aligned(4), may_alias));
-typedef vu vu_mem __attribute__((aligned(4), may_alias));
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8") /* early, or accumulators go to the stack and back */
-
-/* ---- vectors: lanes never meet, except in lane_max ---- */
-
-INLINE vf load(const float *p) { return *(const vf_mem *)p; }
-INLINE void store(float *p, vf x) { *(vf_mem *)p = x; }
-INLINE vu load_words(const uint32_t *p) { return *(const vu_mem *)p; }
+/* 2^x for x ≤ 0, relative error 3e-6 (coarse, for weights that become bf16) or 1.2e-7; exactly 1 at 0; 0 where a masked score is
+   -inf; NaN stays NaN. 2^(x - floor x) by a polynomial, times 2^(floor x). */
+INLINE vf exp2_(vf x, int coarse) {
+    x = max_(all(-160), x);
 #if VL == 16
-INLINE vf fma_(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-INLINE vf max_(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
-INLINE float lane_max(vf x) { return _mm512_reduce_max_ps((__m512)x); }
-INLINE vf all(float x) { return (vf)_mm512_set1_ps(x); }
-INLINE vu all_words(uint32_t x) { return (vu)_mm512_set1_epi32((int)x); }
-#elif VL == 8
-INLINE vf fma_(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-INLINE vf max_(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
-INLINE float lane_max(vf x) {
-    __m128 y = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
-    y = _mm_max_ps(y, _mm_movehl_ps(y, y));
-    return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
-}
-INLINE vf all(float x) { return (vf)_mm256_set1_ps(x); }
-INLINE vu all_words(uint32_t x) { return (vu)_mm256_set1_epi32((int)x); }
+    const vf floored = (vf)_mm512_roundscale_ps((__m512)x, 0x09), f = x - floored;
 #else
-INLINE vf fma_(vf a, vf b, vf c) { return a * b + c; }
-INLINE vf all(float x) { return (vf){x, x, x, x}; }
-INLINE vu all_words(uint32_t x) { return (vu){x, x, x, x}; }
-INLINE vf max_(vf a, vf b) {
-    vu m = (vu)(a > b);
-    return (vf)(((vu)a & m) | ((vu)b & ~m));
-}
-INLINE float lane_max(vf x) {
-    float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
-    return a > b ? a : b;
-}
+    const vf nearest = to_floats(to_integers(x)), floored = nearest - choose(less(x, nearest), all(1), all(0)), f = x - floored;
 #endif
-
-/* 2^x, relative error 3e-6 (coarse, for weights that become bf16) or 1.2e-7; exactly 1 at 0; 0 where a masked score is -inf;
-   NaN stays NaN. */
-#if VL == 16
-INLINE vf exp2_(vf x, int coarse) { /* 2^(x - floor x) by a polynomial, times 2^(floor x) */
-    const vf f = (vf)_mm512_reduce_ps((__m512)x, 0x09); /* x - floor x; 0 where x is infinite */
     vf p;
     if (coarse) {
         p = fma_(all(0.013426687568426132f), f, all(0.0522424690425396f));
@@ -115,76 +69,22 @@ INLINE vf exp2_(vf x, int coarse) { /* 2^(x - floor x) by a polynomial, times 2^
         p = fma_(p, f, all(0.6931470632553101f));
     }
     p = fma_(p, f, all(1.0f));
-    return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
-}
+#if VL == 16
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)floored);
 #else
-INLINE vf exp2_(vf x, int coarse) { /* 0 below -126 */
-    const vf magic = all(12582912.0f); /* 1.5 · 2^23: adding it rounds to an integer, which then stands in the low bits */
-    vf t = x + magic, f = x - (t - magic), p;
-    if (coarse) {
-        p = fma_(all(0.009582852944731712f), f, all(0.055906426161527634f));
-        p = fma_(p, f, all(0.24024099111557007f));
-        p = fma_(p, f, all(0.6931241750717163f));
-    } else {
-        p = fma_(all(0.00015353361959569156f), f, all(0.0013398875016719103f));
-        p = fma_(p, f, all(0.00961843691766262f));
-        p = fma_(p, f, all(0.055503323674201965f));
-        p = fma_(p, f, all(0.24022647738456726f));
-        p = fma_(p, f, all(0.6931471824645996f));
-    }
-    p = fma_(p, f, all(1.0f));
-    vu scaled = (vu)p + ((vu)t << 23);
-    return (vf)(scaled & ~(vu)(x < all(-126.0f)));
-}
-#endif
-
-INLINE uint16_t to_bf16(float x) {
-    uint32_t u;
-    memcpy(&u, &x, 4);
-    if (x != x) return 0x7fc0;
-    return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
-
-/* Weights to bf16, VL of them to p; what they became comes back. */
-INLINE vf round_weights(vf x, uint16_t *p) {
-#if DOT
-    __m256i h = (__m256i)_mm512_cvtneps_pbh((__m512)x);
-    _mm256_storeu_si256((__m256i *)p, h);
-    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
-#else
-    vu u = (vu)x, r = (u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u, nan = (vu)(x != x);
-    r = (r & ~nan) | (u & nan & 0xffff0000u);
-    for (int i = 0; i < VL; i++) p[i] = (uint16_t)(r[i] >> 16);
-    return (vf)r;
+    return p * (vf)((__builtin_convertvector(floored, vi) + (127 + 64)) << 23) * all(0x1p-64f); /* what is denormal becomes 0 */
 #endif
 }
 
 /* ---- the one product: acc[query][lane] += sum over steps of A[query][step] · B[step][lane] ---- */
 
-#if DOT
-typedef vu Words; /* as they are: fp32, or pairs of bf16 */
-INLINE Words widen(vu w, int bf16) { return (void)bf16, w; }
-INLINE vf dot(vf acc, Words a, Words b, int bf16) {
-    if (bf16) return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
-    return fma_((vf)a, (vf)b, acc);
-}
-#else
-typedef struct {
-    vf low, high;
-} Words;
-INLINE Words widen(vu w, int bf16) {
-    if (bf16) return (Words){(vf)(w << 16), (vf)(w & 0xffff0000u)};
-    return (Words){(vf)w, (vf)w};
-}
-INLINE vf dot(vf acc, Words a, Words b, int bf16) {
-    acc = fma_(a.low, b.low, acc);
-    return bf16 ? fma_(a.high, b.high, acc) : acc;
-}
-#endif
+/* What a step multiplies: fp32 numbers; pairs of bf16, widened, the odd ones first; or pairs, by vdpbf16ps, which does the same in
+   one instruction (on some CPUs in more time). A is in words, for WIDENED in two fp32 numbers a step. */
+enum { NUMBERS, WIDENED, PAIRS };
 
 typedef struct {
     float *acc;                /* [queries][lanes] */
-    const uint32_t *a;         /* [queries][steps] words */
+    const float *a;            /* [queries][steps] words, or twice as many */
     const uint32_t *const *b;  /* words of pieces, whose rows are `row` apart */
     const int64_t *ahead;      /* for each piece, bytes from it to what is read later, to be fetched now if `fetch` */
     int64_t acc_row, a_row, row, lane;
@@ -192,60 +92,80 @@ typedef struct {
     int fresh, fetch; /* fresh: acc starts at zero, whatever lies there */
 } Product;
 
-INLINE void product(const Product *p, int nq, int nv, int bf16, int fetch) {
+INLINE vf multiply_add(vf acc, vf a, vf b, int kind) {
+    (void)kind;
+#ifdef __AVX512BF16__
+    if (kind == PAIRS) return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#endif
+#if VL == 4 /* where an FMA may be a call: the product of two bf16 is exact in fp32 */
+    if (kind == WIDENED) return a * b + acc;
+#endif
+    return fma_(a, b, acc);
+}
+
+INLINE void product(const Product *p, int nq, int nv, int kind, int fetch) {
     vf acc[6][4];
     float *to = p->acc;
     const int64_t acc_row = p->acc_row, row = p->row, a_row = p->a_row;
-    const int per = p->per ? p->per : p->steps;
+    const int per = p->per ? p->per : p->steps, words = kind == WIDENED ? 2 : 1;
     UNROLL for (int q = 0; q < nq; q++)
         UNROLL for (int v = 0; v < nv; v++) acc[q][v] = p->fresh ? all(0) : load(to + q * acc_row + v * VL);
-    const uint32_t *a = p->a;
+    const float *a = p->a;
     for (int left = p->steps, piece = 0; left > 0; left -= per, piece++) {
-        const uint32_t *b[4], *end = a + (left < per ? left : per);
+        const uint32_t *b[4];
+        const float *end = a + (left < per ? left : per) * words;
         int64_t ahead[4];
         UNROLL for (int v = 0; v < nv; v++) {
             b[v] = p->per ? p->b[piece] + p->lane + v * VL : p->b[p->lane / VL + v];
             ahead[v] = p->per ? p->ahead[piece] : p->ahead[p->lane / VL + v];
         }
-        for (int64_t at = 0; a < end; a++, at += row) {
-            Words m[4];
-            UNROLL for (int v = 0; v < nv; v++) {
-                m[v] = widen(load_words(b[v] + at), bf16);
-                /* to L2: L1 has too few misses in flight */
-                if (fetch) __builtin_prefetch((const char *)(b[v] + at) + ahead[v], 0, 2);
+        for (int64_t at = 0; a < end; a += words, at += row)
+            UNROLL for (int odd = words - 1; odd >= 0; odd--) {
+                vf m[4];
+                UNROLL for (int v = 0; v < nv; v++) {
+                    const vu w = load_words(b[v] + at);
+                    m[v] = (vf)(kind != WIDENED ? w : odd ? w & all_words(0xffff0000u) : w << 16);
+                    /* to L2: L1 has too few misses in flight */
+                    if (fetch && odd == words - 1) __builtin_prefetch((const char *)(b[v] + at) + ahead[v], 0, 2);
+                }
+                UNROLL for (int q = 0; q < nq; q++) {
+                    const vf x = all(a[q * a_row + odd]);
+                    UNROLL for (int v = 0; v < nv; v++) acc[q][v] = multiply_add(acc[q][v], x, m[v], kind);
+                }
             }
-            UNROLL for (int q = 0; q < nq; q++) {
-                Words x = widen(all_words(a[q * a_row]), bf16);
-                UNROLL for (int v = 0; v < nv; v++) acc[q][v] = dot(acc[q][v], x, m[v], bf16);
-            }
-        }
     }
     UNROLL for (int q = 0; q < nq; q++)
         UNROLL for (int v = 0; v < nv; v++) store(to + q * acc_row + v * VL, acc[q][v]);
 }
 
 typedef void (*ProductFn)(const Product *);
-#define KERNEL(nq, nv)                                                                                           \
-    static void f32_##nq##_##nv(const Product *p) { p->fetch ? product(p, nq, nv, 0, 1) : product(p, nq, nv, 0, 0); } \
-    static void b16_##nq##_##nv(const Product *p) { p->fetch ? product(p, nq, nv, 1, 1) : product(p, nq, nv, 1, 0); }
-#define KERNELS(nq) KERNEL(nq, 1) KERNEL(nq, 2) KERNEL(nq, 4)
-#define NAMES(t, nq) {t##_##nq##_1, t##_##nq##_2, t##_##nq##_4}
-KERNELS(1) KERNELS(2) KERNELS(3)
-#if VL == 16
-KERNELS(4) KERNELS(5) KERNELS(6)
-static const ProductFn kernels[2][6][3] = {
-    {NAMES(f32, 1), NAMES(f32, 2), NAMES(f32, 3), NAMES(f32, 4), NAMES(f32, 5), NAMES(f32, 6)},
-    {NAMES(b16, 1), NAMES(b16, 2), NAMES(b16, 3), NAMES(b16, 4), NAMES(b16, 5), NAMES(b16, 6)}};
+#define KERNEL(kind, nq, name, nv)                        \
+    static void kind##_##nq##_##name(const Product *p) { \
+        p->fetch ? product(p, nq, nv, kind, 1) : product(p, nq, nv, kind, 0); \
+    }
+#define KERNELS(kind, nq) KERNEL(kind, nq, one, 1) KERNEL(kind, nq, two, 2) KERNEL(kind, nq, most, MOST)
+#define NAMES(kind, nq) {kind##_##nq##_one, kind##_##nq##_two, kind##_##nq##_most}
+#if VL == 4
+#define TILES(kind) KERNELS(kind, 1) KERNELS(kind, 2) KERNELS(kind, 3)
+#define ALL(kind) {NAMES(kind, 1), NAMES(kind, 2), NAMES(kind, 3)}
 #else
-static const ProductFn kernels[2][3][3] = {{NAMES(f32, 1), NAMES(f32, 2), NAMES(f32, 3)},
-                                           {NAMES(b16, 1), NAMES(b16, 2), NAMES(b16, 3)}};
+#define TILES(kind) KERNELS(kind, 1) KERNELS(kind, 2) KERNELS(kind, 3) KERNELS(kind, 4) KERNELS(kind, 5) KERNELS(kind, 6)
+#define ALL(kind) {NAMES(kind, 1), NAMES(kind, 2), NAMES(kind, 3), NAMES(kind, 4), NAMES(kind, 5), NAMES(kind, 6)}
+#endif
+TILES(NUMBERS)
+TILES(WIDENED)
+#ifdef __AVX512BF16__
+TILES(PAIRS)
+static const ProductFn kernels[3][TILE][3] = {ALL(NUMBERS), ALL(WIDENED), ALL(PAIRS)};
+#else
+static const ProductFn kernels[2][TILE][3] = {ALL(NUMBERS), ALL(WIDENED)};
 #endif
 
 /* `vectors` of lanes, as many at a time as there is a kernel for. */
-static void multiply(Product p, int nq, int vectors, int bf16) {
+static void multiply(Product p, int nq, int vectors, int kind) {
     while (vectors) {
-        int nv = vectors >= 4 && VL == 16 ? 4 : vectors >= 2 ? 2 : 1;
-        kernels[bf16][nq - 1][nv == 4 ? 2 : nv - 1](&p);
+        const int nv = vectors >= MOST ? MOST : vectors >= 2 ? 2 : 1;
+        kernels[kind][nq - 1][nv == MOST ? 2 : nv - 1](&p);
         p.acc += nv * VL;
         p.lane += nv * VL;
         vectors -= nv;
@@ -259,6 +179,7 @@ typedef struct {
     char *data; /* the pool */
     int64_t blocks, layers, kv_heads, block_size, dim, q_heads, bf16;
     int64_t rows, tokens, table_row, threads, share;
+    int64_t pairs; /* multiply pairs of bf16 by vdpbf16ps: the library must have it */
     const int32_t *query_starts, *context_lens, *table;
     const int64_t *slots;
     int32_t *chunks; /* [≤ tokens][4]: first token, end token, first row, end row */
@@ -279,7 +200,7 @@ typedef struct {
 } Call;
 
 INLINE int bytes(const Step *s) { return s->bf16 ? 2 : 4; }
-INLINE int packed(const Step *s) { return s->block_size % VL == 0 && s->dim % VL == 0; }
+INLINE int packed(const Step *s) { return s->block_size % LANES == 0 && s->dim % LANES == 0; }
 INLINE int padded(int64_t n) { return (int)((n + VL - 1) / VL * VL); }
 INLINE char *half(const Step *s, int64_t block, int64_t layer, int kv, int64_t head) {
     int64_t size = s->block_size * s->dim * bytes(s);
@@ -326,15 +247,16 @@ static void write_token(const Call *c, int64_t token) {
 typedef struct {
     const Call *call;
     int h0, h1, group, dim, size, steps; /* dim and size (of a block) padded to VL */
+    int kind, words;                     /* of products, and how many words a step of a query or of weights has */
     int unit;                            /* blocks */
     int t0, t1;
     int32_t position[MAX_QUERIES];
     float m[MAX_QUERIES + VL]; /* running maximum of the scaled scores */
-    float l[MAX_QUERIES * VL]; /* running sum of weights, lane = token % VL */
+    float l[MAX_QUERIES * LANES]; /* running sum of weights, lane = token % LANES */
     float acc[MAX_QUERIES * MAX_DIM];
-    uint32_t q[MAX_QUERIES * MAX_DIM];
+    float q[MAX_QUERIES * MAX_DIM];
     float scores[6 * MAX_BLOCK]; /* [query of a tile][token of a unit] */
-    uint32_t weights[6 * MAX_BLOCK];
+    float weights[6 * MAX_BLOCK];
     uint32_t k_packed[MAX_PLAIN], v_packed[MAX_PLAIN], last[MAX_DIM];
 } Item;
 
@@ -370,12 +292,13 @@ typedef struct {
    blocks before `first` have left every window. */
 static void meet(Item *w, int q0, int nq, const int32_t *positions, int64_t start, int first, int n, const Blocks *b, int fetch) {
     const Call *c = w->call;
-    const int bf16 = (int)c->step->bf16, vectors = (n + VL - 1) / VL, size = w->size, width = w->unit * size, dim = w->dim;
+    const int is_bf16 = (int)c->step->bf16, kind = w->kind, vectors = (n + VL - 1) / VL, size = w->size, width = w->unit * size, dim = w->dim;
     const int hidden = first * size; /* tokens */
-    multiply((Product){.acc = w->scores + hidden, .acc_row = width, .a = w->q + q0 * w->steps, .a_row = w->steps,
+    multiply((Product){.acc = w->scores + hidden, .acc_row = width, .a = w->q + q0 * w->steps * w->words,
+                       .a_row = w->steps * w->words,
                        .b = b->k + hidden / VL, .ahead = b->k_ahead + hidden / VL, .row = VL, .steps = w->steps, .fresh = 1,
                        .fetch = fetch},
-             nq, vectors - hidden / VL, bf16);
+             nq, vectors - hidden / VL, kind);
 
     vu lane;
     for (int i = 0; i < VL; i++) lane[i] = (uint32_t)i;
@@ -400,36 +323,39 @@ static void meet(Item *w, int q0, int nq, const int32_t *positions, int64_t star
     float top[VL], shrink[VL];
     highest = max_(highest, old); /* old where highest is NaN: the NaN is in the weights then */
     store(top, highest);
-    store(shrink, exp2_(old - highest, bf16));
+    store(shrink, exp2_(old - highest, is_bf16));
 
     float *acc = w->acc + q0 * dim;
     for (int i = 0; i < nq; i++) {
         const float *scores = w->scores + i * width;
-        uint32_t *weights = w->weights + i * width;
-        vf sum = load(w->l + (q0 + i) * VL) * all(shrink[i]);
+        float *weights = w->weights + i * width;
+        float *l = w->l + (q0 + i) * LANES;
+        vf sum[PARTS];
+        UNROLL for (int p = 0; p < PARTS; p++) sum[p] = load(l + p * VL) * all(shrink[i]);
         for (int x = 0; x < vectors; x++) {
-            vf p = exp2_(fma_(load(scores + x * VL), all(c->scale), all(-top[i])), bf16);
-            if (bf16)
-                p = round_weights(p, (uint16_t *)weights + x * VL);
+            vf p = exp2_(fma_(load(scores + x * VL), all(c->scale), all(-top[i])), is_bf16);
+            if (is_bf16) p = rounded(p);
+            if (kind == PAIRS)
+                store_bf16((bf16 *)weights + x * VL, p);
             else
-                store((float *)weights + x * VL, p);
-            sum = sum + p;
+                store(weights + x * VL, p);
+            sum[x % PARTS] += p;
         }
-        store(w->l + (q0 + i) * VL, sum);
+        UNROLL for (int p = 0; p < PARTS; p++) store(l + p * VL, sum[p]);
         w->m[q0 + i] = top[i];
         if (shrink[i] != 1.0f)
             for (int d = 0; d < dim; d += VL) store(acc + i * dim + d, load(acc + i * dim + d) * all(shrink[i]));
     }
 
-    const int words = bf16 ? 2 : 1, skip = hidden / words, steps = n / words, per = size / words;
-    Product out = {.acc = acc, .acc_row = dim, .a = w->weights + skip, .a_row = width, .b = b->v + first,
+    const int tokens = is_bf16 ? 2 : 1, skip = hidden / tokens, steps = n / tokens, per = size / tokens; /* tokens of a step */
+    Product out = {.acc = acc, .acc_row = dim, .a = w->weights + skip * w->words, .a_row = width, .b = b->v + first,
                    .ahead = b->v_ahead + first, .row = dim, .steps = steps - skip, .per = per, .fetch = fetch};
-    multiply(out, nq, dim / VL, bf16);
-    if (n % words) { /* the last pair's second token is not written yet: whatever lies there must not be read */
+    multiply(out, nq, dim / VL, kind);
+    if (n % tokens) { /* the last pair's second token is not written yet: whatever lies there must not be read */
         const uint32_t *pair = b->v[steps / per] + (int64_t)(steps % per) * dim, *last = w->last;
         for (int d = 0; d < dim; d++) w->last[d] = pair[d] & 0xffffu;
-        out.a = w->weights + steps, out.b = &last, out.steps = 1, out.fetch = 0;
-        multiply(out, nq, dim / VL, bf16);
+        out.a = w->weights + steps * w->words, out.b = &last, out.steps = 1, out.fetch = 0;
+        multiply(out, nq, dim / VL, kind);
     }
 }
 
@@ -529,12 +455,17 @@ static void load_queries(Item *w) {
     for (int h = w->h0; h < w->h1; h++)
         for (int64_t t = w->t0; t < w->t1; t++)
             for (int g = 0; g < w->group; g++, i++) {
-                char *to = (char *)(w->q + i * w->steps);
-                memcpy(to, c->q + (t * c->q_token + (h * w->group + g) * c->q_head) * bytes(s), size);
-                memset(to + size, 0, w->steps * 4 - size);
+                const char *from = c->q + (t * c->q_token + (h * w->group + g) * c->q_head) * bytes(s);
+                float *to = w->q + i * w->steps * w->words;
+                if (w->kind == WIDENED) {
+                    for (int d = 0; d < w->dim; d += VL) store(to + d, load_some_bf16((const bf16 *)from + d, s->dim - d, 0));
+                } else {
+                    memcpy(to, from, size);
+                    memset((char *)to + size, 0, w->steps * 4 - size);
+                }
                 w->m[i] = MASKED;
             }
-    memset(w->l, 0, sizeof(float) * i * VL);
+    memset(w->l, 0, sizeof(float) * i * LANES);
     memset(w->acc, 0, sizeof(float) * i * w->dim);
 }
 
@@ -547,14 +478,15 @@ static void store_outputs(Item *w) {
             for (int g = 0; g < w->group; g++, i++) {
                 const int64_t at = t * s->q_heads + h * w->group + g;
                 float sum = 0;
-                for (int x = 0; x < VL; x++) sum += w->l[i * VL + x];
+                for (int x = 0; x < LANES; x++) sum += w->l[i * LANES + x];
                 if (c->lse) c->lse[at] = (w->m[i] + log2f(sum)) * 0.6931471805599453f;
                 const float *acc = w->acc + i * w->dim, share = 1.0f / sum;
-                for (int d = 0; d < s->dim; d++) {
+                for (int64_t d = 0; d < s->dim; d += VL) {
+                    const vf x = load(acc + d) * all(share);
                     if (s->bf16)
-                        ((uint16_t *)c->out)[at * s->dim + d] = to_bf16(acc[d] * share);
+                        store_some_bf16((bf16 *)c->out + at * s->dim + d, s->dim - d, x);
                     else
-                        ((float *)c->out)[at * s->dim + d] = acc[d] * share;
+                        store_some((float *)c->out + at * s->dim + d, s->dim - d, x);
                 }
             }
 }
@@ -566,6 +498,7 @@ static void run_item(const Call *c, const int32_t *chunk, int64_t head) {
     w->call = c, w->h0 = (int)head, w->h1 = (int)(head + s->heads < s->kv_heads ? head + s->heads : s->kv_heads);
     w->group = (int)(s->q_heads / s->kv_heads);
     w->dim = padded(s->dim), w->size = padded(s->block_size), w->steps = s->bf16 ? w->dim / 2 : w->dim;
+    w->kind = !s->bf16 ? NUMBERS : s->pairs ? PAIRS : WIDENED, w->words = w->kind == WIDENED ? 2 : 1;
     w->unit = packed(s) && s->block_size < UNIT ? UNIT / (int)s->block_size : 1;
     w->t0 = chunk[0], w->t1 = chunk[1];
     for (int r = r0; r < r1; r++)
@@ -600,7 +533,9 @@ static void attend_all(Call *c) {
 void rollout_attend_within(void *call, void (*wait)(void *), void *worker) {
     write_all(call);
     wait(worker);
+    const uint64_t before = flush();
     attend_all(call);
+    unflush(before);
 }
 static void wait_for_openmp(void *call) { ((Call *)call)->step->barrier(); }
 static void write_and_attend(void *call) { rollout_attend_within(call, wait_for_openmp, call); }
@@ -675,7 +610,9 @@ void rollout_attend(const Step *s, int64_t layer, int64_t window, float scaling,
         s->parallel(write_and_attend, &c, (unsigned)threads, 0);
     } else {
         write_all(&c);
+        const uint64_t before = flush();
         attend_all(&c);
+        unflush(before);
     }
 }
 
@@ -688,4 +625,10 @@ void rollout_calls(Call *to, const Step *s, int64_t n, const float *scaling, con
                        .v_token = s->kv_heads * s->dim, .q_head = s->dim, .k_head = s->dim, .v_head = s->dim, .out = out};
 }
 int64_t rollout_call_bytes(void) { return sizeof(Call); }
-int rollout_lanes(void) { return VL; }
+
+#define AT(field) FIELD(Step, field)
+const Field rollout_layout_attention[] = {
+    AT(data), AT(blocks), AT(layers), AT(kv_heads), AT(block_size), AT(dim), AT(q_heads), AT(bf16), AT(rows), AT(tokens),
+    AT(table_row), AT(threads), AT(share), AT(pairs), AT(query_starts), AT(context_lens), AT(table), AT(slots), AT(chunks), AT(num_chunks),
+    AT(heads), AT(parallel), AT(barrier), {NULL, NULL, 0, 0}};
+#undef AT

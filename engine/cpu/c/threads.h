@@ -1,22 +1,59 @@
 /* A team of threads: those of torch's OpenMP, so that two pools never fight for the cores. */
 #pragma once
 
-#include <immintrin.h>
-#include <linux/futex.h>
 #include <stddef.h>
 #include <stdint.h>
+#ifdef __linux__
+#include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#else
+#include <sched.h>
+#endif
 
 #ifndef INLINE
 #define INLINE static inline __attribute__((always_inline))
 #endif
+
 enum { SPINS = 400 };
+
+INLINE void pause_(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Sleep while *word is `value`; wake all that sleep so. Without a futex: give the core to another thread, and look again. */
+INLINE void sleep_while(int32_t *word, int32_t value) {
+#ifdef __linux__
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+#else
+    (void)word, (void)value, sched_yield();
+#endif
+}
+INLINE void wake_all(int32_t *word) {
+#ifdef __linux__
+    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
+#else
+    (void)word;
+#endif
+}
+
+/* Choices that differ between CPUs and change no bit; filled by `rollout_tune`. */
+typedef struct {
+    int64_t dot;   /* pairs of bf16 are multiplied by vdpbf16ps; else widened, by two FMA */
+    int64_t piece; /* words of a panel that are transposed at once */
+    int64_t few;   /* up to so many rows there is nothing to do but to read weights */
+    int64_t near;  /* lines that are fetched ahead in each output then; 0: the panel that is read next, in order */
+} Tuning;
 
 typedef struct {
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel, or NULL: one thread */
     int (*team)(void);                                              /* omp_get_num_threads */
     int64_t threads;
+    const Tuning *tuning; /* of products */
 } Team;
 
 typedef struct {
@@ -46,16 +83,16 @@ static void barrier(Worker *w) {
         __atomic_store_n(&r->next[phase % 2], 0, __ATOMIC_RELAXED); /* for the phase after the next one */
         __atomic_store_n(&r->phase, phase + 1, __ATOMIC_SEQ_CST);
         if (__atomic_load_n(&r->asleep, __ATOMIC_SEQ_CST))
-            syscall(SYS_futex, &r->phase, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
+            wake_all(&r->phase);
         return;
     }
     for (int i = 0; i < SPINS; i++) {
         if (__atomic_load_n(&r->phase, __ATOMIC_ACQUIRE) != phase) return;
-        _mm_pause();
+        pause_();
     }
     __atomic_add_fetch(&r->asleep, 1, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(&r->phase, __ATOMIC_SEQ_CST) == phase)
-        syscall(SYS_futex, &r->phase, FUTEX_WAIT_PRIVATE, phase, NULL, NULL, 0);
+        sleep_while(&r->phase, phase);
     __atomic_sub_fetch(&r->asleep, 1, __ATOMIC_SEQ_CST);
 }
 

@@ -1,0 +1,11 @@
+/* Where the fields of a struct lie: Python has each struct once more and compares the two before it calls anything. */
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct {
+    const char *type, *field;
+    int64_t size, offset; /* of the type, of the field in it; bytes */
+} Field; /* a table ends with NULL */
+#define FIELD(type, field) {#type, #field, sizeof(type), offsetof(type, field)}

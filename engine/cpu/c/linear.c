@@ -1,0 +1,146 @@
+/* The one place that layers.c multiplies through: chooses the kernel, hands out its panels, and makes outputs of its sums. */
+
+#include "layout.h"
+#include "products.h"
+#include "tiles.h"
+
+const Product *product_for(const Linear *l, const Tuning *tuning) {
+    (void)tuning;
+    if (!l->is_bf16) return &product_fma;
+#if defined(__AMX_BF16__) || defined(PORTABLE)
+    return &product_amx;
+#elif defined(__AVX512BF16__)
+    return tuning->dot ? &product_dot : &product_fma;
+#else
+    return &product_fma;
+#endif
+}
+
+INLINE int64_t panels(const Linear *l, const Product *product) { return (l->outputs + product->panel - 1) / product->panel; }
+
+/* The weights of a panel, which lie together. Behind the last one: the panels of the product that follows, if any. */
+INLINE Ahead panel_of(const Linear *l, int64_t panel, const Linear *then, const Product *product) {
+    if (panel >= panels(l, product)) {
+        if (!then || panel - panels(l, product) >= panels(then, product)) return (Ahead){NULL, NULL};
+        panel -= panels(l, product), l = then;
+    }
+    const int64_t left = l->outputs - panel * product->panel, outputs = left < product->panel ? left : product->panel;
+    const char *w = (const char *)l->w + bytes_of(l, panel * product->panel * l->inputs);
+    return (Ahead){w, w + bytes_of(l, outputs * l->inputs)};
+}
+
+INLINE vf get(const void *p, int64_t at, int64_t n, int is_bf16) {
+    return is_bf16 ? load_some_bf16((const bf16 *)p + at, n, 0) : load_some((const float *)p + at, n, 0);
+}
+INLINE void put(void *p, int64_t at, int64_t n, vf x, int is_bf16) {
+    if (is_bf16)
+        store_some_bf16((bf16 *)p + at, n, x);
+    else
+        store_some((float *)p + at, n, x);
+}
+INLINE vf as(vf x, int is_bf16) { return is_bf16 ? rounded(x) : x; }
+INLINE vf silu(vf x) { return x / (all(1) + exp_(minus(x))); }
+
+/* `n` ≤ VL outputs of one row, from number `at` of the matrix on. */
+INLINE void finish(const Products *p, int which, const float *sum, const float *other, int64_t row, int64_t at, int64_t n,
+                   int is_bf16) {
+    const Linear *l = p->l[which];
+    const int64_t to = row * l->outputs + at;
+    vf y = load(sum);
+    if (l->bias) y += get(l->bias, at, n, is_bf16);
+    if (p->residual) y = get(p->residual, to, n, is_bf16) + as(y, is_bf16);
+    if (p->gated) {
+        vf up = load(other);
+        if (p->l[1]->bias) up += get(p->l[1]->bias, at, n, is_bf16);
+        y = as(silu(as(y, is_bf16)), is_bf16) * as(up, is_bf16);
+    }
+    put(p->out[which], to, n, y, is_bf16);
+}
+
+INLINE void finish_panel(const Products *p, int which, const Product *product, int64_t panel, int64_t first, int64_t rows,
+                         const Scratch *s, int is_bf16) {
+    const int64_t from = panel * product->panel, left = p->l[which]->outputs - from;
+    const int64_t width = left < product->panel ? left : product->panel;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t v = 0; v < width; v += VL)
+            finish(p, which, s->sum[0] + r * PANEL + v, s->sum[1] + r * PANEL + v, first + r, from + v, width - v, is_bf16);
+}
+
+/* Work: (panel, block of ROWS rows); two panels at once if gated. */
+void linear(Worker *w, const Products *p) {
+    const Tuning *tuning = w->region->team->tuning;
+    const Product *product = product_for(p->l[0], tuning);
+    const void *x = p->x;
+    Scratch scratch, *s = &scratch; /* 250 KiB */
+    if (product->packed_bytes(p->l[0], p->rows)) {
+        product->pack(w, p->l[0], x, p->rows, p->packed);
+        barrier(w);
+        x = p->packed;
+    }
+    int64_t parts[3] = {0}, all_parts = 0;
+    for (int i = 0; i < (p->gated ? 1 : p->count); i++) all_parts += parts[i] = panels(p->l[i], product);
+    const int64_t blocks = (p->rows + ROWS - 1) / ROWS;
+    if (product->begin) product->begin();
+    for (int64_t i; (i = take(w, all_parts * blocks)) >= 0;) {
+        int64_t panel = i / blocks, first = i % blocks * ROWS, rows = p->rows - first < ROWS ? p->rows - first : ROWS;
+        int which = 0;
+        while (panel >= parts[which]) panel -= parts[which++];
+        const Linear *l = p->l[which], *then = !p->gated && which + 1 < p->count ? p->l[which + 1] : p->then;
+        product->multiply(l, panel, panel_of(l, panel + w->threads, then, product), x, first, rows, tuning, s, s->sum[0]);
+        if (p->gated) {
+            const Ahead ahead = panel_of(p->l[1], panel + w->threads, NULL, product);
+            product->multiply(p->l[1], panel, ahead, x, first, rows, tuning, s, s->sum[1]);
+        }
+        if (l->is_bf16)
+            finish_panel(p, which, product, panel, first, rows, s, 1);
+        else
+            finish_panel(p, which, product, panel, first, rows, s, 0);
+    }
+    if (product->end) product->end();
+}
+
+static void alone(void *worker, void *work) { linear(worker, work); }
+
+/* out [rows][outputs] = x [rows][inputs] · wᵀ + bias. packed: room for `rollout_packed_bytes`. */
+void rollout_linear(const Team *team, const Linear *l, const void *x, int64_t rows, void *packed, void *out) {
+    Products work = {.l = {l}, .out = {out}, .count = 1, .x = x, .rows = rows, .packed = packed};
+    run(team, alone, &work);
+}
+
+/* The most that x takes as any product of this type reads it. */
+int64_t rollout_packed_bytes(const Team *team, int64_t rows, int64_t inputs, int64_t is_bf16) {
+    const Linear l = {NULL, NULL, 1, inputs, is_bf16};
+    return product_for(&l, team->tuning)->packed_bytes(&l, rows);
+}
+
+typedef struct {
+    const void *x;
+    void *out;
+    int64_t n, is_bf16;
+} Silu;
+static void silu_all(void *worker, void *work) {
+    enum { PIECE = 256 * VL };
+    const Silu *a = work;
+    for (int64_t i; (i = take(worker, (a->n + PIECE - 1) / PIECE)) >= 0;)
+        for (int64_t at = i * PIECE; at < a->n && at < (i + 1) * PIECE; at += VL)
+            put(a->out, at, a->n - at, silu(get(a->x, at, a->n - at, (int)a->is_bf16)), (int)a->is_bf16);
+}
+/* out[n] = x / (1 + e^-x), each number by itself: torch's own takes another exp for the last numbers of each thread's share. */
+void rollout_silu(const Team *team, const void *x, int64_t n, int64_t is_bf16, void *out) {
+    Silu work = {x, out, n, is_bf16};
+    run(team, silu_all, &work);
+}
+
+/* What the operating system must allow before anything else is called: 0 if it does. */
+int64_t rollout_prepare(void) {
+#if defined(__AMX_BF16__) && !defined(PORTABLE)
+    return allow_tiles();
+#else
+    return 0;
+#endif
+}
+
+const Field rollout_layout_products[] = {
+    FIELD(Linear, w),    FIELD(Linear, bias),  FIELD(Linear, outputs), FIELD(Linear, inputs), FIELD(Linear, is_bf16),
+    FIELD(Tuning, dot),  FIELD(Tuning, piece), FIELD(Tuning, few),     FIELD(Tuning, near),   {NULL, NULL, 0, 0},
+};

@@ -1,0 +1,60 @@
+/* x · wᵀ, as kernels that can be exchanged: one file and one line of `product_for` (linear.c) for each.
+
+   A kernel multiplies the rows of x with a *panel* of outputs, whose weights are read where they lie, and leaves fp32 sums; what
+   becomes of these (bias, rounding, residual, silu · mul) is in linear.c and the same for all. The bits of a sum depend on its
+   row of x and its row of weights alone. */
+#pragma once
+
+#include "flush.h"
+#include "threads.h"
+#include "vectors.h"
+
+enum { PANEL = 48, ROWS = 256 }; /* floats between two rows of sums; rows that meet a panel at once, at most */
+
+typedef struct {
+    const void *w, *bias; /* [outputs][inputs], [outputs] or NULL */
+    int64_t outputs, inputs, is_bf16;
+} Linear;
+
+INLINE int64_t bytes_of(const Linear *l, int64_t numbers) { return numbers * (l->is_bf16 ? 2 : 4); }
+
+/* Of one thread. */
+typedef struct {
+    uint32_t packed[512 * PANEL];
+    float sum[2][ROWS * PANEL], part[ROWS * PANEL];
+} __attribute__((aligned(64))) Scratch;
+
+/* What is read next, fetched a few lines at a time between the work on what is read now. */
+typedef struct {
+    const char *at, *end;
+} Ahead;
+
+typedef struct {
+    int panel; /* outputs, at most PANEL */
+    /* Bytes of x as the kernel reads it; 0: as it lies. */
+    int64_t (*packed_bytes)(const Linear *l, int64_t rows);
+    void (*pack)(Worker *w, const Linear *l, const void *x, int64_t rows, void *packed); /* by all threads; no barrier */
+    void (*begin)(void), (*end)(void);                                                  /* of a thread's work, or NULL */
+    /* sum[row][output of the panel] for the `rows` ≤ ROWS rows from row number `first` of x, a multiple of ROWS. */
+    void (*multiply)(const Linear *l, int64_t panel, Ahead ahead, const void *x, int64_t first, int64_t rows,
+                     const Tuning *tuning, Scratch *s, float *sum);
+} Product;
+
+#define HIDDEN __attribute__((visibility("hidden")))
+extern HIDDEN const Product product_fma, product_dot, product_amx;
+HIDDEN const Product *product_for(const Linear *l, const Tuning *tuning);
+
+/* Products of the same x, and what becomes of them:
+       out[i] = x · l[i]ᵀ + bias                          if neither is asked for
+       out[0] = residual + x · l[0]ᵀ                      (each term rounded first, as torch does)
+       out[0] = silu(x · l[0]ᵀ) · (x · l[1]ᵀ)             if gated */
+typedef struct {
+    const Linear *l[3];
+    void *out[3];
+    int count, gated;
+    const void *x, *residual;
+    int64_t rows;
+    void *packed;       /* room for `packed_bytes` */
+    const Linear *then; /* whose weights are read next, or NULL */
+} Products;
+HIDDEN void linear(Worker *w, const Products *p); /* by all threads of a region; ends without a barrier */

@@ -1,0 +1,193 @@
+"""Who computes a model on the CPU, decided once when it is loaded, by comparing numbers.
+
+    our products       against the exact sum: no further from it than rounding can be, in any order
+    the exact module   the transformers module with our products: what a trainer has with `rollout.exact.use_exact`
+    a decoder          layers in one go: used if it has the exact module's bits, at several numbers of rows
+
+Where a decoder cannot be had the exact module runs, so that samples do not depend on the batch on any CPU. Whether plain torch
+has the same bits is told (`torch_bits`), and nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from engine.arithmetic import torch_arithmetic
+from engine.attention.seam import Backend
+from engine.batch import Batch
+from engine.cpu.decoder import CHECKED_ROWS, Echo, NativeDecoder, NotNative
+from engine.cpu.products import (
+    NativeProducts,
+    NotServed,
+    Products,
+    TorchProducts,
+    plain_products,
+    products_of,
+    sensitive,
+    use_products,
+)
+from engine.cpu.torch_decoder import TorchDecoder
+from engine.kv import PagedKV
+from engine.plan import plan_by_hand
+
+log = logging.getLogger("rollout.engine")
+
+OUTPUTS = 256
+"""of each product that are compared with the exact sum"""
+Forward = Callable[[Any, Any, Any], torch.Tensor]
+
+
+class Decoder(Protocol):
+    def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor: ...
+
+
+class Computes(NamedTuple):
+    """The decision."""
+
+    decoder: Decoder | None
+    """None: the module"""
+    arithmetic: str
+    """name of the products"""
+    torch_bits: bool
+    """plain torch has the same bits, at every number of rows that was tried"""
+    why: str
+    """why not a better one; empty for the native decoder"""
+
+
+def decide(
+    module: nn.Module, name: str, asked: dict[int, dict[str, Any]], module_forward: Forward, isa: str, whole: bool
+) -> Computes:
+    """Give `module` the products of `isa` in place, torch's if those are wrong, and choose a decoder.
+
+    asked: what each layer asks of its attention. module_forward: the module's own forward behind the signature of a decoder's.
+    whole: all layers are in memory at once, as decoders need."""
+    plain_products(module)
+    plain = _logits(module_forward, module)
+    products, decoder, why = products_of(isa), None, ""
+    try:
+        try:
+            room = check_products(module, products)
+        except WrongNumbers as error:
+            log.warning("%s: the products of %s are not used: %s", name, isa, error)
+            products, why = products_of("torch"), f"{isa}: {error}"
+            room = check_products(module, products)
+        if whole:
+            decoder = _decoder(module, asked, products)
+        else:
+            why = "all layers would be one call, and weight_offload streams them"
+    except NotNative as error:
+        why = str(error)
+    except (AttributeError, TypeError) as error:  # a module that is not put together as a decoder reads it
+        why = f"a model of another kind ({error})"
+    try:
+        use_products(module, products.isa)
+    except NotServed as error:
+        log.warning("%s: products are torch's own, and samples may depend on their batch: %s", name, error)
+        return Computes(None, f"{torch_arithmetic()}/batch", True, str(error))
+    exact = _logits(module_forward, module)
+    if decoder is not None and (rows := _differ(_logits(decoder.forward, module), exact)):
+        why = f"the {type(decoder).__name__} has numbers that differ from the module's with {rows} rows"
+        log.warning("%s: %s; the module runs, which is slower", name, why)
+        decoder = None
+    torch_bits = not _differ(exact, plain) and products_like_torch(module, products)
+    log.info(
+        "%s runs %s, products of %s%s; they are at most %.2f of what rounding allows from the exact sum; plain torch %s",
+        name,
+        "through transformers" if decoder is None else f"by the {type(decoder).__name__}",
+        products.arithmetic,
+        f" ({why})" if why else "",
+        room,
+        "has the same bits" if torch_bits else f"differs by up to {_furthest(exact, plain):.2g} in a log-prob",
+    )
+    return Computes(decoder, products.arithmetic, torch_bits, why)
+
+
+class WrongNumbers(Exception):
+    """A product is further from the exact sum than any order of sums can be."""
+
+
+@torch.no_grad()
+def check_products(module: nn.Module, products: Products) -> float:
+    """Compare one product of each shape with the sum in float64; returns how far it is, in parts of the bound.
+
+    The bound: K products of the inputs are added in fp32, in any order, which is off by at most K · 2⁻²⁴ · Σ|x·w| (Higham,
+    "Accuracy and Stability of Numerical Algorithms", 4.2), then the sum is rounded once to bf16, by at most 2⁻⁸ of itself.
+    Raises WrongNumbers beyond it."""
+    worst = 0.0
+    for name, linear in _one_of_each_shape(module).items():
+        weight, bias = linear.weight, linear.bias
+        outputs = torch.linspace(0, len(weight) - 1, min(OUTPUTS, len(weight))).long()
+        x = torch.randn(CHECKED_ROWS[2], weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+        got = products.linear(x, weight, bias)[:, outputs].double()
+        w, b = weight[outputs].double(), 0.0 if bias is None else bias[outputs].double()
+        sums, sizes = x.double() @ w.T + b, x.double().abs() @ w.abs().T + (b if bias is None else b.abs())
+        bound = (weight.shape[1] + 1) * 2.0**-24 * sizes
+        if weight.dtype == torch.bfloat16:
+            bound += 2.0**-8 * (sums.abs() + bound)
+        far = float(((got - sums).abs() / (bound + 1e-30)).nan_to_num(torch.inf).max())
+        if far > 1:
+            raise WrongNumbers(f"the product {name} is {far:.1f} × as far from the exact sum as rounding allows")
+        worst = max(worst, far)
+    return worst
+
+
+@torch.no_grad()
+def products_like_torch(module: nn.Module, products: Products) -> bool:
+    """Torch has the bits of our products at every number of rows of CHECKED_ROWS, looking closely at one of each shape."""
+    for linear in _one_of_each_shape(module).values():
+        x, weight = sensitive(max(CHECKED_ROWS), linear.weight)
+        if not all(
+            torch.equal(products.linear(x[:rows], weight, None), nn.functional.linear(x[: max(2, rows)], weight)[:rows])
+            for rows in CHECKED_ROWS
+        ):
+            return False
+    return True
+
+
+def _one_of_each_shape(module: nn.Module) -> dict[str, nn.Linear]:
+    """The first Linear of each shape, by name."""
+    found = {}
+    for name, each in module.named_modules():
+        if isinstance(each, nn.Linear):
+            found.setdefault((*each.weight.shape, each.bias is None), (name, each))
+    return dict(found.values())
+
+
+def _decoder(module: nn.Module, asked: dict[int, dict[str, Any]], products: Products) -> Decoder:
+    if isinstance(products, NativeProducts):
+        return NativeDecoder(module, asked, products.kernels)
+    assert isinstance(products, TorchProducts)
+    return TorchDecoder(module, asked, products)
+
+
+def _logits(forward: Forward, module: nn.Module) -> list[torch.Tensor]:
+    """For each of CHECKED_ROWS [rows, vocabulary], at positions from the first to the last one of the context."""
+    vocabulary = module.get_input_embeddings().num_embeddings
+    last = module.config.get_text_config().max_position_embeddings - 1
+    generator, logits = torch.Generator().manual_seed(0), []
+    for rows in CHECKED_ROWS:
+        ids = torch.randint(vocabulary, (rows,), generator=generator)
+        starts = np.arange(rows) * last // max(1, rows - 1)
+        plan = plan_by_hand(ids.numpy()[:, None], starts, np.zeros((rows, 1)))
+        batch = Batch.build(plan, last + 1, torch.device("cpu"), module.dtype)
+        with torch.inference_mode():
+            logits.append(forward(batch, None, Echo()))
+    return logits
+
+
+def _differ(some: list[torch.Tensor], others: list[torch.Tensor]) -> int:
+    """Rows of the first pair that differs in a bit, or 0."""
+    pairs = zip(CHECKED_ROWS, some, others, strict=True)
+    return next((rows for rows, one, other in pairs if not torch.equal(one, other)), 0)
+
+
+def _furthest(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    """Largest |Δ log-prob|."""
+    pairs = ((a.float().log_softmax(-1), b.float().log_softmax(-1)) for a, b in zip(some, others, strict=True))
+    return max(float((a - b).abs().max()) for a, b in pairs)

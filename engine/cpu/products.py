@@ -1,0 +1,280 @@
+"""y = x · wᵀ + b of every nn.Linear, by products whose rows do not depend on those beside them; for engines and trainers.
+
+torch's own products choose the order of their sums by the number of rows: below a few rows everywhere, and at any number of
+rows on CPUs with AMX. A product from here gives a row the same bits alone, in a crowd and padded. Which bits that are has a
+name, `arithmetic`: with the same name, weights and tokens there are the same numbers, in the service and in a trainer.
+
+    use_products(module, isa)    every nn.Linear computes by these products; parameters, names and state_dict stay as they are
+    plain_products(module)       and back
+
+Forward only is ours. The backward is torch's: grad · w, gradᵀ · x, and the sum of grad.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from engine.arithmetic import torch_arithmetic
+from engine.cpu.build import NativeUnavailable
+from engine.cpu.isa import here, isa_of
+from engine.cpu.kernels import Kernels, choose
+
+DTYPES = (torch.bfloat16, torch.float32)
+SILU = ("SiLU", "SiLUActivation")
+"""classes of the activation that the decoders know"""
+
+
+class Products(Protocol):
+    isa: str
+    """instruction set, or "torch\""""
+    arithmetic: str
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[T, inputs] · [outputs, inputs]ᵀ (+ [outputs]) → [T, outputs], all of one dtype of `DTYPES`, on the CPU."""
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        """x · sigmoid(x), of any shape, in one of `DTYPES`."""
+
+
+class NotServed(ValueError):
+    """This module has products that cannot be exchanged for ours; the message names the first one."""
+
+
+class Pieces(NamedTuple):
+    """In which numbers of rows a product goes to torch."""
+
+    least: int
+    step: int
+    """numbers of rows are padded to a multiple"""
+    most: int
+    steady: bool
+    """a row got the same bits in all numbers and places that were tried"""
+
+    def padded(self, rows: int) -> int:
+        return max(self.least, -(-rows // self.step) * self.step)
+
+
+class TorchProducts:
+    """torch's products, in pieces of rows that are found by trying: all rows at once where torch gives a row the same bits
+    wherever it stands, else padded to whole tiles, else so few at a time that it does."""
+
+    isa, arithmetic = "torch", torch_arithmetic()
+    LEAST = {torch.bfloat16: 2, torch.float32: 16}
+    """rows below which torch takes another path on every CPU"""
+    TRIED = (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 31, 33, 129, 213, 513, 1000)
+    STEPS = (1, 16, 64)
+    MOST = (1024, 256, 64)
+    MOST_WORK = 4e9
+    """floating-point operations of a piece beyond which it needs not be larger"""
+
+    def __init__(self) -> None:
+        self._pieces: dict[tuple[Any, ...], Pieces] = {}
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        pieces = self.pieces(weight, bias)
+        if len(x) == 0 or (len(x) <= pieces.most and pieces.padded(len(x)) == len(x)):
+            return nn.functional.linear(x, weight, bias)
+        return torch.cat([_padded_linear(part, weight, bias, pieces.padded(len(part))) for part in x.split(pieces.most)])
+
+    def pieces(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Pieces:
+        """Of a product of this shape, with torch's number of threads."""
+        key = (*weight.shape, bias is None, weight.dtype, torch.get_num_threads())
+        if key not in self._pieces:
+            self._pieces[key] = self._try(weight, bias)
+        return self._pieces[key]
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x)
+
+    @torch.no_grad()
+    def _try(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Pieces:
+        sizes = [n for n in self.MOST if 2 * n * weight.numel() <= self.MOST_WORK] or [self.MOST[-1]]
+        x, probe = sensitive(sizes[0], weight)
+        for most in sizes:
+            want = nn.functional.linear(x[:most], probe, bias)
+            for step in self.STEPS:
+                pieces = Pieces(self.LEAST[weight.dtype], step, most, True)
+                if all(
+                    torch.equal(_padded_linear(x[at], probe, bias, pieces.padded(n)), want[at])
+                    for n in self.TRIED
+                    if n <= most
+                    for at in (slice(n), slice(most - n, most))
+                ):
+                    return pieces
+        return Pieces(sizes[-1], sizes[-1], sizes[-1], False)
+
+
+def sensitive(rows: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, inputs] and a weight of the shape given whose exact product is 0, so that what comes out is the rounding of the
+    sums: another order of them shows in nearly every number, where rounding to bf16 would hide all but one in thousands. The
+    sizes differ widely, or sums of products of bf16 would be exact in fp32, in any order."""
+    outputs, inputs = weight.shape
+    generator = torch.Generator().manual_seed(0)
+    half = inputs // 2
+    order = torch.randperm(2 * half, generator=generator)
+    x, w = (torch.randn(n, half, generator=generator) for n in (rows, outputs))
+    powers = (torch.randint(-8, 8, each.shape, generator=generator, dtype=torch.float32).exp2_() for each in (x, w))
+    x, w = (each.mul_(power).to(weight.dtype) for each, power in zip((x, w), powers, strict=True))
+    x, w = torch.cat([x, -x], 1)[:, order], torch.cat([w, w], 1)[:, order]
+    return nn.functional.pad(x, (0, inputs - 2 * half)), nn.functional.pad(w, (0, inputs - 2 * half))
+
+
+class NativeProducts:
+    """The products of `c/products.h`."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels, self.isa, self.arithmetic = kernels, kernels.isa, kernels.arithmetic
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.kernels.linear(x, weight, bias)
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernels.silu(x)
+
+
+@cache
+def products_of(isa: str) -> Products:
+    """The products of an instruction set; torch's for "torch". Raises NativeUnavailable."""
+    return TorchProducts() if isa == "torch" else NativeProducts(Kernels(isa))
+
+
+def isas_for(arithmetic: str | None) -> tuple[str, str]:
+    """The instruction sets, of products and of attention, by which this machine computes what `engine.arithmetic` names
+    so; None = the best that it has, as a service here takes it. Raises ValueError, saying what it has, if it cannot."""
+    if arithmetic is None:
+        best = choose().isa
+        return products_of(best).isa, best
+    of_products, of_attention = {}, {}
+    for isa in reversed([*here(), "torch"]):
+        try:
+            of_products[products_of(isa).arithmetic] = isa
+        except NativeUnavailable:
+            continue
+        of_attention[torch_arithmetic() if isa == "torch" else isa_of(isa).arithmetic] = isa
+    first, _, second = arithmetic.partition("+")
+    for name, have in ((first, of_products), (second or first, of_attention)):
+        if name not in have:
+            raise ValueError(
+                f"the service computes with arithmetic {arithmetic!r}, and this machine has {', '.join(reversed(have))}: start "
+                "the service with an isa whose arithmetic both have, or train on a machine like the service's"
+            )
+    return of_products[first], of_attention[second or first]
+
+
+class ExactLinear(nn.Linear):
+    """An nn.Linear whose class was exchanged by `use_products`."""
+
+    isa: str
+
+    @torch.compiler.disable
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[…, inputs] → […, outputs]. Raises ValueError under autocast, and for an input of another dtype or device."""
+        if torch.is_autocast_enabled(input.device.type):
+            raise ValueError("autocast computes with other numbers than the weights: call the exact model without it")
+        if input.dtype != self.weight.dtype or input.device.type != "cpu":
+            raise ValueError(
+                f"an input in {input.dtype} on {input.device} for a weight in {self.weight.dtype}: need "
+                "the weight's dtype, on the CPU"
+            )
+        return _Product.apply(input, self.weight, self.bias, products_of(self.isa))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, isa={self.isa}"
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, products: Products) -> torch.Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        out = products.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        return out.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        of_x = grad @ weight if ctx.needs_input_grad[0] else None
+        of_weight = rows.T @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+class ExactSiLU(nn.Module):
+    """An activation whose class was exchanged by `use_products`: torch's own computes the last numbers of each thread's share
+    with another exp, so that they depend on the batch and on the number of threads."""
+
+    isa: str
+    plain: type[nn.Module]
+
+    @torch.compiler.disable
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _Silu.apply(input, products_of(self.isa))
+
+
+class _Silu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, products: Products) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return products.silu(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.ops.aten.silu_backward(grad, *ctx.saved_tensors), None
+
+
+def use_products(module: nn.Module, isa: str) -> None:
+    """Let every nn.Linear and SiLU of `module` compute by `products_of(isa)` from now on, in place.
+
+    Raises NotServed for weights on another device or of another dtype, for layers that are a kind of Linear of their own
+    (quantised ones), and for matrices that belong to neither a Linear nor an embedding (experts, Conv1D);
+    NativeUnavailable. The module is as it was then."""
+    products_of(isa)
+    linears = [_served(name, each) for name, each in module.named_modules() if isinstance(each, nn.Linear)]
+    for name, each in module.named_modules():
+        for parameter, tensor in each.named_parameters(recurse=False):
+            if tensor.ndim > 1 and not isinstance(each, (nn.Linear, nn.Embedding)):
+                raise NotServed(
+                    f"{name}.{parameter} is a matrix of a {type(each).__name__}, whose product is not an nn.Linear's: its "
+                    "numbers would stay torch's own"
+                )
+    for linear in linears:
+        linear.__class__, linear.isa = ExactLinear, isa
+    for each in module.modules():
+        if type(each).__name__ in SILU:
+            each.plain, each.isa = type(each), isa
+            each.__class__ = ExactSiLU
+        elif type(each) is ExactSiLU:
+            each.isa = isa
+
+
+def plain_products(module: nn.Module) -> None:
+    """Undo `use_products`."""
+    for each in module.modules():
+        if type(each) is ExactLinear:
+            each.__class__ = nn.Linear  # type: ignore[assignment]
+            del each.isa
+        elif type(each) is ExactSiLU:
+            each.__class__ = each.plain
+            del each.plain, each.isa
+
+
+def _served(name: str, linear: nn.Linear) -> Any:
+    if type(linear) not in (nn.Linear, ExactLinear) or type(linear.weight) is not nn.Parameter:
+        kind = type(linear).__name__ if type(linear.weight) is nn.Parameter else type(linear.weight).__name__
+        raise NotServed(f"{name} is a {kind}: need a plain nn.Linear, neither quantised nor parametrised")
+    for tensor in linear.parameters():
+        if tensor.device.type != "cpu" or tensor.dtype not in DTYPES:
+            raise NotServed(f"{name} is in {tensor.dtype} on {tensor.device}: need bfloat16 or float32 on the CPU")
+    return linear
+
+
+def _padded_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
+    """The product of x with its last row repeated until there are `rows`; without what that adds."""
+    more = torch.cat([x, x[-1:].expand(rows - len(x), -1)]) if rows > len(x) else x
+    return nn.functional.linear(more, weight, bias)[: len(x)]

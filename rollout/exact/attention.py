@@ -1,0 +1,138 @@
+"""The service's attention in a trainer's forward.
+
+transformers computes attention in one way for a full forward and in another for a cached one; in bf16 the two differ by some
+0.04 in log-prob. The service does one arithmetic for each query and chunk of keys, and here a trainer does the same:
+
+    q, k, v ──► native kernel, real tokens only ──► out          forward: the service's numbers
+        └─────► torch's SDPA, recomputed ◄── grad of out         backward: an ordinary gradient
+
+For any transformers model that the service runs on the CPU, with the same block_size. `rollout.exact.rows` has what may stand
+in a batch: padded rows, packed ones, trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from engine.attention import Backend, NativeAttention, ReferenceAttention
+from rollout.exact.rows import Rows, rows_of
+
+ROWS = "exact_rows"
+"""keyword argument of the model that brings `Rows` to each layer's attention"""
+
+
+def trainer_attention(block_size: int = 32, threads: int | None = None, isa: str | None = None) -> str:
+    """Register the attention and return its name, to be given as `attn_implementation`. It takes one sequence to a row, as
+    position_ids by themselves do not reach it; `use_exact_attention` takes packed ones as well.
+
+    block_size: the service's. threads: None = torch's. isa: None = the best that this CPU has, "torch" = the reference in
+    torch, which a service without kernels has. The rows of a batch may be padded on either side; position_ids must
+    count from a row's first real token then, as they must for every attention. Raises NativeUnavailable where the kernel cannot
+    be built; the model raises ValueError if it is asked to continue from a cache."""
+    backend = ReferenceAttention() if isa == "torch" else NativeAttention(threads, isa)
+    name = f"rollout_trainer_{block_size}_{threads or 'all'}_{isa or 'best'}"
+
+    def rows(batch_size: int, q_length: int, kv_length: int, attention_mask: torch.Tensor | None = None, **_: Any) -> Rows:
+        if q_length != kv_length:
+            raise ValueError("the service's attention takes whole sequences: call the model with use_cache=False")
+        return rows_of((batch_size, q_length), attention_mask, None, block_size)
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        found = kwargs.get(ROWS, attention_mask)
+        if not isinstance(found, Rows):
+            raise ValueError("the service's attention takes a mask [B, L], or none; for others call use_exact_attention(model)")
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return _Attention.apply(query, key, value, found, backend, scaling, sliding_window or 0), None
+
+    AttentionMaskInterface.register(name, rows)
+    AttentionInterface.register(name, attend)
+    return name
+
+
+def use_exact_attention(
+    model: Any, block_size: int = 32, threads: int | None = None, isa: str | None = None
+) -> Callable[[], None]:
+    """From now on `model` attends as the service does. It takes whole sequences (use_cache=False) with
+
+        attention_mask   none, [B, L] or [B, 1, L, L] (`rollout.exact.rows`)
+        position_ids     none: each sequence is counted from its first token, however the batch is padded; or [B, L], and
+                         where they begin again at 0 another sequence begins
+
+    Returns a function that undoes it. Raises NativeUnavailable where the kernel cannot be built, ValueError for a model on
+    another device than the CPU."""
+    if model.device.type != "cpu":
+        raise ValueError(f"the model is on {model.device}: the native kernel runs on the CPU")
+    before = model.config._attn_implementation
+    model.set_attn_implementation(trainer_attention(block_size, threads, isa))
+
+    def find(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+        batch, length = (args[0] if given is None else given).shape[:2]
+        if kwargs.get("past_key_values") is not None:
+            raise ValueError("the service's attention takes whole sequences: call the model with use_cache=False")
+        rows = rows_of((batch, length), kwargs.get("attention_mask"), kwargs.get("position_ids"), block_size)
+        return args, {**kwargs, "position_ids": rows.depth, "attention_mask": None, ROWS: rows}
+
+    hook = model.base_model.register_forward_pre_hook(find, with_kwargs=True)
+
+    def undo() -> None:
+        hook.remove()
+        model.set_attn_implementation(before)
+
+    return undo
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: Rows,
+        backend: Backend,
+        scaling: float,
+        window: int,
+    ) -> torch.Tensor:
+        """query [B, q_heads, L, D], key and value [B, kv_heads, L, D] → [B, L, q_heads, D], zero for padding."""
+        ctx.save_for_backward(query, key, value)
+        ctx.rows, ctx.scaling, ctx.window = rows, scaling, window
+        b, q_heads, length, dim = query.shape
+        q, k, v = (x.transpose(1, 2).reshape(b * length, x.shape[1], dim)[rows.tokens] for x in (query, key, value))
+        pool = SimpleNamespace(
+            data=torch.empty((rows.blocks, 1, 2, key.shape[1], rows.block_size, dim), dtype=query.dtype),
+            block_size=rows.block_size,
+        )
+        batch = rows.batch()
+        out = query.new_zeros(b * length, q_heads, dim)
+        out[rows.tokens] = backend.attend(0, q, k, v, batch, pool, scaling, window)  # type: ignore[arg-type]
+        return out.view(b, length, q_heads, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        seen = ctx.rows.seen
+        if ctx.window:
+            depth = ctx.rows.depth
+            seen = seen & (depth[:, :, None] - depth[:, None, :] < ctx.window)
+        with torch.enable_grad():
+            out = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=seen[:, None], scale=ctx.scaling, enable_gqa=True
+            )
+            grads = torch.autograd.grad(out, (query, key, value), grad.transpose(1, 2))
+        return *grads, None, None, None, None

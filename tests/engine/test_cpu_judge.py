@@ -1,0 +1,103 @@
+"""Who computes is decided by comparing numbers, and told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.cpu import judge
+from engine.cpu.decoder import NativeDecoder, NotNative
+from engine.cpu.kernels import choose
+from engine.cpu.products import ExactLinear, products_of
+from engine.cpu.torch_decoder import TorchDecoder
+from engine.model import Model
+from tests.engine.test_equivalence import ROOMY, assert_same, groups
+from tests.engine.tiny import tiny, tiny_engine
+from tests.engine.toy import run
+
+BEST = choose().isa
+native = pytest.mark.skipif(BEST == "torch", reason="no native kernels on this machine")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_torch_layers_have_the_module_s_bits(name: str, dtype: str) -> None:
+    """Through the whole engine, and without company."""
+    engines = [tiny_engine(name, dtype, isa="torch", **ROOMY) for _ in range(3)]
+    assert all(isinstance(engine.model.native, TorchDecoder) for engine in engines)
+    engines[1].model.native = None
+    samples = run(engines[0], groups())
+    assert_same(samples, run(engines[1], groups()))
+    alone = [sample for each in groups()[:3] for sample in run(engines[2], [each]).items()]
+    assert_same({key: samples[key] for key, _ in alone}, dict(alone))
+
+
+@native
+def test_wrong_products_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    products = products_of(BEST)
+    right = products.linear
+    for scale, used in ((1.0, BEST), (1.02, "torch")):  # 2 % is more than rounding to bf16
+        monkeypatch.setattr(
+            products, "linear", lambda x, weight, bias, scale=scale: right(x, weight, bias) * scale, raising=False
+        )
+        with caplog.at_level("INFO", "rollout.engine"):
+            served = Model(tiny("llama", torch.bfloat16), "llama")
+        assert {each.isa for each in served.module.modules() if isinstance(each, ExactLinear)} == {used}
+    assert "× as far from the exact sum as rounding allows" in caplog.text and "are not used" in caplog.text
+
+
+@native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_wrong_decoder_is_not_used(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One bit in one logit."""
+    forward = NativeDecoder.forward
+
+    def wrong(*args: Any) -> torch.Tensor:
+        logits = forward(*args)
+        logits[-1, 3] = torch.nextafter(logits[-1, 3], torch.full_like(logits[-1, 3], torch.inf))
+        return logits
+
+    monkeypatch.setattr(NativeDecoder, "forward", wrong)
+    served = Model(tiny("llama", dtype, head_dim=32), "llama")
+    assert served.native is None and "numbers that differ from the module's with 1 rows" in served.computes.why
+    assert "which is slower" in caplog.text
+    assert all(each.isa == BEST for each in served.module.modules() if isinstance(each, ExactLinear))
+
+
+@native
+def test_another_kind_of_layer_runs_in_the_module_with_our_products() -> None:
+    """And so its samples do not depend on the batch either."""
+    samples = run(tiny_engine("olmo2", "bfloat16", **ROOMY), groups())
+    engine = tiny_engine("olmo2", "bfloat16", **ROOMY)
+    assert engine.model.native is None and "another kind" in engine.status()["computed_by_reason"]
+    assert engine.status()["computed_by"] == "module" and engine.status()["arithmetic"] == products_of(BEST).arithmetic
+    for each in groups()[:3]:
+        alone = run(engine, [each])
+        assert_same({key: samples[key] for key in alone}, alone)
+
+
+def test_experts_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    engine = tiny_engine("mixtral", "bfloat16")
+    assert "samples may depend on their batch" in caplog.text
+    assert engine.status()["arithmetic"].startswith(f"torch/{torch.__version__.split('+')[0]}/batch")
+
+
+def test_torch_bits_are_found_out() -> None:
+    """torch's own products in pieces have torch's bits wherever torch is steady; a product in another order has not."""
+    module = tiny("llama", torch.float32)
+    products = products_of("torch")
+
+    class Reversed:
+        def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return products.linear(x.flip(1), weight.flip(1), bias)
+
+    assert not judge.products_like_torch(module, Reversed())  # type: ignore[arg-type]
+
+
+def test_layers_that_torch_does_not_know_are_refused() -> None:
+    with pytest.raises(NotNative, match="a decoder layer of another kind"):
+        TorchDecoder(tiny("olmo2"), {}, products_of("torch"))  # type: ignore[arg-type]
