@@ -160,7 +160,7 @@ class ServiceEnd:
         """Up to `most` waiting messages as (peer, frames), in turn from all connections; waits up to `timeout` seconds for a
         first one."""
         received: list[tuple[bytes, list[Frame]]] = []
-        if self._sock.poll(int(timeout * 1000), zmq.POLLIN):
+        if timeout == 0 or self._sock.poll(int(timeout * 1000), zmq.POLLIN):
             while len(received) < most:
                 frames = _receive(self._sock, self._max_frames + 1, self._inflow)
                 if frames is None:
