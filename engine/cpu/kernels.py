@@ -178,7 +178,7 @@ class Kernels:
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """x · sigmoid(x), bf16 or fp32, on the CPU, of any shape, as the native decoder has it: the bits of a number depend on
-        it alone. Torch computes the last numbers of each thread's share with another exp. Raises ValueError for other dtypes."""
+        it alone. Torch computes the last numbers of each thread's share with another exp. Raises ValueError for others."""
         if x.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"silu of {x.dtype}: need bfloat16 or float32")
         x = x.contiguous()
