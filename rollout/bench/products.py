@@ -56,7 +56,7 @@ class Machine:
             self.peaks[kind] = max(self.peaks[kind], library.rollout_peak(byref(team), c_int64(kind)))
         size, at = 4 << 20, self.weights.data_ptr()
         for first in range(0, 48 << 20, size):
-            seconds = _timed(lambda at=at + first: library.rollout_read(byref(team), c_void_p(at), c_int64(size)), team.threads)
+            seconds = _timed(team.threads, library.rollout_read, byref(team), c_void_p(at + first), c_int64(size))
             self.bytes_per_second = max(self.bytes_per_second, size / seconds)
 
     def peak(self, dtype: torch.dtype) -> float:
@@ -72,12 +72,18 @@ def measure(scale: float = 1.0, threads: int | None = None, isas: tuple[str, ...
     weights = torch.empty(WALKED_BYTES // 2, dtype=torch.bfloat16).fill_(0.01)
     for isa in isas or tuple(isa for isa in ISAS if isa in here() and isa != "plain"):
         kernels = Kernels(isa, threads)
-        machine, worst = Machine(kernels, weights), {}
+        machine = Machine(kernels, weights)
+        worst: dict[tuple[str, int], float] = {}
         for dtype in (torch.bfloat16, torch.float32):
             for model, shapes in SHAPES.items():
                 for outputs, inputs in shapes:
                     for rows in ROWS:
-                        row = {"workload": NAME, "isa": isa, "dtype": str(dtype).removeprefix("torch."), "model": model}
+                        row: dict[str, Any] = {
+                            "workload": NAME,
+                            "isa": isa,
+                            "dtype": str(dtype).removeprefix("torch."),
+                            "model": model,
+                        }
                         row |= _one(machine, weights.view(dtype), rows, outputs, inputs, SECONDS * scale)
                         key = (row["dtype"], rows)
                         worst[key] = min(worst.get(key, row["ratio"]), row["ratio"])
@@ -96,8 +102,7 @@ def _one(machine: Machine, weights: torch.Tensor, rows: int, outputs: int, input
     threads = machine.kernels.team().threads
     best, turn, end = float("inf"), 0, time.perf_counter() + seconds
     while turn < 8 or time.perf_counter() < end:
-        w = matrices[turn % count]
-        best = min(best, _timed(lambda w=w: machine.kernels.linear(x, w), threads))
+        best = min(best, _timed(threads, machine.kernels.linear, x, matrices[turn % count]))
         turn += 1
         if turn % 32 == 0:
             machine.look()
@@ -111,10 +116,10 @@ def _one(machine: Machine, weights: torch.Tensor, rows: int, outputs: int, input
     }  # fmt: skip
 
 
-def _timed(work: Callable[[], Any], threads: int) -> float:
+def _timed(threads: int, work: Callable[..., Any], *given: Any) -> float:
     clock = time.thread_time if threads == 1 else time.perf_counter
     began = clock()
-    work()
+    work(*given)
     return clock() - began
 
 
