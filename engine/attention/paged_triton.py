@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.attention.tiles import COLUMNS, PADDING, Tiles, chunk_tokens, cut, tile_rows
+from engine.attention.tiles import COLUMNS, PADDING, Tiles, chunk_tokens, cut, most_tiles, program_groups, tile_rows
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.kv import PagedKV
@@ -54,6 +54,7 @@ class Capacity:
     """blocks of the longest sequence"""
     q_heads: int
     """0 = not the same in all layers"""
+    kv_heads: int
     head_dim: int
 
     @staticmethod
@@ -64,6 +65,7 @@ class Capacity:
             rows=max(config.max_num_seqs, 16),
             columns=-(-model.context // config.block_size),
             q_heads=model.q_heads,
+            kv_heads=model.geometry.kv_heads,
             head_dim=model.geometry.head_dim,
         )
 
@@ -75,15 +77,16 @@ class TritonAttention:
     name = "triton"
 
     def __init__(self, device: torch.device, capacity: Capacity, programs: int | None = None) -> None:
-        """programs: that run at once; None = enough for the device."""
+        """programs: that run at once, of which each KV head has as many; None = enough for the device."""
         if not capacity.q_heads:
             raise TritonUnavailable("the model's layers have different numbers of query heads")
         self._kernels = _import(device)
         self.device = device
         self.capacity = capacity
-        self.programs = programs or _programs(device)
+        groups = program_groups(programs or _programs(device), capacity.kv_heads)
+        self.programs = groups * capacity.kv_heads
         self.max_parts = PARTS_OF_A_ROW * capacity.rows
-        tiles = capacity.tokens + 4 * capacity.rows + 2 * self.programs
+        tiles = most_tiles(capacity.tokens, capacity.rows, groups)
         sizes = (2, capacity.tokens, capacity.tokens, capacity.tokens, COLUMNS * tiles, COLUMNS * tiles)
         self._starts = np.cumsum((0, *sizes))
         on_device = device.type == "cuda"
@@ -104,10 +107,10 @@ class TritonAttention:
         """Cut the step into tiles and send them to the device. Returns views of the static arrays, in the order drawn above."""
         counts, positions, parts, slots, small, large, table = self._views(self._host.numpy())
         t, blocks = batch.num_tokens, batch.block_table
-        tiles = self._cut(batch, kv, len(batch.shared) > 0)
-        if max(tiles.small.size, tiles.large.size) > len(small):
-            tiles = self._cut(batch, kv, False)  # fewer of them, and the same numbers
-            assert max(tiles.small.size, tiles.large.size) <= len(small)
+        for share, max_parts in ((len(batch.shared) > 0, self.max_parts), (False, self.max_parts), (False, 0)):
+            tiles = self._cut(batch, kv, share, max_parts)
+            if max(tiles.small.size, tiles.large.size) <= len(small):
+                break  # else fewer of them, and the same numbers
         if self._sent is not None:
             self._sent.synchronize()  # the copy that reads what is written here: over when the step in flight has begun
         counts[:] = len(tiles.small), len(tiles.large)
@@ -123,11 +126,11 @@ class TritonAttention:
             self._sent.record()
         return self._views(self._arrays)
 
-    def _cut(self, batch: Batch, kv: PagedKV, share: bool) -> Tiles:
+    def _cut(self, batch: Batch, kv: PagedKV, share: bool, max_parts: int) -> Tiles:
         heads = kv.geometry.kv_heads
         return cut(
             batch.query_starts, batch.context_lens, batch.block_table, share, block_size=kv.block_size,
-            group=self.capacity.q_heads // heads, kv_heads=heads, programs=self.programs, max_parts=self.max_parts,
+            group=self.capacity.q_heads // heads, kv_heads=heads, programs=self.programs, max_parts=max_parts,
         )  # fmt: skip
 
     def _views(self, whole: Any) -> tuple[Any, ...]:

@@ -7,8 +7,8 @@
 Inside a block: K and V as [kv_heads, block_size, head_dim], as in the reference. A tile has rows token · group + head: the
 query heads of one KV head side by side, so that each K and V is read once for all of them.
 
-`attend` runs as many programs as keep the device busy, and each takes tile after tile: the number of tiles is read from memory,
-so a CUDA graph serves every step of its batch size.
+`attend` runs as many programs as keep the device busy, and each takes tile after tile with one KV head, in the order of
+`tiles.deal`: the number of tiles is read from memory, so a CUDA graph serves every step of its batch size.
 
 Imported only where Triton is there. With TRITON_INTERPRET=1 it runs on the CPU (slowly), which has no products in bf16: WIDEN.
 """
