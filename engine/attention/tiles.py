@@ -1,7 +1,8 @@
 """How the attention of a step is cut into tiles for a GPU. Plain numpy, no torch.
 
-A context is cut into chunks of a fixed number of tokens, counted from its first one. Softmax is computed chunk by chunk, and
-chunks are merged in their order by log-sum-exp; so a query's numbers do not depend on how the work was cut:
+A context is cut into chunks of a fixed number of tokens, counted from its first one, and chunks into spans of SPAN_CHUNKS.
+Softmax is computed chunk by chunk; the chunks of a span are merged in their order by log-sum-exp, and then the spans in theirs.
+So a query's numbers do not depend on how the work was cut:
 
     row 0   ║ chunk 0 ║ chunk 1 ║ chunk 2 │          a tile is (some queries) × (some chunks of one row's block table)
     row 1   ║ chunk 0 ║ chunk 1 ║ chunk │
@@ -11,8 +12,9 @@ chunks are merged in their order by log-sum-exp; so a query's numbers do not dep
     [row 0] × [chunk 2]             and each row's own chunks
     [row 1] × [chunk 2]
 
-A tile that has all chunks of its queries merges them itself and writes the output. The others write one partial result a chunk,
-which a second kernel merges: flash-decoding's split (Dao et al. 2023), and Hydragen's shared prefix (Juravsky et al. 2024).
+A tile that has all chunks of its queries merges them itself and writes the output. The others write one partial result for each
+span that they have whole and for each other chunk, which a second kernel merges: flash-decoding's split (Dao et al. 2023), and
+Hydragen's shared prefix (Juravsky et al. 2024).
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ import numpy as np
 
 CHUNK_TOKENS = 256
 """of a chunk, or one block where blocks are larger. A partial result is written and read in fp32 for each query head: with four
-of them to a KV head, three percent of the bytes of the chunk's K and V"""
+of them to a KV head, three percent of the bytes of the chunk's K and V; sixteen rows that share a chunk write as many each"""
 SPLIT_TOKENS = 16
 """rows with more tokens than this in a step (prefill) have tiles enough; they are neither split nor shared"""
+SPAN_CHUNKS = 8
+"""chunks of a span: the results of its chunks are merged first, so that a tile that has all of them writes a single one"""
 COLUMNS = 6
 """of a tile: first token, tokens, where the row's blocks begin in the table, first chunk, end chunk, split"""
 STEP_KEYS = 64
@@ -77,13 +81,6 @@ def chunk_tokens(block_size: int) -> int:
     return max(1, CHUNK_TOKENS // block_size) * block_size
 
 
-def tile_rows(group: int) -> tuple[int, int]:
-    """Rows (tokens × `group` query heads of one KV head) of a small and of a large tile: powers of two that hold at least one
-    token. Tensor cores take 16 rows and more."""
-    least = 1 << (group - 1).bit_length()
-    return max(16, least), max(64, least)
-
-
 def cut(
     query_starts: np.ndarray,
     context_lens: np.ndarray,
@@ -91,16 +88,16 @@ def cut(
     share: bool,
     *,
     block_size: int,
-    group: int,
-    kv_heads: int,
-    programs: int,
+    sizes: tuple[int, int],
+    groups: tuple[int, int],
     max_parts: int,
 ) -> Tiles:
     """The tiles of a step of R rows.
 
     query_starts [R + 1], context_lens [R], block_table [R, M]: as in `Batch`. share: some rows have leading blocks in common;
-    which ones is found here, so prefixes nest. group: query heads of a KV head. programs: that run at once, each with one KV
-    head of its tiles. max_parts: partial results that there is memory for.
+    which ones is found here, so prefixes nest. sizes: most tokens of a small and of a large tile. groups: programs of either
+    kind that run at once, by KV heads: those of a group take the heads of one tile. max_parts: partial results that there is
+    memory for.
 
     Rows and prefixes are cut into runs of chunks, which get shorter until the programs have nearly the same work."""
     chunk = chunk_tokens(block_size)
@@ -110,36 +107,9 @@ def cut(
     splits &= np.cumsum(np.where(splits, counts * chunks, 0)) <= max_parts
     own = np.zeros(len(counts), np.int32)
     shared = _shared(counts, context_lens, block_table, splits, chunk // block_size, block_size, own) if share else []
-    sizes = small, large = tuple(rows // group for rows in tile_rows(group))
-    size = np.where(counts <= small, small, large)  # tokens of a row's tiles
-    todo = -(-counts // size) * (chunks - own)
-    of_kind = np.array([todo[counts <= small].sum(), todo[counts > small].sum()])
-    for first, end, begin, stop in shared:
-        tokens = int(query_starts[end] - query_starts[first])
-        of_kind[int(tokens > small)] += (stop - begin) * -(-tokens // large)
-    groups, columns = program_groups(programs, kv_heads), block_table.shape[1]
-    best: tuple[float, list[Dealt], np.ndarray] | None = None
-    last_rows = np.zeros(0, np.int64)
-    for finer, tail in itertools.product(FINER, (False, True)):
-        run_of_kind = np.maximum(1, -(-of_kind // (finer * groups))).tolist()
-        run = np.where(counts <= small, *run_of_kind)
-        if tail:
-            run[last_rows] = np.maximum(1, run[last_rows] // TAIL_FINER)
-        split = splits & ((own > 0) | (chunks > run))
-        cut_ones = [_of_rows(query_starts, context_lens, own, split, run, size, chunk, columns)]
-        if shared:
-            cut_ones.append(_of_prefixes(query_starts, shared, run_of_kind, sizes, chunk, columns))
-        every = np.concatenate(cut_ones).astype(np.int32)
-        is_small = every[:, 1] <= small
-        dealt = [deal(every[kind, :COLUMNS], every[kind, COLUMNS], groups) for kind in (is_small, ~is_small)]
-        longest = sum(each.longest for each in dealt)
-        if best is None or longest < best[0]:
-            best = longest, dealt, split
-        if balance([each.steps for each in dealt]) >= BALANCED or max(run_of_kind) == 1:
-            break
-        last_rows = np.unique(np.concatenate([each.tiles[-TAIL_ROUNDS * groups :, 2] // columns for each in dealt]))
-    assert best is not None
-    _, dealt, split = best
+    size = np.where(counts <= sizes[0], *sizes)
+    step = Step(query_starts, context_lens, chunks, own, splits, size, shared, sizes, chunk, block_table.shape[1])
+    split, dealt = _balanced(step, groups)
     parts = np.where(split, counts * chunks, 0)
     first_part = np.cumsum(parts) - parts
     row_of = np.repeat(np.arange(len(counts)), counts)
@@ -153,9 +123,70 @@ def cut(
     )
 
 
-def program_groups(programs: int, kv_heads: int) -> int:
-    """Programs side by side that take the KV heads of one tile."""
-    return max(1, programs // kv_heads)
+class Step(NamedTuple):
+    """What is cut: R rows."""
+
+    query_starts: np.ndarray
+    """[R + 1]"""
+    context_lens: np.ndarray
+    """[R]"""
+    chunks: np.ndarray
+    """[R]: of the context"""
+    own: np.ndarray
+    """[R]: the first chunk that is not in a prefix in common"""
+    splits: np.ndarray
+    """[R]: there is memory for partial results"""
+    size: np.ndarray
+    """[R]: most tokens of a tile"""
+    shared: list[tuple[int, int, int, int]]
+    """of `_shared`"""
+    sizes: tuple[int, int]
+    """most tokens of a small and of a large tile"""
+    chunk: int
+    """tokens of a chunk"""
+    columns: int
+    """of the block table"""
+
+
+def _balanced(step: Step, groups: tuple[int, int]) -> tuple[np.ndarray, list[Dealt]]:
+    """[R] rows whose tiles write partial results, and the small and the large tiles: whatever ends first."""
+    small, large = step.sizes
+    counts = np.diff(step.query_starts)
+    todo = -(-counts // step.size) * (step.chunks - step.own)
+    of_kind = [int(todo[counts <= small].sum()), int(todo[counts > small].sum())]
+    for first, end, begin, stop in step.shared:
+        tokens = int(step.query_starts[end] - step.query_starts[first])
+        of_kind[int(tokens > small)] += (stop - begin) * -(-tokens // large)
+    best: tuple[float, np.ndarray, list[Dealt]] | None = None
+    last_rows = np.zeros(0, np.int64)
+    for finer, tail in itertools.product(FINER, (False, True)):
+        runs = [_run(chunks, finer * each) for chunks, each in zip(of_kind, groups, strict=True)]
+        run = np.where(counts <= small, *runs)
+        if tail:
+            run[last_rows] = np.maximum(1, run[last_rows] // TAIL_FINER)
+        split = step.splits & ((step.own > 0) | (step.chunks > run))
+        tiles = [_of_rows(step, split, run)]
+        if step.shared:
+            tiles.append(_of_prefixes(step, runs))
+        every = np.concatenate(tiles).astype(np.int32)
+        is_small = every[:, 1] <= small
+        kinds = every[is_small], every[~is_small]
+        dealt = [deal(kind[:, :COLUMNS], kind[:, COLUMNS], each) for kind, each in zip(kinds, groups, strict=True)]
+        longest = sum(each.longest for each in dealt)
+        if best is None or longest < best[0]:
+            best = longest, split, dealt
+        if balance([each.steps for each in dealt]) >= BALANCED or max(runs) == 1:
+            break
+        last = [each.tiles[-TAIL_ROUNDS * number :, 2] for each, number in zip(dealt, groups, strict=True)]
+        last_rows = np.unique(np.concatenate(last) // step.columns)
+    assert best is not None
+    return best[1:]
+
+
+def _run(chunks: int, tiles: int) -> int:
+    """Chunks of a tile where so many are cut into so many tiles: a part of a span, or whole spans."""
+    run = -(-chunks // max(1, tiles))
+    return max(1, run // SPAN_CHUNKS * SPAN_CHUNKS if run >= SPAN_CHUNKS else 1 << run.bit_length() - 1 if run else 1)
 
 
 def most_tiles(tokens: int, rows: int, groups: int) -> int:
@@ -215,52 +246,39 @@ def _shared(
     return found
 
 
-def _of_prefixes(
-    query_starts: np.ndarray,
-    shared: list[tuple[int, int, int, int]],
-    runs: list[int],
-    sizes: tuple[int, int],
-    chunk: int,
-    columns: int,
-) -> np.ndarray:
-    """A piece of at most the larger of `sizes` tokens of all rows that share × a run of the chunks in common. `runs`: for those
-    that fit into the smaller one, and for the others. Returns [n, COLUMNS + 1], the last of them the steps of work."""
+def _of_prefixes(step: Step, runs: list[int]) -> np.ndarray:
+    """A piece of the tokens of all rows that share × a run of the chunks in common. `runs`: of small and of large tiles.
+    Returns [n, COLUMNS + 1], the last of them the steps of work."""
     tiles = []
-    small, size = sizes
-    for first, end, begin, stop in shared:
-        run = runs[int(query_starts[end] - query_starts[first]) > small]
-        for token in range(int(query_starts[first]), int(query_starts[end]), size):
-            tokens = min(size, int(query_starts[end]) - token)
+    small, size = step.sizes
+    for first, end, begin, stop in step.shared:
+        start, past = int(step.query_starts[first]), int(step.query_starts[end])
+        run = runs[past - start > small]
+        for token in range(start, past, size):
+            tokens = min(size, past - token)
             for at in range(begin // run * run, stop, run):
                 since, until = max(at, begin), min(at + run, stop)
-                tiles.append((token, tokens, first * columns, since, until, 1, -(-(until - since) * chunk // STEP_KEYS)))
+                steps = -(-(until - since) * step.chunk // STEP_KEYS)
+                tiles.append((token, tokens, first * step.columns, since, until, 1, steps))
     return np.array(tiles)
 
 
-def _of_rows(
-    query_starts: np.ndarray,
-    context_lens: np.ndarray,
-    own: np.ndarray,
-    split: np.ndarray,
-    run: np.ndarray,
-    size: np.ndarray,
-    chunk: int,
-    columns: int,
-) -> np.ndarray:
-    """What each row has for itself: a piece of at most `size` of its tokens × all of its chunks, or × a run of them. Runs begin
-    at multiples of their length. Returns [n, COLUMNS + 1], the last of them the steps of work."""
-    row, piece = _each(-(-np.diff(query_starts) // size))
-    first = query_starts[row] + piece * size[row]
-    tokens = np.minimum(size[row], query_starts[row + 1] - first)
-    context = context_lens[row] - (query_starts[row + 1] - first - tokens)
+def _of_rows(step: Step, split: np.ndarray, run: np.ndarray) -> np.ndarray:
+    """What each row has for itself: a piece of its tokens × all of its chunks, or × a run of them. Runs begin at multiples of
+    their length. Returns [n, COLUMNS + 1], the last of them the steps of work."""
+    starts, own, size, chunk = step.query_starts, step.own, step.size, step.chunk
+    row, piece = _each(-(-np.diff(starts) // size))
+    first = starts[row] + piece * size[row]
+    tokens = np.minimum(size[row], starts[row + 1] - first)
+    context = step.context_lens[row] - (starts[row + 1] - first - tokens)
     end = (context - 1) // chunk + 1
-    run_before = own // run
-    tile, at = _each(np.where(split[row], -(-end // run[row]) - run_before[row], 1))
-    row = row[tile]
-    begin = np.where(split[row], np.maximum((run_before[row] + at) * run[row], own[row]), own[row])
-    stop = np.where(split[row], np.minimum((run_before[row] + at + 1) * run[row], end[tile]), end[tile])
+    before = own // run
+    tile, at = _each(np.where(split[row], -(-end // run[row]) - before[row], 1))
+    row, run_at = row[tile], (before[row[tile]] + at) * run[row[tile]]
+    begin = np.where(split[row], np.maximum(run_at, own[row]), own[row])
+    stop = np.where(split[row], np.minimum(run_at + run[row], end[tile]), end[tile])
     steps = -(-(np.minimum(stop * chunk, context[tile]) - begin * chunk) // STEP_KEYS)
-    return np.stack([first[tile], tokens[tile], row * columns, begin, stop, split[row], steps], axis=1)
+    return np.stack([first[tile], tokens[tile], row * step.columns, begin, stop, split[row], steps], axis=1)
 
 
 def _each(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

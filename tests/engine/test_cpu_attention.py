@@ -37,7 +37,7 @@ from tests.engine.paged import (
     whole,
 )  # fmt: skip
 
-ANY = Capacity(16, 1, 1, 1, 1, 16)
+ANY = Capacity(16, 1, 1, 1, 1, 16, 2)
 HERE = [isa for isa, (need, _) in ISAS.items() if need <= build.cpu_flags()]
 
 

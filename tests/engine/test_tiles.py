@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine.attention import tiles
-from engine.attention.tiles import DIRECT, Tiles, chunk_tokens, cut, tile_rows
+from engine.attention.tiles import DIRECT, SPAN_CHUNKS, Tiles, chunk_tokens, cut
 
 BLOCK = 4
 
@@ -37,14 +37,17 @@ def step(r: random.Random) -> dict[str, np.ndarray]:
     return {"query_starts": starts, "context_lens": np.array(contexts, np.int32), "block_table": table}
 
 
+def sizes_of(group: int) -> tuple[int, int]:
+    return max(16 // group, 1), max(64 // group, 1)
+
+
 def cut_it(r: random.Random, arrays: dict[str, np.ndarray], group: int, share: bool, max_parts: int = 10_000) -> Tiles:
     return cut(
         **arrays,
         share=share,
         block_size=BLOCK,
-        group=group,
-        kv_heads=2,
-        programs=r.choice([1, 8, 64, 1000]),
+        sizes=sizes_of(group),
+        groups=(r.choice([1, 4, 32, 500]), r.choice([1, 16])),
         max_parts=max_parts,
     )
 
@@ -69,13 +72,13 @@ def met(arrays: dict[str, np.ndarray], made: Tiles) -> list[dict[int, list[tuple
 
 def test_every_query_meets_every_chunk_once() -> None:
     shared = 0
-    for seed in range(400):
+    for seed in range(250):
         r = random.Random(seed)
         arrays, group = step(r), r.choice([1, 3, 4, 8, 71])
         chunk = chunk_tokens(BLOCK)
         made = cut_it(r, arrays, group, share=r.random() < 0.8)
         found = met(arrays, made)
-        small, large = (size // group for size in tile_rows(group))
+        small, large = sizes_of(group)
         assert (made.small[:, 1] <= small).all() and (made.large[:, 1] <= large).all()
         places: list[int] = []
         for row, (start, stop, length) in enumerate(
@@ -95,7 +98,7 @@ def test_every_query_meets_every_chunk_once() -> None:
                     places += [made.parts[token] + c for c in found[token]]
         assert len(places) == len(set(places)) and all(0 <= place < made.num_parts for place in places)
         shared += any(tokens > small for tokens in made.large[:, 1]) and made.num_parts > 0
-    assert shared > 50, "nothing was ever shared"
+    assert shared > 30, "nothing was ever shared"
 
 
 def test_a_prefix_is_read_once_for_its_group() -> None:
@@ -109,6 +112,19 @@ def test_a_prefix_is_read_once_for_its_group() -> None:
         both = every(made)
         read[share] = int((both[:, 4] - both[:, 3]).sum())
     assert read == {True: 64 + 16, False: 16 * 65}
+
+
+def test_runs_of_long_rows_are_whole_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a tile writes one partial result a span."""
+    monkeypatch.setattr(tiles, "CHUNK_TOKENS", 256)
+    contexts = np.full(4, 130_000, np.int32)
+    table = np.arange(4 * 4063, dtype=np.int32).reshape(4, -1)
+    made = cut(
+        np.arange(5, dtype=np.int32), contexts, table, False, block_size=32, sizes=(4, 16), groups=(33, 16), max_parts=1 << 15
+    )
+    begins, ends = every(made)[:, 3], every(made)[:, 4]
+    whole = (begins % SPAN_CHUNKS == 0) & ((ends % SPAN_CHUNKS == 0) | (ends == -(-130_000 // 256)))
+    assert whole.mean() > 0.9 and len(whole) > 100
 
 
 def test_rows_beyond_the_memory_for_parts_are_not_split() -> None:
@@ -126,12 +142,12 @@ def test_a_long_row_is_split_where_programs_idle() -> None:
         "context_lens": np.array([320], np.int32),
         "block_table": np.arange(80, dtype=np.int32)[None],
     }
-    made = cut(**arrays, share=False, block_size=BLOCK, group=4, kv_heads=2, programs=64, max_parts=1000)
+    made = cut(**arrays, share=False, block_size=BLOCK, sizes=(4, 16), groups=(32, 32), max_parts=1000)
     assert len(every(made)) == 40 and made.num_parts == 40
-    made = cut(**arrays, share=False, block_size=BLOCK, group=4, kv_heads=2, programs=2, max_parts=0)
+    made = cut(**arrays, share=False, block_size=BLOCK, sizes=(4, 16), groups=(1, 1), max_parts=0)
     assert len(every(made)) == 1 and made.parts.tolist() == [DIRECT]
-    made = cut(**arrays, share=False, block_size=BLOCK, group=4, kv_heads=2, programs=2, max_parts=1000)
-    assert len(every(made)) == 4, "one program alone gets no more than a few tiles"
+    made = cut(**arrays, share=False, block_size=BLOCK, sizes=(4, 16), groups=(1, 1), max_parts=1000)
+    assert len(every(made)) == 5, "one program alone gets no more than a few tiles, of a span each"
 
 
 def lognormal(rows: int, median: int, longest: int) -> np.ndarray:
@@ -156,9 +172,9 @@ def loads_of(contexts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     dealt in turn, the longest first: the negative control."""
     rows, programs, heads = len(contexts), 264, 8
     table = np.arange(rows * -(-int(contexts.max()) // 32), dtype=np.int32).reshape(rows, -1)
-    starts = np.arange(rows + 1, dtype=np.int32)
     made = cut(
-        starts, contexts, table, False, block_size=32, group=4, kv_heads=heads, programs=programs, max_parts=1 << 15
+        np.arange(rows + 1, dtype=np.int32), contexts, table, False, block_size=32, sizes=(4, 16),
+        groups=(programs // heads, programs // heads), max_parts=1 << 15,
     )  # fmt: skip
     whole = np.sort(-(-contexts // tiles.STEP_KEYS))[::-1].repeat(heads)
     return made.loads[0], np.array([whole[first::programs].sum() for first in range(programs)])
@@ -182,7 +198,7 @@ def test_a_load_is_what_the_tiles_of_a_group_add_up_to(monkeypatch: pytest.Monke
     columns = -(-int(contexts.max()) // 32)
     table = np.arange(rows * columns, dtype=np.int32).reshape(rows, -1)
     made = cut(
-        np.arange(rows + 1, dtype=np.int32), contexts, table, False, block_size=32, group=4, kv_heads=8, programs=264,
+        np.arange(rows + 1, dtype=np.int32), contexts, table, False, block_size=32, sizes=(4, 16), groups=(groups, groups),
         max_parts=1 << 15,
     )  # fmt: skip
     for group in range(groups):

@@ -43,10 +43,13 @@ ROUNDING = 2**-8 if DEVICE.type == "cuda" else 2**-7
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(tiles, "SPAN_CHUNKS", 2)
 
 
 def backend(shape: Shape, programs: int = 6) -> TritonAttention:
-    return TritonAttention(DEVICE, Capacity(512, 16, 64, shape.q_heads, shape.kv_heads, shape.dim), programs)
+    return TritonAttention(
+        DEVICE, Capacity(512, 16, 64, shape.q_heads, shape.kv_heads, shape.dim, shape.dtype.itemsize), programs
+    )
 
 
 def attend(
@@ -153,12 +156,12 @@ def test_a_shared_prefix_is_read_through_the_first_row_alone() -> None:
 
 def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TritonUnavailable, match="different numbers of query heads"):
-        TritonAttention(DEVICE, Capacity(16, 2, 8, 0, 1, 16), 1)
+        TritonAttention(DEVICE, Capacity(16, 2, 8, 0, 1, 16, 2), 1)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(TritonUnavailable, match="TRITON_INTERPRET=1"):
-        TritonAttention(torch.device("cpu"), Capacity(16, 2, 8, 4, 1, 16), 1)
+        TritonAttention(torch.device("cpu"), Capacity(16, 2, 8, 4, 1, 16, 2), 1)
     with pytest.raises(ValueError, match='attention="triton".*TRITON_INTERPRET=1'):
-        choose_backend("triton", torch.device("cpu"), None, Capacity(16, 2, 8, 4, 1, 16))
+        choose_backend("triton", torch.device("cpu"), None, Capacity(16, 2, 8, 4, 1, 16, 2))
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.long), 90])
