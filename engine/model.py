@@ -18,6 +18,7 @@ from engine.compiled import compile_layers
 from engine.config import EngineConfig
 from engine.cpu.decoder import NativeDecoder, NotNative
 from engine.cpu.kernels import kernels
+from engine.fused import FusedDecoder, NotFused
 from engine.kv import KVGeometry, PagedKV
 from engine.memory import own_parameters
 from engine.norms import fuse_norms
@@ -35,7 +36,8 @@ def open_model(config: EngineConfig) -> Model:
     dtype, device, offload = getattr(torch, config.dtype), torch.device(config.device), config.weight_offload
     module = load_model(config.model, dtype, device if offload is None else None)
     streamed = None if offload is None else Streamed(module, config.model, offload, device)
-    model = Model(module, config.model, streamed, native=not config.compile_layers)
+    fused = device.type == "cuda" and config.fused_layers and not config.compile_layers
+    model = Model(module, config.model, streamed, native=not config.compile_layers, fused=fused)
     if config.compile_layers:
         compile_layers(model)
     return model
@@ -54,10 +56,18 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device | None) -> 
 
 
 class Model:
-    """A transformers model behind the attention seam; `streamed`: the offload of its layers; `native`: run it by the native
-    decoder where that can be. Raises UnsupportedModel for what the seam does not serve."""
+    """A transformers model behind the attention seam. `streamed`: the offload of its layers. `native`, `fused`: run it by the
+    native decoder, or by that of `engine.fused`, where that can be. Raises UnsupportedModel for what the seam does not
+    serve."""
 
-    def __init__(self, module: PreTrainedModel, name: str, streamed: Streamed | None = None, native: bool = True) -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        name: str,
+        streamed: Streamed | None = None,
+        native: bool = True,
+        fused: bool = False,
+    ) -> None:
         config = module.config.get_text_config()
         _refuse_config(config, name)
         if not getattr(module, "_supports_attention_backend", False):
@@ -70,19 +80,21 @@ class Model:
         self.context: int = config.max_position_embeddings
         self.device = module.device
         asked = _probe(self.module, config, name)
-        if module.device.type == "cuda":
-            fuse_norms(module)
         heads = {layer["q_heads"] for layer in asked.values()}
         self.q_heads: int = heads.pop() if len(heads) == 1 else 0
         """0 = not the same in all layers"""
         self.geometry = KVGeometry(len(asked), asked[0]["kv_heads"], asked[0]["head_dim"], module.dtype)
         self.eos_token_ids = _eos(module)
         self.native = self._native(asked) if native else None
+        self.fused = self._fused(asked) if fused else None
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
-        """[S, vocab] logits of the tokens `batch.logits_at`: by the native decoder where it has the bits of transformers."""
-        run = self.forward_transformers if self.native is None else self.native.forward
-        return run(batch, kv, backend)
+        """[S, vocab] logits of the tokens `batch.logits_at`: by the native decoder where it has the bits of transformers, by
+        the fused one where that was asked for."""
+        decoder = self.native or self.fused
+        if decoder is None or not hasattr(backend, "attend_stored") and decoder is self.fused:
+            return self.forward_transformers(batch, kv, backend)
+        return decoder.forward(batch, kv, backend)
 
     def forward_transformers(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
         """The same by the module's own forward."""
@@ -109,6 +121,22 @@ class Model:
                 decoder.check(self.forward_transformers, self.vocab_size)
         except NotNative as error:
             log.info("%s runs through transformers, not natively: %s", self.name, error)
+            return None
+        return decoder
+
+    def _fused(self, asked: dict[int, dict[str, Any]]) -> FusedDecoder | None:
+        """The fused decoder; for models of another kind their norms are fused alone."""
+        try:
+            if self.streamed is not None:
+                raise NotFused("weight_offload moves its layers")
+            from engine import fused_kernels
+
+            decoder = FusedDecoder(self.module, asked, fused_kernels)
+            with torch.inference_mode():
+                decoder.check(self.forward_transformers, self.vocab_size)
+        except NotFused as error:
+            log.info("%s runs through transformers, its layers are not fused: %s", self.name, error)
+            fuse_norms(self.module)
             return None
         return decoder
 

@@ -91,11 +91,12 @@ class TritonAttention:
 
     name = "triton"
 
-    def __init__(self, device: torch.device, capacity: Capacity, programs: int | None = None) -> None:
-        """programs: that run at once, of which each KV head has as many; None = enough for the device."""
+    def __init__(self, device: torch.device, capacity: Capacity, programs: int | None = None, kernels: Any = None) -> None:
+        """programs: that run at once, of which each KV head has as many; None = enough for the device. kernels: what stands in
+        for `triton_kernels`."""
         if not capacity.q_heads:
             raise TritonUnavailable("the model's layers have different numbers of query heads")
-        self._kernels = _import(device)
+        self._kernels = kernels or _import(device)
         self.device = device
         self.capacity = capacity
         limits, processors = _limits(device)
@@ -169,19 +170,32 @@ class TritonAttention:
         scaling: float,
         window: int,
     ) -> torch.Tensor:
+        (padded, heads, dim), data = key.shape, kv.data
+        assert key.stride(2) == value.stride(2) == 1
+        self._kernels.store[(padded,)](
+            key, value, data, batch.attention.slots, layer * data.stride(1), data.stride(0), *key.stride()[:2],
+            *value.stride()[:2], HEADS=heads, HEADS_PAD=power_of_two(heads), DIM=dim, DIM_PAD=power_of_two(max(dim, 16)),
+            BLOCK=kv.block_size,
+        )  # fmt: skip
+        return self.attend_stored(layer, query, batch, kv, scaling, window)
+
+    def slots_of(self, batch: Batch) -> torch.Tensor:
+        """[P …] int32 on the device: where each token's K and V go; -1 for padding."""
+        return batch.attention.slots
+
+    def attend_stored(
+        self, layer: int, query: torch.Tensor, batch: Batch, kv: PagedKV, scaling: float, window: int
+    ) -> torch.Tensor:
+        """`attend` where the step's K and V are in the pool."""
         arrays: Prepared = batch.attention
-        (padded, q_heads, dim), heads = query.shape, kv.geometry.kv_heads
-        assert query.stride(2) == key.stride(2) == value.stride(2) == 1
+        (padded, q_heads, dim), heads = query.shape, self.capacity.kv_heads
+        assert query.stride(2) == 1
         group, block, data = q_heads // heads, kv.block_size, kv.data
         layer_at, stride = layer * data.stride(1), data.stride(0)
         shape = {"HEADS": heads, "DIM": dim, "DIM_PAD": power_of_two(max(dim, 16))}
         chunks = {"CHUNK": chunk_tokens(block), "SPAN": cutting.SPAN_CHUNKS}
         out = torch.empty((padded, q_heads, dim), dtype=query.dtype, device=query.device)
         kernels, (*attends, merges) = self._kernels, arrays.launched
-        kernels.store[(padded,)](
-            key, value, data, arrays.slots, layer_at, stride, *key.stride()[:2], *value.stride()[:2],
-            HEADS_PAD=power_of_two(heads), BLOCK=block, **shape,
-        )  # fmt: skip
         for kind, launch in enumerate(self.launches):
             if attends[kind]:
                 kernels.attend[(self.groups[kind] * heads,)](

@@ -149,7 +149,11 @@ def attend(
                     tl.store(sums + place * 2 + 1, span_total, mask=live)
             top, total, acc = merged(top, total, acc, span_top, span_total, span_acc)
         result = acc / tl.where(total > 0, total, 1.0)[:, None]  # rows that are not there, or not written here
-        tl.store(out + token[:, None] * out_token + q_of[:, None] * DIM + d[None], result, mask=both & (split + 0 * row == 0)[:, None])
+        tl.store(
+            out + token[:, None] * out_token + q_of[:, None] * DIM + d[None],
+            result,
+            mask=both & (split + 0 * row == 0)[:, None],
+        )
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from rich.console import Console
 import rollout.plot
 from engine.config import EngineConfig
 from rollout import models
-from rollout.bench import fidelity, host, refresh, sharing
+from rollout.bench import cuda_static, fidelity, host, refresh, sharing
 from rollout.bench.against import parse
 from rollout.bench.floor import Machine
 from rollout.bench.longer import long_enough
@@ -27,7 +27,7 @@ from rollout.bench.text import PromptText
 from rollout.bench.workloads import WORKLOADS, find
 from rollout.config import InputError
 
-SPECIAL = (host.NAME, refresh.NAME, fidelity.NAME, sharing.NAME)
+SPECIAL = (host.NAME, refresh.NAME, fidelity.NAME, sharing.NAME, cuda_static.NAME)
 """measured in their own way; everything else is a row of WORKLOADS"""
 
 
@@ -67,8 +67,11 @@ def run(
                 row = host.measure(sequences, scale, threads)
                 write_json(sink, row)
                 host.print_row(console, row)
-            if set(names) == {host.NAME}:
-                return 0  # the only one without a model
+        if cuda_static.NAME in names:
+            for row in keep(cuda_static.measure(), sink):
+                cuda_static.print_row(console, row)
+        if set(names) <= {host.NAME, cuda_static.NAME}:
+            return 0  # those without a model
         folder = models.resolve(model)
         text = PromptText(models.load_tokenizer(folder))
         base = EngineConfig(dtype=dtype, threads=threads, device=device)
