@@ -73,6 +73,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     fused_layers: bool = True
     """on CUDA decoder layers of Llama's kind run in some ten launches each instead of fifty. Norms are summed in another order
     than torch's, so log-probs are not those of a trainer's eager forward to the bit; off: transformers' own operators run"""
+    exact: bool = False
+    """on CUDA: products and norms whose numbers do not depend on the batch, so that a seeded sample does not either. What that
+    costs against cuBLAS was not measured yet. On the CPU it holds anyway"""
     cpu_offload_gib: float | None = None
     """host memory for parked KV in GiB, taken at start; 0 = off; None = the safety threshold of what is free, as used; on CUDA,
     where it is pinned, a quarter of what is free"""

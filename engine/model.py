@@ -18,6 +18,7 @@ from engine.compiled import compile_layers
 from engine.config import EngineConfig
 from engine.cpu.decoder import NativeDecoder, NotNative
 from engine.cpu.kernels import kernels
+from engine.exact import make_exact
 from engine.fused import FusedDecoder, NotFused
 from engine.kv import KVGeometry, PagedKV
 from engine.memory import own_parameters
@@ -36,8 +37,16 @@ def open_model(config: EngineConfig) -> Model:
     dtype, device, offload = getattr(torch, config.dtype), torch.device(config.device), config.weight_offload
     module = load_model(config.model, dtype, device if offload is None else None)
     streamed = None if offload is None else Streamed(module, config.model, offload, device)
-    fused = device.type == "cuda" and config.fused_layers and not config.compile_layers
-    model = Model(module, config.model, streamed, native=not config.compile_layers, fused=fused)
+    return model_of(config, module, config.model, streamed)
+
+
+def model_of(config: EngineConfig, module: PreTrainedModel, name: str, streamed: Streamed | None = None) -> Model:
+    """A loaded module as the configuration wants it run. Raises ValueError if it cannot be."""
+    cuda = torch.device(config.device).type == "cuda"
+    if cuda and config.exact:
+        make_exact(module)
+    fused = cuda and config.fused_layers and not (config.exact or config.compile_layers)
+    model = Model(module, name, streamed, native=not config.compile_layers, fused=fused)
     if config.compile_layers:
         compile_layers(model)
     return model

@@ -25,7 +25,7 @@ import tyro
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model import Model
+from engine.model import Model, model_of
 from recipes.bench.gpu_parts import PARTS, kept
 from rollout.bench.by_hand import median_ms, release
 from rollout.bench.sharing import FANOUT, LONG_PREFIX, MANY_LONG, Shape
@@ -150,7 +150,7 @@ class Bench:
         return EngineConfig(model=self.name, dtype=self.dtype, device=str(self.device), attention=self.attention, **options)
 
     def model(self) -> Model:
-        return Model(self.module, self.name)
+        return model_of(self.settings(), self.module, self.name)
 
     def engine(self, **config: Any) -> Engine:
         return Engine(self.settings(**config), self.model())

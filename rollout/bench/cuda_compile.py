@@ -22,14 +22,19 @@ from engine.attention.launches import KNOWN, Launch, choose, power_of_two
 ARCHITECTURES = tuple(KNOWN)
 BF16, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "i64"
 TYPES = {
-    **dict.fromkeys(("query", "key", "value", "out", "data", "logits"), BF16),
+    **dict.fromkeys(
+        ("query", "key", "value", "out", "data", "logits", "x", "residual", "weight", "bias", "qkv", "cos", "sin", "both"), BF16
+    ),
     **dict.fromkeys(("partial", "sums", "drawn"), FP32),
     **dict.fromkeys(("table", "positions", "parts", "slots", "tiles", "num_tiles"), INT32),
     **dict.fromkeys(
         ("layer_at", "block_stride", "q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "out_token", "row_stride"),
         INT64,
     ),
-    **dict.fromkeys(("window", "mine", "draws", "vocabulary"), "i32"),
+    **dict.fromkeys(("x_row", "weight_row"), INT64),
+    **dict.fromkeys(("q_weight", "k_weight"), BF16),
+    **dict.fromkeys(("window", "mine", "draws", "vocabulary", "rows", "outs", "size", "inner"), "i32"),
+    **dict.fromkeys(("eps", "q_eps", "k_eps"), "fp32"),
     "asked": "*fp64",
     "scaling": "fp32",
 }
@@ -121,11 +126,22 @@ def constants(heads: Heads, launch: Launch) -> dict[str, Any]:
 
 def others(capability: int) -> Iterator[dict[str, Any]]:
     """The kernels beside `attend`."""
+    from engine import exact_kernels, fused_kernels
     from engine.attention import triton_kernels
     from engine.attention.paged_triton import EXACT
+    from engine.exact import TILES
     from engine.sampler_triton import BLOCK, draw_kernel
 
     launch = choose(PRODUCTION.group, PRODUCTION.dim, PRODUCTION.itemsize, KNOWN[capability]).small
+    for itemsize, tile in TILES.items():
+        fixed = {"M": tile.rows, "N": tile.outs, "K": tile.inputs, "BIAS": True, "WIDEN": False}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        made = compiled(exact_kernels.product, capability, fixed, options, wide=itemsize == 4)
+        yield made | {"itemsize": itemsize}
+    fixed = {"WIDTH": 4096, "ADD": True, "Q_HEADS": 32, "HALF_PAD": 64, "NORM": True}
+    for kernel in (fused_kernels.add_norm, fused_kernels.rope_store):
+        yield compiled(kernel, capability, constants(PRODUCTION, launch) | fixed | {"HEADS_PAD": 32}, {"num_warps": 8, **EXACT})
+    yield compiled(fused_kernels.silu_mul, capability, {"WIDTH": 1024}, EXACT)
     for kernel in (triton_kernels.store, triton_kernels.merge):
         yield compiled(kernel, capability, constants(PRODUCTION, launch), EXACT)
     for cut in (False, True):
