@@ -85,13 +85,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """under pressure, room is made for this many more blocks of each sequence that stays"""
     min_run_tokens: int = 64
     """a restored sequence makes this many tokens before it may be parked again, unless nothing else can make room"""
-    mirror_ahead: bool = False
-    """copy full blocks to host memory before the pool runs out, so that parking copies only partial blocks; for devices that
-    copy beside the compute: on the CPU it takes more from the steps than it saves (docs/decisions/pressure.md)"""
+    mirror_ahead: bool | None = None
+    """copy full blocks to host memory before the pool runs out, so that parking copies only partial blocks; None = on CUDA,
+    where these copies run beside the compute; on the CPU it takes more than it saves (docs/decisions/pressure.md)"""
     mirror_blocks_per_step: int = 16
     """most blocks that mirror_ahead copies in one step"""
     weight_offload: WeightOffload | None = None
     """decoder layers in host memory; None = all stay on the device"""
+
+    @property
+    def mirrors(self) -> bool:
+        """What `mirror_ahead` means on this device."""
+        return self.device != "cpu" if self.mirror_ahead is None else self.mirror_ahead
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""

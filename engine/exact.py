@@ -35,6 +35,8 @@ class Tile(NamedTuple):
 
 TILES = {2: Tile(64, 128, 64, 8, 3), 4: Tile(32, 32, 32, 4, 2)}
 """by the bytes of a number; the sums fit into registers, and the copies into 99 KiB"""
+FUSED = {"enable_fp_fusion": True}
+"""said, not left to the environment: one kernel for everybody"""
 
 
 def make_exact(module: nn.Module) -> None:
@@ -128,7 +130,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     exact_kernels.product[(min(tiles, _programs(x.device)),)](
         x, weight, bias if bias is not None else weight, out, rows, outs, size, x.stride(0), weight.stride(0),
         BIAS=bias is not None, M=tile.rows, N=tile.outs, K=tile.inputs, WIDEN=x.device.type == "cpu", num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=tile.stages, **FUSED,
     )  # fmt: skip
     return out
 

@@ -62,6 +62,8 @@ class DecodeGraphs:
         self._at = torch.arange(largest, device=device)
         self._replays: dict[tuple[int, bool], Run] = {}
         """by batch size, and whether there are large tiles of attention"""
+        self._logits: torch.Tensor | None = None
+        """[largest, vocabulary]: where every graph leaves its logits; each would keep its own otherwise"""
 
     def covers(self, batch: Batch) -> bool:
         """Every row has one token and wants its logits. Nothing is covered once a capture has failed, as it does where the host
@@ -96,6 +98,7 @@ class DecodeGraphs:
     def forget(self) -> None:
         """Addresses have changed: capture again as sizes come up."""
         self._replays.clear()
+        self._logits = None
         self._capture = self._new_capture()
 
     def _captured(self, size: int, batch: Batch, kv: PagedKV, backend: Backend) -> Run:
@@ -108,9 +111,12 @@ class DecodeGraphs:
 
         def run() -> torch.Tensor:
             logits = self._forward(static, kv, backend)
+            if self._logits is None:
+                self._logits = logits.new_empty(self._at.shape + logits.shape[1:])
+            self._logits[:size].copy_(logits)
             if self._ring is not None:
                 self._ring.join()
-            return logits
+            return self._logits[:size]
 
         try:
             replay = self._capture(run)

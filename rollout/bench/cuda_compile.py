@@ -1,8 +1,6 @@
 """Compiles the Triton kernels for GPUs that need not be there, with Triton's own assembler, as they would be launched on each.
 
-In a process of its own, since the tests beside it run kernels in the interpreter:
-
-    python -m rollout.bench.cuda_compile 90 all        # one JSON object a kernel
+`in_a_process` does so in a process of its own, since the tests beside it run kernels in the interpreter.
 """
 
 from __future__ import annotations
@@ -58,8 +56,8 @@ SHAPES = (PRODUCTION, Heads(dim=64, group=7, kv_heads=2), Heads(dim=256, group=2
 def compiled(
     kernel: Any, capability: int, constants: dict[str, Any], options: dict[str, Any], wide: bool = False
 ) -> dict[str, Any]:
-    """Figures of one kernel. `wide`: numbers in fp32, not bf16. Pointers and strides are multiples of 16, as they are at a
-    launch."""
+    """Figures of one kernel. `wide`: numbers in fp32, not bf16. Pointers, strides and sizes of rows are multiples of 16,
+    as they are at a launch."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -68,7 +66,8 @@ def compiled(
     fixed = {name: value for name, value in constants.items() if name in names}
     types = {name: FP32 if wide and kind == BF16 else kind for name, kind in TYPES.items()}
     signature = {name: "constexpr" if name in fixed else types[name] for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith(("*", "i64"))}
+    even = [signature[name].startswith(("*", "i64")) or name in ("size", "outs", "inner") for name in names]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(names)) if even[i]}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()}, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = made.asm["ptx"]
@@ -129,13 +128,13 @@ def others(capability: int) -> Iterator[dict[str, Any]]:
     from engine import exact_kernels, fused_kernels
     from engine.attention import triton_kernels
     from engine.attention.paged_triton import EXACT
-    from engine.exact import TILES
+    from engine.exact import FUSED, TILES
     from engine.sampler_triton import BLOCK, draw_kernel
 
     launch = choose(PRODUCTION.group, PRODUCTION.dim, PRODUCTION.itemsize, KNOWN[capability]).small
     for itemsize, tile in TILES.items():
         fixed = {"M": tile.rows, "N": tile.outs, "K": tile.inputs, "BIAS": True, "WIDEN": False}
-        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages, **FUSED}
         made = compiled(exact_kernels.product, capability, fixed, options, wide=itemsize == 4)
         yield made | {"itemsize": itemsize}
     fixed = {"WIDTH": 4096, "ADD": True, "Q_HEADS": 32, "HALF_PAD": 64, "NORM": True}
@@ -159,13 +158,14 @@ def rows(capability: int, everything: bool) -> Iterator[dict[str, Any]]:
 def in_a_process(capability: int, everything: bool, timeout_s: float) -> list[dict[str, Any]]:
     """`rows` by a process without the interpreter. Raises RuntimeError with what it printed where it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", __name__, str(capability), "all" if everything else "short"]
+    command = [sys.executable, "-c", f"import {__name__} as c; c.main()", str(capability), "all" if everything else "short"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
         raise RuntimeError(f"kernels for compute capability {capability / 10} do not compile:\n{done.stderr[-2000:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the rows of one architecture, `sys.argv[1]`."""
     for row in rows(int(sys.argv[1]), sys.argv[2] == "all"):
         print(json.dumps(row), flush=True)
