@@ -6,16 +6,20 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from engine import fused_kernels  # noqa: E402
+from engine.config import EngineConfig  # noqa: E402
+from engine.engine import Engine  # noqa: E402
 from engine.fused import CHECKED_ROWS, FusedDecoder, NotFused  # noqa: E402
 from engine.model import Model  # noqa: E402
 from rollout.bench.cuda_count import launches_per_layer  # noqa: E402
-from tests.engine.tiny import tiny  # noqa: E402
+from tests.engine.tiny import plain_logprobs, tiny  # noqa: E402
+from tests.engine.toy import group, run  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -82,6 +86,37 @@ def test_weights_that_are_multiplied_as_one_lie_side_by_side() -> None:
     fused.stack()
     one = {each.weight.untyped_storage().data_ptr() for each in (attention.q_proj, attention.k_proj, attention.v_proj)}
     assert len(one) == 1 and torch.equal(attention.k_proj.weight, want["model.layers.0.self_attn.k_proj.weight"].to(DEVICE))
+
+
+def test_an_engine_of_fused_layers() -> None:
+    """Log-probs of a full forward of the module, prefix in common and padding included; refreshed in place, and after a sleep."""
+    settings = EngineConfig(
+        device=DEVICE, dtype="float32", attention="triton", block_size=8, kv_tokens=512, max_num_seqs=16, max_batch_tokens=64,
+        cpu_offload_gib=0, cuda_graphs=False,
+    )  # fmt: skip
+    module = tiny("qwen3", **SMALL | {"head_dim": 16}).to(DEVICE)
+    engine = Engine(settings, Model(module, "tiny", native=False, fused=True))
+    assert isinstance(engine.model, Model) and engine.model.fused is not None
+    prompt = np.arange(3, 22, dtype=np.int32)
+
+    def assert_plain(tag: str) -> None:
+        for sample in run(engine, [group(tag, prompt.tolist(), n=3, max_tokens=3, ignore_eos=True)]).values():
+            want = plain_logprobs(other, prompt, sample)
+            np.testing.assert_allclose(sample.logprobs, want, atol=1e-4)
+
+    other = tiny("qwen3", **SMALL | {"head_dim": 16}).to(DEVICE)
+    assert_plain("first")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    engine.refresh(other.state_dict())
+    assert_plain("refreshed")
+    engine.sleep(2)
+    engine.wake()
+    engine.refresh(other.state_dict())
+    attention = module.model.layers[0].self_attn
+    assert attention.q_proj.weight.untyped_storage().data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
+    assert_plain("awake")
 
 
 def test_launches_of_a_layer() -> None:
