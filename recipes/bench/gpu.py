@@ -113,7 +113,7 @@ class Bench:
         self.against = args.against
         self.config = transformers.AutoConfig.for_model("qwen3", **MODELS[args.model])
         self.text = RandomText(self.config.vocab_size)
-        self.rates = rates(self.device, self.sizes.probe_bytes)
+        self.rates = rates(self.device, self.sizes.probe_bytes, getattr(torch, args.dtype))
         release(self.device)
         self._ends = time.perf_counter() + 60 * args.minutes
         self._module: Any = None
@@ -162,11 +162,13 @@ class Bench:
         return folder
 
 
-def rates(device: torch.device, size: int) -> dict[str, float]:
-    """Bytes a second: read and written in the device's memory, by whichever of a copy and a sum is faster; copied from pinned
-    host memory to the device, and back."""
+def rates(device: torch.device, size: int, dtype: torch.dtype) -> dict[str, float]:
+    """Operations a second of a large product in `dtype`. Bytes a second: read and written in the device's memory, by whichever
+    of a copy and a sum is faster; copied from pinned host memory to the device, and back."""
     on_device, other = (torch.zeros(size // 4, device=device) for _ in range(2))
     on_host = torch.zeros(size // 4, pin_memory=device.type == "cuda")
+    side = 8192 if device.type == "cuda" else 256
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
 
     def rate(work: Callable[[], object], moved: int) -> float:
         return 1e3 * moved / median_ms(device, work, 7)
@@ -175,6 +177,7 @@ def rates(device: torch.device, size: int) -> dict[str, float]:
         "bytes_per_second": max(
             rate(lambda: other.copy_(on_device), 2 * on_device.nbytes), rate(on_device.sum, on_device.nbytes)
         ),
+        "flops_per_second": rate(lambda: torch.mm(left, right), 2 * side**3),
         "to_device_per_second": rate(lambda: on_device.copy_(on_host, non_blocking=True), on_host.nbytes),
         "to_host_per_second": rate(lambda: on_host.copy_(on_device, non_blocking=True), on_host.nbytes),
     }
