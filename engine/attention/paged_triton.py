@@ -108,7 +108,8 @@ class TritonAttention:
         at_once = [programs or processors * launch.programs for launch in self.launches]
         self.groups = tuple(max(1, number // capacity.kv_heads) for number in at_once)
         """programs of either kind that run at once, by KV heads"""
-        self.max_parts = _max_parts(device, capacity)
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+        self.max_parts = parts_for(memory, capacity)
         tiles = most_tiles(capacity.tokens, capacity.rows, max(self.groups))
         sizes = (2, capacity.tokens, capacity.tokens, capacity.tokens, COLUMNS * tiles, COLUMNS * tiles)
         self._starts = np.cumsum((0, *sizes))
@@ -237,10 +238,7 @@ def _limits(device: torch.device) -> tuple[Limits, int]:
     ), of.multi_processor_count
 
 
-def _max_parts(device: torch.device, capacity: Capacity) -> int:
-    """Partial results that there is memory for."""
-    least = PARTS_OF_A_ROW * capacity.rows
-    if device.type == "cpu":
-        return least
-    room = torch.cuda.get_device_properties(device).total_memory // PARTIAL_SHARE
-    return max(least, room // (4 * capacity.q_heads * (capacity.head_dim + 2)))
+def parts_for(memory: int, capacity: Capacity) -> int:
+    """Partial results that there is room for, on a device of so many bytes."""
+    of_one = 4 * capacity.q_heads * (capacity.head_dim + 2)
+    return max(PARTS_OF_A_ROW * capacity.rows, memory // PARTIAL_SHARE // of_one)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from engine.attention import Capacity  # noqa: E402
 from engine.attention.launches import KNOWN, PROGRAM_BYTES, Limits, choose  # noqa: E402
+from engine.attention.paged_triton import parts_for  # noqa: E402
 from rollout.bench import cuda_static  # noqa: E402
 
 MOST_SPILLED = {"small": 32, "large": 160, "other": 64}
@@ -52,6 +55,28 @@ def test_the_summary_has_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert summary["summary"] and summary["balance"].keys() == cuda_static.MIXTURES.keys()
     assert summary["spills"] == {"sm_80": {"merge": 0}, "sm_90": {"merge": 0}} and summary["launches_per_layer"] <= 14
     assert {each["what"] for each in rows} == {"balance", "launches", "kernel"}
+
+
+def chunks_read(rows: int, prefix: int, own: int, max_parts: int) -> int:
+    """By the tiles of a decode step of rows over a prefix in common."""
+    common, blocks = prefix // 32, -(-(prefix + own) // 32)
+    table = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
+    table[:, :common] = np.arange(common)
+    made = cuda_static.tiles.cut(
+        np.arange(rows + 1, dtype=np.int32), np.full(rows, prefix + own, np.int32), table, True, block_size=32, sizes=(4, 16),
+        groups=(33, 16), max_parts=max_parts,
+    )  # fmt: skip
+    return int(sum((kind[:, 4] - kind[:, 3]).sum() for kind in (made.small, made.large)))
+
+
+@pytest.mark.parametrize("prefix", [1024, 4096, 8192, 16384])
+def test_long_prefixes_are_shared_by_all_rows(prefix: int) -> None:
+    """With an H200's memory for partial results; as many as a CPU's pool has end the sharing: the control."""
+    capacity = Capacity(8192, 256, 1280, 32, 8, 128, 2)
+    ideal = 256 // 16 * prefix // 256 + 256 * 2
+    assert chunks_read(256, prefix, 512, parts_for(139 << 30, capacity)) == ideal
+    if prefix >= 8192:
+        assert chunks_read(256, prefix, 512, parts_for(0, capacity)) > 1.4 * ideal
 
 
 @pytest.mark.parametrize("architecture", KNOWN)
