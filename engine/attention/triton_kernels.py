@@ -60,6 +60,38 @@ def merged(top, total, acc, m, s, a):
 
 
 @triton.jit
+def write(partial, sums, place, m, s, a, live, real, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """A partial result of each row: maximum m, sum s of its weights, weighted sum a."""
+    at = place[:, None] * DIM + tl.arange(0, DIM_PAD)[None]
+    tl.store(partial + at, a, mask=live[:, None] & real[None])
+    tl.store(sums + place * 2, m, mask=live)
+    tl.store(sums + place * 2 + 1, s, mask=live)
+
+
+@triton.jit
+def times(one, other, WIDEN: tl.constexpr):
+    if WIDEN:
+        return tl.dot(one.to(tl.float32), other.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(one, other, input_precision="ieee")
+
+
+@triton.jit
+def nothing(M: tl.constexpr, DIM_PAD: tl.constexpr):
+    return tl.full((M,), MASKED, tl.float32), tl.zeros((M,), tl.float32), tl.zeros((M, DIM_PAD), tl.float32)
+
+
+@triton.jit
+def met(m, s, a, scores, seen, v, M: tl.constexpr, N: tl.constexpr, WIDEN: tl.constexpr):
+    """Maximum, sum of weights and weighted sum of each row, with N more keys: online softmax."""
+    scores = tl.where(seen, scores, MASKED)
+    higher = tl.maximum(m, tl.max(scores, 1))
+    weights = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
+    shrink = tl.exp2(m - higher)
+    return higher, s * shrink + row_sum(weights, M, N), a * shrink[:, None] + times(weights.to(v.dtype), v, WIDEN)
+
+
+@triton.jit
 def attend(
     query, out, data, table, positions, parts, partial, sums, tiles, num_tiles,
     layer_at, block_stride, q_token, q_head, out_token, scaling, window,
@@ -90,18 +122,12 @@ def attend(
         last = tl.max(position)
         oldest = tl.maximum(tl.min(tl.where(live, position, last)) - window + 1, 0)
         seen_from = tl.where(window > 0, oldest // CHUNK, 0)  # no query of the tile sees a chunk before
-        top = tl.full((M,), MASKED, tl.float32)
-        total = tl.zeros((M,), tl.float32)
-        acc = tl.zeros((M, DIM_PAD), tl.float32)
+        top, total, acc = nothing(M, DIM_PAD)
         for span in range(begin // SPAN, tl.cdiv(end, SPAN)):
             since, until = tl.maximum(begin, span * SPAN), tl.minimum(end, span * SPAN + SPAN)
             whole = (since == span * SPAN) & ((until == span * SPAN + SPAN) | (until > last // CHUNK))
-            span_top = tl.full((M,), MASKED, tl.float32)
-            span_total = tl.zeros((M,), tl.float32)
-            span_acc = tl.zeros((M, DIM_PAD), tl.float32)
-            m = tl.full((M,), MASKED, tl.float32)
-            s = tl.zeros((M,), tl.float32)
-            a = tl.zeros((M, DIM_PAD), tl.float32)
+            span_top, span_total, span_acc = nothing(M, DIM_PAD)
+            m, s, a = nothing(M, DIM_PAD)
             turns = tl.minimum(until * PER, last // CHUNK * PER + last % CHUNK // N + 1)
             for turn in range(tl.maximum(since, seen_from) * PER, turns):
                 inside = turn % PER * N + tl.arange(0, N)
@@ -111,32 +137,14 @@ def attend(
                 at = block * block_stride + layer_at + (head * BLOCK + n % BLOCK) * DIM
                 k = tl.load(data + at[None, :] + d[:, None], mask=there[None, :] & real[:, None], other=0.0)
                 v = tl.load(data + HEADS * BLOCK * DIM + at[:, None] + d[None], mask=there[:, None] & real[None], other=0.0)
-                if WIDEN:
-                    scores = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee") * scaling
-                else:
-                    scores = tl.dot(q, k, input_precision="ieee") * scaling
+                scores = times(q, k, WIDEN) * scaling
                 seen = there[None] & (n[None] <= position[:, None]) & ((window == 0) | (n[None] > position[:, None] - window))
-                scores = tl.where(seen, scores, MASKED)
-                higher = tl.maximum(m, tl.max(scores, 1))
-                weights = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
-                shrink = tl.exp2(m - higher)
-                s = s * shrink + row_sum(weights, M, N)
-                if WIDEN:
-                    rounded = weights.to(v.dtype).to(tl.float32)
-                    a = a * shrink[:, None] + tl.dot(rounded, v.to(tl.float32), input_precision="ieee")
-                else:
-                    a = a * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-                m = higher
+                m, s, a = met(m, s, a, scores, seen, v, M, N, WIDEN)
                 if (turn % PER == PER - 1) | (turn == turns - 1):
                     if (split != 0) & (whole == 0):
-                        place = places + turn // PER * (HEADS * GROUP)
-                        tl.store(partial + place[:, None] * DIM + d[None], a, mask=both)
-                        tl.store(sums + place * 2, m, mask=live)
-                        tl.store(sums + place * 2 + 1, s, mask=live)
+                        write(partial, sums, places + turn // PER * (HEADS * GROUP), m, s, a, live, real, DIM, DIM_PAD)
                     span_top, span_total, span_acc = merged(span_top, span_total, span_acc, m, s, a)
-                    m = tl.full((M,), MASKED, tl.float32)
-                    s = tl.zeros((M,), tl.float32)
-                    a = tl.zeros((M, DIM_PAD), tl.float32)
+                    m, s, a = nothing(M, DIM_PAD)
             if split != 0:
                 # chunks without a result of their own: before the window, or in the span's
                 for chunk in range(since + whole.to(tl.int32), tl.where(whole, until, tl.minimum(until, seen_from))):
@@ -144,9 +152,7 @@ def attend(
                     tl.store(sums + place * 2 + 1, tl.zeros((M,), tl.float32), mask=live)
                 if whole:
                     place = places + since * (HEADS * GROUP)
-                    tl.store(partial + place[:, None] * DIM + d[None], span_acc, mask=both)
-                    tl.store(sums + place * 2, span_top, mask=live)
-                    tl.store(sums + place * 2 + 1, span_total, mask=live)
+                    write(partial, sums, place, span_top, span_total, span_acc, live, real, DIM, DIM_PAD)
             top, total, acc = merged(top, total, acc, span_top, span_total, span_acc)
         result = acc / tl.where(total > 0, total, 1.0)[:, None]  # rows that are not there, or not written here
         tl.store(
