@@ -72,8 +72,8 @@ def choose(group: int, dim: int, itemsize: int, limits: Limits) -> Launches:
     keys at once, so that a query's numbers do not depend on the kind. Raises ValueError where the device has room for none."""
     width = power_of_two(max(dim, 16))
     rows = tile_rows(group, width, itemsize, limits.capability)
-    for programs, *stages in PREFERRED:
-        for keys in KEYS:
+    for programs, *stages in PREFERRED[itemsize]:
+        for keys in KEYS[itemsize]:
             made = [_launch(each, keys, depth, width, itemsize, limits) for each, depth in zip(rows, stages, strict=True)]
             if made[0].programs >= programs and made[1].programs >= 1:
                 return Launches(*made)
@@ -85,9 +85,10 @@ def choose(group: int, dim: int, itemsize: int, limits: Limits) -> Launches:
     )
 
 
-KEYS = (64, 32, 16)
-PREFERRED = ((2, 5, 5), (1, 5, 5), (1, 5, 4), (1, 4, 4))
-"""(programs of small tiles at once, stages of small and of large tiles), the best first"""
+KEYS = {2: (64, 32, 16), 4: (32, 16)}
+PREFERRED = {2: ((2, 5, 5), (1, 5, 5), (1, 5, 4), (1, 4, 4)), 4: ((2, 4, 4), (1, 4, 4))}
+"""(programs of small tiles at once, stages of small and of large tiles), the best first, by the bytes of a number. In fp32 the
+numbers of a step fill the registers: with more keys, or copies under way, thousands of bytes of a thread spill"""
 
 
 def _launch(rows: int, keys: int, stages: int, width: int, itemsize: int, limits: Limits) -> Launch:

@@ -37,8 +37,9 @@ def held(rows: list[dict[str, Any]], architecture: int) -> None:
         if kind != "other":
             assert row["shared_bytes"] <= row["shared_estimate"] <= limits.program_bytes
             assert row["programs"] * (row["shared_bytes"] + PROGRAM_BYTES) <= limits.processor_bytes
-            assert row["copies_ahead"] > 0, "every copy is waited for before products run"
-            assert row["products"] > 0 or row["itemsize"] == 4
+            if row["itemsize"] == 2:
+                assert row["copies_ahead"] > 0, "every copy is waited for before products run"
+                assert row["products"] > 0
 
 
 @pytest.mark.parametrize("architecture", [90, *(pytest.param(each, marks=pytest.mark.long) for each in KNOWN)])
