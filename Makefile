@@ -9,9 +9,13 @@ SOURCES := $(PACKAGES) $(wildcard recipes) tests
 
 NATIVE := $(wildcard tests/engine/test_cpu_*.py tests/engine/test_isa.py tests/engine/test_sampler.py tests/engine/test_equivalence.py \
 	tests/engine/test_smollm2.py tests/rollout/test_trainer_attention.py tests/rollout/test_exact*.py tests/rollout/test_fidelity*.py)
+# of the GPU targets: a machine without network names its own Python, with torch in it, and finds the rest in WHEELS (make wheels)
+GPU_PYTHON ?= $(BIN)/python
+GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP),gpu-wheels)
+WHEELS ?= build/wheels
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test test-arithmetic test-gpu check format bench bench-gpu clean
+.PHONY: help venv model demo test test-arithmetic test-gpu check format bench bench-gpu wheels gpu-wheels clean
 .SUFFIXES:
 
 help:
@@ -48,10 +52,20 @@ test-arithmetic: model
 	@ONEDNN_MAX_CPU_ISA=avx2 $(BIN)/python -m pytest $(NATIVE) $(ARGS)
 	@$(BIN)/python -m pytest -m long tests/test_wheel.py $(ARGS)
 
-test-gpu: $(STAMP)
-	@$(BIN)/python -m pytest -m gpu -W default tests $(ARGS)
-	@$(BIN)/python -m pytest -W default tests/engine/test_triton_attention.py tests/engine/test_sampler_triton.py \
-		tests/engine/test_graphs.py tests/engine/test_norms.py $(ARGS)
+test-gpu: $(GPU_READY)
+	@$(GPU_PYTHON) -m pytest -m gpu -W default tests/gpu/test_attention_oracle.py $(ARGS)
+	@$(GPU_PYTHON) -m pytest -m gpu -W default tests --ignore tests/gpu/test_attention_oracle.py $(ARGS)
+	@$(GPU_PYTHON) -m pytest -W default tests/engine/test_triton_attention.py tests/engine/test_sampler_triton.py \
+		tests/engine/test_graphs.py tests/engine/test_norms.py tests/engine/test_fused.py tests/engine/test_exact.py $(ARGS)
+
+# what a Python with torch, transformers and pytest lacks; run it where there is a network and carry WHEELS along
+wheels:
+	@$(PYTHON) -m pip download --quiet --only-binary :all: --dest $(WHEELS) --no-deps \
+		msgspec pyzmq tyro docstring-parser typeguard gguf xxhash pytest-timeout
+
+gpu-wheels:
+	@$(GPU_PYTHON) -c 'import msgspec, zmq, tyro, xxhash, pytest_timeout' 2>/dev/null || \
+		$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps $(WHEELS)/*.whl
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check $(SOURCES)
@@ -66,9 +80,9 @@ format: $(STAMP)
 bench: model
 	@$(BIN)/rollout bench $(or $(WORKLOADS),fanout long pressure shared_prefix fork_latency single_stream) $(ARGS)
 
-bench-gpu: $(STAMP)
+bench-gpu: $(GPU_READY)
 	@failed=0; for model in $(or $(MODELS),qwen3-0.6b qwen3-8b); do \
-		$(BIN)/python -m recipes.bench.gpu --model $$model --json bench-gpu-$$model.jsonl $(ARGS) || failed=1; \
+		$(GPU_PYTHON) -m recipes.bench.gpu --model $$model --json bench-gpu-$$model.jsonl $(ARGS) || failed=1; \
 	done; exit $$failed
 
 clean:

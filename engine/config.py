@@ -73,6 +73,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """keep full blocks of ended samples while there is room, and find them again by their tokens; off: only those of samples
     that are not finished are found"""
 
+    fused_layers: bool = True
+    """on CUDA decoder layers of Llama's kind run in some ten launches each instead of fifty. Norms are summed in another order
+    than torch's, so log-probs are not those of a trainer's eager forward to the bit; off: transformers' own operators run"""
+    exact: bool = False
+    """on CUDA: products and norms whose numbers do not depend on the batch, so that a seeded sample does not either. What that
+    costs against cuBLAS was not measured yet. On the CPU it holds anyway"""
     cpu_offload_gib: float | None = None
     """host memory for offloaded KV in GiB, taken at start; 0 = off; None = the safety threshold of what is free, as used; on
     CUDA, where it is pinned, a quarter of what is free"""
@@ -82,13 +88,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """under pressure, room is made for this many more blocks of each sequence that stays"""
     min_run_tokens: int = 64
     """a restored sequence makes this many tokens before it may be preempted again, unless nothing else can make room"""
-    mirror_ahead: bool = False
-    """copy full blocks to host memory before the pool runs out, so that preempting copies only partial blocks; for devices that
-    copy beside the compute: on the CPU it takes more from the steps than it saves (docs/decisions/pressure.md)"""
+    mirror_ahead: bool | None = None
+    """copy full blocks to host memory before the pool runs out, so that preempting copies only partial blocks; None = on CUDA,
+    where these copies run beside the compute; on the CPU it takes more than it saves (docs/decisions/pressure.md)"""
     mirror_blocks_per_step: int = 16
     """most blocks that mirror_ahead copies in one step"""
     weight_offload: WeightOffload | None = None
     """decoder layers in host memory; None = all stay on the device"""
+
+    @property
+    def mirrors(self) -> bool:
+        """What `mirror_ahead` means on this device."""
+        return self.device != "cpu" if self.mirror_ahead is None else self.mirror_ahead
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""

@@ -96,7 +96,9 @@ class Engine:
             ring = None if streamed is None else streamed.ring
             new_capture = partial(cuda_capture, torch.cuda.Stream())
             self.graphs = DecodeGraphs(model.forward, capacity.rows, model.device, new_capture, ring)
-        self.weights = Weights(getattr(model, "module", None), streamed)
+        fused = getattr(model, "fused", None)
+        lay_out = {} if fused is None else {"lay_out": fused.stack}
+        self.weights = Weights(getattr(model, "module", None), streamed, **lay_out)
         self.counters = Counters()
         bytes_per_block = model.geometry.bytes_per_token * config.block_size
         device_blocks = blocks_on_device(config, bytes_per_block, model.device)

@@ -3,7 +3,8 @@
 A graph remembers addresses, so what the forward reads lies where it lay at the capture:
 
     input ids, positions          here; each step copies its own in, and what is behind them up to the captured size is padding
-    index arrays of attention     `TritonAttention`, which writes a step's arrays over the last one's
+    index arrays of attention     `TritonAttention`, which writes a step's arrays over the last one's; with prefixes in common
+                                  there are large tiles, and graphs of their own that launch them
     KV pool, parameters           written in place, by moves and by refreshes
 
 Only `sleep` gives memory back and takes other; the graphs are forgotten then. Padding has no tile and no slot: it computes
@@ -59,7 +60,10 @@ class DecodeGraphs:
         self._ids = torch.zeros((1, largest), dtype=torch.int64, device=device)
         self._positions = torch.zeros((1, largest), dtype=torch.int64, device=device)
         self._at = torch.arange(largest, device=device)
-        self._replays: dict[int, Run] = {}
+        self._replays: dict[tuple[int, bool], Run] = {}
+        """by batch size, and whether there are large tiles of attention"""
+        self._logits: torch.Tensor | None = None
+        """[largest, vocabulary]: where every graph leaves its logits; each would keep its own otherwise"""
 
     def covers(self, batch: Batch) -> bool:
         """Every row has one token and wants its logits. Nothing is covered once a capture has failed, as it does where the host
@@ -73,9 +77,10 @@ class DecodeGraphs:
         size = next(size for size in self._sizes if size >= batch.input_ids.shape[1])
         self._ids[:, :n].copy_(batch.input_ids[:, :n])
         self._positions[:, :n].copy_(batch.position_ids[:, :n])
-        if size not in self._replays:
+        large = batch.attention.launched[1]
+        if (size, large) not in self._replays:
             try:
-                self._replays[size] = self._captured(size, batch, kv, backend)
+                self._replays[size, large] = self._captured(size, batch, kv, backend)
             except torch.OutOfMemoryError:
                 log.warning("no memory is left to capture the forward of %d sequences; larger steps run without graphs", size)
                 self._sizes = [smaller for smaller in self._sizes if smaller < size]
@@ -88,25 +93,30 @@ class DecodeGraphs:
                 return self._forward(batch, kv, backend)
         if self._ring is not None:
             self._ring.join()
-        return self._replays[size]()[:n]
+        return self._replays[size, large]()[:n]
 
     def forget(self) -> None:
         """Addresses have changed: capture again as sizes come up."""
         self._replays.clear()
+        self._logits = None
         self._capture = self._new_capture()
 
     def _captured(self, size: int, batch: Batch, kv: PagedKV, backend: Backend) -> Run:
+        launched = True, batch.attention.launched[1], True  # what a step of this size may want, and padding's zeros
         static = replace(
             batch, input_ids=self._ids[:, :size], position_ids=self._positions[:, :size], num_tokens=size,
-            logits_at=self._at[:size], num_logits=size,
+            logits_at=self._at[:size], num_logits=size, attention=batch.attention._replace(launched=launched),
         )  # fmt: skip
         started = time.perf_counter()
 
         def run() -> torch.Tensor:
             logits = self._forward(static, kv, backend)
+            if self._logits is None:
+                self._logits = logits.new_empty(self._at.shape + logits.shape[1:])
+            self._logits[:size].copy_(logits)
             if self._ring is not None:
                 self._ring.join()
-            return logits
+            return self._logits[:size]
 
         try:
             replay = self._capture(run)

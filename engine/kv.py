@@ -17,11 +17,13 @@ from __future__ import annotations
 import mmap
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from engine.lanes import Beside, Copied, InLine, Lane
 from engine.memory import anonymous, pinned
 from engine.pool import Moves
+from engine.transfers import to_device
 
 MADV_POPULATE_WRITE = 23
 """of Linux 5.14; Python has no name for it yet"""
@@ -127,8 +129,8 @@ def copy_rows(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int,
     """Row pairs (from, to) of two [rows, width] tensors; every row is read before any is written."""
     sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     if source is target and not set(sources).isdisjoint(targets):
-        gathered = source.index_select(0, torch.tensor(sources, device=source.device))
-        target.index_copy_(0, torch.tensor(targets, device=target.device), gathered)
+        rows, places = to_device([np.array(sources), np.array(targets)], source.device)
+        target.index_copy_(0, places, source.index_select(0, rows))
         return
     for row, place in pairs:  # a row is long: one copy each, and no memory in between
         target[place].copy_(source[row], non_blocking=True)

@@ -23,6 +23,8 @@ from engine.compiled import compile_layers
 from engine.config import EngineConfig
 from engine.cpu.judge import Computes, decide
 from engine.cpu.kernels import Chosen, choose
+from engine.exact import make_exact
+from engine.fused import FusedDecoder, NotFused
 from engine.kv import KVGeometry, PagedKV
 from engine.memory import own_parameters
 from engine.norms import fuse_norms
@@ -44,7 +46,16 @@ def open_model(config: EngineConfig) -> Model:
     dtype, device, offload = getattr(torch, config.dtype), torch.device(config.device), config.weight_offload
     module = load_model(config.model, dtype, device if offload is None else None)
     streamed = None if offload is None else Streamed(module, config.model, offload, device)
-    model = Model(module, config.model, streamed, native=not config.compile_layers, isa=config.isa)
+    return model_of(config, module, config.model, streamed)
+
+
+def model_of(config: EngineConfig, module: PreTrainedModel, name: str, streamed: Streamed | None = None) -> Model:
+    """A loaded module as the configuration wants it run. Raises ValueError if it cannot be."""
+    cuda = torch.device(config.device).type == "cuda"
+    if cuda and config.exact:
+        make_exact(module)
+    fused = cuda and config.fused_layers and not (config.exact or config.compile_layers)
+    model = Model(module, name, streamed, native=not config.compile_layers, fused=fused, isa=config.isa)
     if config.compile_layers:
         compile_layers(model)
     return model
@@ -127,12 +138,18 @@ def in_one_line(error: Exception) -> str:
 
 
 class Model:
-    """A transformers model behind the attention seam; `streamed`: the offload of its layers; `native`: run it by the native
-    decoder where that can be; `isa`: as in `EngineConfig`. Raises UnsupportedModel for what the seam does not serve, ValueError
-    for an isa that this CPU lacks."""
+    """A transformers model behind the attention seam. `streamed`: the offload of its layers. `native`, `fused`: run it by the
+    native decoder, or by that of `engine.fused`, where that can be. `isa`: as in `EngineConfig`. Raises UnsupportedModel for
+    what the seam does not serve, ValueError for an isa that this CPU lacks."""
 
     def __init__(
-        self, module: PreTrainedModel, name: str, streamed: Streamed | None = None, native: bool = True, isa: str = "auto"
+        self,
+        module: PreTrainedModel,
+        name: str,
+        streamed: Streamed | None = None,
+        native: bool = True,
+        fused: bool = False,
+        isa: str = "auto",
     ) -> None:
         config = module.config.get_text_config()
         _refuse_config(config, name)
@@ -145,8 +162,6 @@ class Model:
         self.vocab_size, self.context = _sizes(module, config, name)
         self.asked = _probe(self.module, config, name)
         """what each layer asks of its attention, by layer"""
-        if module.device.type == "cuda":
-            fuse_norms(module)
         heads = {layer["q_heads"] for layer in self.asked.values()}
         self.q_heads: int = heads.pop() if len(heads) == 1 else 0
         """0 = not the same in all layers"""
@@ -162,6 +177,7 @@ class Model:
         if native and self.chosen is not None:
             self.computes = self._decide(self.chosen.isa)
         self.native = None if self.computes is None else self.computes.decoder
+        self.fused = self._fused() if fused else None
 
     def _decide(self, isa: str) -> Computes:
         whole = self.streamed is None
@@ -171,9 +187,12 @@ class Model:
             raise UnsupportedModel(f"{self.name}: no step of it can be computed: {in_one_line(error)}") from error
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
-        """[S, vocab] logits of the tokens `batch.logits_at`: by a decoder (`engine.cpu.judge`) or the module."""
-        run = self.forward_transformers if self.native is None else self.native.forward
-        return run(batch, kv, backend)
+        """[S, vocab] logits of the tokens `batch.logits_at`: by a decoder (`engine.cpu.judge`, or the fused one where that was
+        asked for) or the module."""
+        decoder = self.native or self.fused
+        if decoder is None or not hasattr(backend, "attend_stored") and decoder is self.fused:
+            return self.forward_transformers(batch, kv, backend)
+        return decoder.forward(batch, kv, backend)
 
     def forward_transformers(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
         """The same by the module's own forward."""
@@ -185,6 +204,22 @@ class Model:
             rollout=Call(backend, batch, kv),
         )
         return output.logits[0, : batch.num_logits]
+
+    def _fused(self) -> FusedDecoder | None:
+        """The fused decoder; for models of another kind their norms are fused alone."""
+        try:
+            if self.streamed is not None:
+                raise NotFused("weight_offload moves its layers")
+            from engine import fused_kernels
+
+            decoder = FusedDecoder(self.module, self.asked, fused_kernels)
+            with torch.inference_mode():
+                decoder.check(self.forward_transformers, self.vocab_size)
+        except NotFused as error:
+            log.info("%s runs through transformers, its layers are not fused: %s", self.name, error)
+            fuse_norms(self.module)
+            return None
+        return decoder
 
 
 def _refuse_config(config: Any, name: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -28,13 +28,12 @@ SAMPLES = 64
 def fuse_norms(module: nn.Module) -> int:
     """Let the RMSNorms of a model run by torch's kernel, those that compute what it does. Returns how many. Parameters are read
     at each call, so whatever writes them in place reaches it."""
-    dtype = next(module.parameters()).dtype
     same: dict[tuple[type, int], bool] = {}
     fused = 0
-    for norm in _candidates(module):
+    for norm in candidates(module):
         kind = type(norm), norm.weight.numel()
         if kind not in same:
-            same[kind] = _agree(norm, dtype)
+            same[kind] = agree(norm, _forward)
         if same[kind]:
             norm.forward = MethodType(_forward, norm)  # type: ignore[method-assign]
             fused += 1
@@ -43,7 +42,7 @@ def fuse_norms(module: nn.Module) -> int:
     return fused
 
 
-def _candidates(module: nn.Module) -> Iterator[Any]:
+def candidates(module: nn.Module) -> Iterator[Any]:
     for norm in module.modules():
         parameters = [name for name, _ in norm.named_parameters(recurse=False)]
         if parameters == ["weight"] and hasattr(norm, "variance_epsilon") and norm.weight.dim() == 1:
@@ -56,13 +55,14 @@ def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _agree(norm: Any, dtype: torch.dtype) -> bool:
-    """With a weight that is not all ones nearly all numbers are the same, and none is further away than rounding explains."""
+def agree(norm: Any, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> bool:
+    """`forward` of the norm and rows computes what the norm does: with a weight that is not all ones nearly all numbers are the
+    same, and none is further away than rounding explains."""
     twin, generator = copy.deepcopy(norm), torch.Generator().manual_seed(0)
-    weight = twin.weight
+    weight, dtype = twin.weight, norm.weight.dtype
     weight.copy_(torch.rand(weight.shape, generator=generator) + 0.5)
     hidden = torch.randn((SAMPLES, weight.numel()), generator=generator).to(weight.device, dtype)
-    want, made = twin(hidden), _forward(twin, hidden)
+    want, made = twin(hidden), forward(twin, hidden)
     exact = want.dtype == torch.float32 == dtype
     rtol = (16 if exact else 2) * torch.finfo(dtype).eps
     if want.dtype != made.dtype or not torch.allclose(made, want, rtol=rtol, atol=0):

@@ -185,7 +185,7 @@ class Pressure:
         """When the pool will run out soon, copy full blocks of the sequences that are preempted first: the last in rank."""
         size = self.config.block_size
         soon = 2 * self.config.lookahead_blocks * len(running)
-        if not self.config.mirror_ahead or self.store.available > soon:
+        if not self.config.mirrors or self.store.available > soon:
             return
         left = self.config.mirror_blocks_per_step
         for seq in sorted(running, key=lambda seq: seq.rank, reverse=True):

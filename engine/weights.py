@@ -18,7 +18,7 @@ are filled from the masters again, inside the same transaction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,13 +42,19 @@ class WeightsTorn(RuntimeError):
 
 class Weights:
     """Parameters and persistent buffers of a module. `module=None` (a model without tensors) only has a version. `streamed`:
-    the offload of its layers, if it is on."""
+    the offload of its layers, if it is on. `lay_out`: called when tensors have moved, lays some of them side by side."""
 
-    def __init__(self, module: torch.nn.Module | None, streamed: Streamed | None = None) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module | None,
+        streamed: Streamed | None = None,
+        lay_out: Callable[[], None] = lambda: None,
+    ) -> None:
         self.version = 0
         self.torn = False
         self._module = module
         self._streamed = streamed
+        self._lay_out = lay_out
         self._tensors, self._first_name = ({}, {}) if module is None else checkpoint_tensors(module)
         masters = {} if streamed is None else streamed.masters
         self._offloaded = {name for name, tensor in self._tensors.items() if id(tensor) in masters}
@@ -122,6 +128,7 @@ class Weights:
         self._away.clear()
         if self._streamed is not None:
             self._streamed.come_back()
+        self._lay_out()
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
 
     def begin(self, manifest: Sequence[TensorInfo], *, version: int | None = None, partial: bool = False) -> Staging:

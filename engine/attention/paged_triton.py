@@ -12,32 +12,25 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from engine.attention.tiles import COLUMNS, PADDING, Tiles, chunk_tokens, cut, tile_rows
+from engine.attention import tiles as cutting
+from engine.attention.launches import KNOWN, Launches, Limits, choose, power_of_two
+from engine.attention.tiles import COLUMNS, PADDING, Tiles, chunk_tokens, cut, most_tiles
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.kv import PagedKV
 
 PARTS_OF_A_ROW = 32
-"""partial results that there is memory for, for each sequence on average; rows beyond that are not split (same numbers)"""
-PROGRAMS_OF_A_PROCESSOR = 2
-"""programs whose registers one streaming multiprocessor holds"""
-LAUNCH = {"N": 64, "num_warps": 4}
-"""of `attend`: keys that a tile meets at once; threads / 32"""
+"""partial results that there is memory for at least, for each sequence on average; rows beyond are not split (same numbers)"""
+PARTIAL_SHARE = 128
+"""of the device's memory, one part in so many may hold partial results"""
 EXACT = {"enable_fp_fusion": False}
 """a product and a sum are rounded each, wherever they stand: merging in `attend` and in `merge` gives the same bits"""
 LOG2E = math.log2(math.e)
-
-
-def stages(row_bytes: int, shared_bytes: int) -> int:
-    """Of `attend`'s pipeline. Triton counts the block table, the addresses and the copies of K and V as one each, so that with
-    fewer than 5 no copy is under way while products run. It takes them where two programs find room for so many blocks of keys:
-    `row_bytes` of a token's K for one head, `shared_bytes` that a program of the device can have (Hopper: 227 KiB)."""
-    return 5 if row_bytes <= 256 and shared_bytes >= 227 * 1024 else 2
 
 
 class TritonUnavailable(RuntimeError):
@@ -54,7 +47,15 @@ class Capacity:
     """blocks of the longest sequence"""
     q_heads: int
     """0 = not the same in all layers"""
+    kv_heads: int
     head_dim: int
+    itemsize: int
+    """bytes of a number of K and V"""
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q_heads // self.kv_heads
 
     @staticmethod
     def of(config: EngineConfig, model: Any) -> Capacity:
@@ -64,8 +65,24 @@ class Capacity:
             rows=max(config.max_num_seqs, 16),
             columns=-(-model.context // config.block_size),
             q_heads=model.q_heads,
+            kv_heads=model.geometry.kv_heads,
             head_dim=model.geometry.head_dim,
+            itemsize=model.geometry.dtype.itemsize,
         )
+
+
+class Prepared(NamedTuple):
+    """What the attention of a step reads, at static addresses, in the order drawn above; and what it launches."""
+
+    counts: torch.Tensor
+    positions: torch.Tensor
+    parts: torch.Tensor
+    slots: torch.Tensor
+    small: torch.Tensor
+    large: torch.Tensor
+    table: torch.Tensor
+    launched: tuple[bool, bool, bool] = (True, True, True)
+    """`attend` for small and for large tiles, `merge`; what has nothing to do is left out"""
 
 
 class TritonAttention:
@@ -74,16 +91,26 @@ class TritonAttention:
 
     name = "triton"
 
-    def __init__(self, device: torch.device, capacity: Capacity, programs: int | None = None) -> None:
-        """programs: that run at once; None = enough for the device."""
+    def __init__(self, device: torch.device, capacity: Capacity, programs: int | None = None, kernels: Any = None) -> None:
+        """programs: that run at once, of which each KV head has as many; None = enough for the device. kernels: what stands in
+        for `triton_kernels`."""
         if not capacity.q_heads:
             raise TritonUnavailable("the model's layers have different numbers of query heads")
-        self._kernels = _import(device)
+        self._kernels = kernels or _import(device)
         self.device = device
         self.capacity = capacity
-        self.programs = programs or _programs(device)
-        self.max_parts = PARTS_OF_A_ROW * capacity.rows
-        tiles = capacity.tokens + 4 * capacity.rows + 2 * self.programs
+        limits, processors = _limits(device)
+        try:
+            self.launches: Launches = choose(capacity.group, capacity.head_dim, capacity.itemsize, limits)
+        except ValueError as error:
+            raise TritonUnavailable(str(error)) from error
+        """of the small and of the large tiles"""
+        at_once = [programs or processors * launch.programs for launch in self.launches]
+        self.groups = tuple(max(1, number // capacity.kv_heads) for number in at_once)
+        """programs of either kind that run at once, by KV heads"""
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+        self.max_parts = parts_for(memory, capacity)
+        tiles = most_tiles(capacity.tokens, capacity.rows, max(self.groups))
         sizes = (2, capacity.tokens, capacity.tokens, capacity.tokens, COLUMNS * tiles, COLUMNS * tiles)
         self._starts = np.cumsum((0, *sizes))
         on_device = device.type == "cuda"
@@ -94,20 +121,19 @@ class TritonAttention:
         """[parts, q_heads, head_dim] fp32: of one chunk each, not yet divided by its sum"""
         self.sums = torch.empty((self.max_parts, capacity.q_heads, 2), device=device)
         """[parts, q_heads, 2] fp32: maximum of the scores (times log2 e) and sum of the weights of a partial result"""
-        self._shared_bytes = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if on_device else 0
         self._sent: Any = torch.cuda.Event() if on_device else None
 
     def __str__(self) -> str:
         return f"Triton attention ({self.device})"
 
-    def prepare(self, batch: Batch, kv: PagedKV) -> tuple[torch.Tensor, ...]:
-        """Cut the step into tiles and send them to the device. Returns views of the static arrays, in the order drawn above."""
+    def prepare(self, batch: Batch, kv: PagedKV) -> Prepared:
+        """Cut the step into tiles and send them to the device. Returns views of the static arrays."""
         counts, positions, parts, slots, small, large, table = self._views(self._host.numpy())
         t, blocks = batch.num_tokens, batch.block_table
-        tiles = self._cut(batch, kv, len(batch.shared) > 0)
-        if max(tiles.small.size, tiles.large.size) > len(small):
-            tiles = self._cut(batch, kv, False)  # fewer of them, and the same numbers
-            assert max(tiles.small.size, tiles.large.size) <= len(small)
+        for share, max_parts in ((len(batch.shared) > 0, self.max_parts), (False, self.max_parts), (False, 0)):
+            tiles = self._cut(batch, kv, share, max_parts)
+            if max(tiles.small.size, tiles.large.size) <= len(small):
+                break  # else fewer of them, and the same numbers
         if self._sent is not None:
             self._sent.synchronize()  # the copy that reads what is written here: over when the step in flight has begun
         counts[:] = len(tiles.small), len(tiles.large)
@@ -121,13 +147,13 @@ class TritonAttention:
         self._arrays[:used].copy_(self._host[:used], non_blocking=True)
         if self._sent is not None:
             self._sent.record()
-        return self._views(self._arrays)
+        return Prepared(*self._views(self._arrays), (len(tiles.small) > 0, len(tiles.large) > 0, tiles.num_parts > 0))
 
-    def _cut(self, batch: Batch, kv: PagedKV, share: bool) -> Tiles:
-        heads = kv.geometry.kv_heads
+    def _cut(self, batch: Batch, kv: PagedKV, share: bool, max_parts: int) -> Tiles:
+        small, large = (launch.rows // self.capacity.group for launch in self.launches)
         return cut(
-            batch.query_starts, batch.context_lens, batch.block_table, share, block_size=kv.block_size,
-            group=self.capacity.q_heads // heads, kv_heads=heads, programs=self.programs, max_parts=self.max_parts,
+            batch.query_starts, batch.context_lens, batch.block_table, share, block_size=kv.block_size, sizes=(small, large),
+            groups=self.groups, max_parts=max_parts,
         )  # fmt: skip
 
     def _views(self, whole: Any) -> tuple[Any, ...]:
@@ -145,31 +171,46 @@ class TritonAttention:
         scaling: float,
         window: int,
     ) -> torch.Tensor:
-        counts, positions, parts, slots, small, large, table = batch.attention
-        (padded, q_heads, dim), heads = query.shape, kv.geometry.kv_heads
-        assert query.stride(2) == key.stride(2) == value.stride(2) == 1
+        (padded, heads, dim), data = key.shape, kv.data
+        assert key.stride(2) == value.stride(2) == 1
+        self._kernels.store[(padded,)](
+            key, value, data, batch.attention.slots, layer * data.stride(1), data.stride(0), *key.stride()[:2],
+            *value.stride()[:2], HEADS=heads, HEADS_PAD=power_of_two(heads), DIM=dim, DIM_PAD=power_of_two(max(dim, 16)),
+            BLOCK=kv.block_size,
+        )  # fmt: skip
+        return self.attend_stored(layer, query, batch, kv, scaling, window)
+
+    def slots_of(self, batch: Batch) -> torch.Tensor:
+        """[P …] int32 on the device: where each token's K and V go; -1 for padding."""
+        return batch.attention.slots
+
+    def attend_stored(
+        self, layer: int, query: torch.Tensor, batch: Batch, kv: PagedKV, scaling: float, window: int
+    ) -> torch.Tensor:
+        """`attend` where the step's K and V are in the pool."""
+        arrays: Prepared = batch.attention
+        (padded, q_heads, dim), heads = query.shape, self.capacity.kv_heads
+        assert query.stride(2) == 1
         group, block, data = q_heads // heads, kv.block_size, kv.data
         layer_at, stride = layer * data.stride(1), data.stride(0)
-        shape = {"HEADS": heads, "DIM": dim, "DIM_PAD": _power_of_two(max(dim, 16)), "BLOCK": block}
+        shape = {"HEADS": heads, "DIM": dim, "DIM_PAD": power_of_two(max(dim, 16))}
+        chunks = {"CHUNK": chunk_tokens(block), "SPAN": cutting.SPAN_CHUNKS}
         out = torch.empty((padded, q_heads, dim), dtype=query.dtype, device=query.device)
-        kernels, chunk = self._kernels, chunk_tokens(block)
-        ahead = stages(shape["DIM_PAD"] * data.itemsize, self._shared_bytes)
-        kernels.store[(padded,)](
-            key, value, data, slots, layer_at, stride, *key.stride()[:2], *value.stride()[:2],
-            HEADS_PAD=_power_of_two(heads), **shape,
-        )  # fmt: skip
-        for i, (tiles, rows) in enumerate(zip((small, large), tile_rows(group), strict=True)):
-            kernels.attend[(self.programs,)](
-                query, out, data, table, positions, parts, self.partial, self.sums, tiles, counts[i:],
-                layer_at, stride, *query.stride()[:2], out.stride(0), scaling * LOG2E, window,
-                GROUP=group, CHUNK=chunk, M=rows, COLUMNS=COLUMNS, WIDEN=query.device.type == "cpu", num_stages=ahead,
-                **shape, **LAUNCH, **EXACT,
+        kernels, (*attends, merges) = self._kernels, arrays.launched
+        for kind, launch in enumerate(self.launches):
+            if attends[kind]:
+                kernels.attend[(self.groups[kind] * heads,)](
+                    query, out, data, arrays.table, arrays.positions, arrays.parts, self.partial, self.sums,
+                    (arrays.small, arrays.large)[kind], arrays.counts[kind:],
+                    layer_at, stride, *query.stride()[:2], out.stride(0), scaling * LOG2E, window,
+                    GROUP=group, BLOCK=block, M=launch.rows, N=launch.keys, COLUMNS=COLUMNS, WIDEN=query.device.type == "cpu",
+                    num_warps=launch.warps, num_stages=launch.stages, **shape, **chunks, **EXACT,
+                )  # fmt: skip
+        if merges or padded > batch.num_tokens:
+            kernels.merge[(padded, heads)](
+                out, arrays.positions, arrays.parts, self.partial, self.sums, out.stride(0), window,
+                GROUP=group, GROUP_PAD=power_of_two(group), **shape, **chunks, **EXACT,
             )  # fmt: skip
-        kernels.merge[(padded, heads)](
-            out, positions, parts, self.partial, self.sums, out.stride(0), window,
-            HEADS=heads, GROUP=group, GROUP_PAD=_power_of_two(group), DIM=dim, DIM_PAD=shape["DIM_PAD"], CHUNK=chunk,
-            **EXACT,
-        )  # fmt: skip
         return out
 
 
@@ -184,12 +225,20 @@ def _import(device: torch.device) -> Any:
     return triton_kernels
 
 
-def _programs(device: torch.device) -> int:
-    """That run at once."""
+def _limits(device: torch.device) -> tuple[Limits, int]:
+    """Of a device, and its streaming multiprocessors. The interpreter is given those of an H100, and one."""
     if device.type == "cpu":
-        return 1  # the interpreter's
-    return PROGRAMS_OF_A_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+        return KNOWN[90], 1
+    of = torch.cuda.get_device_properties(device)
+    return Limits(
+        10 * of.major + of.minor,
+        of.shared_memory_per_block_optin,
+        of.shared_memory_per_multiprocessor,
+        of.regs_per_multiprocessor,
+    ), of.multi_processor_count
 
 
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+def parts_for(memory: int, capacity: Capacity) -> int:
+    """Partial results that there is room for, on a device of so many bytes."""
+    of_one = 4 * capacity.q_heads * (capacity.head_dim + 2)
+    return max(PARTS_OF_A_ROW * capacity.rows, memory // PARTIAL_SHARE // of_one)

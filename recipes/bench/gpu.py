@@ -25,7 +25,7 @@ import tyro
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model import Model
+from engine.model import Model, model_of
 from recipes.bench.gpu_parts import PARTS, kept
 from rollout.bench.by_hand import median_ms, release
 from rollout.bench.sharing import FANOUT, LONG_PREFIX, MANY_LONG, Shape
@@ -113,7 +113,7 @@ class Bench:
         self.against = args.against
         self.config = transformers.AutoConfig.for_model("qwen3", **MODELS[args.model])
         self.text = RandomText(self.config.vocab_size)
-        self.rates = rates(self.device, self.sizes.probe_bytes)
+        self.rates = rates(self.device, self.sizes.probe_bytes, getattr(torch, args.dtype))
         release(self.device)
         self._ends = time.perf_counter() + 60 * args.minutes
         self._module: Any = None
@@ -150,7 +150,7 @@ class Bench:
         return EngineConfig(model=self.name, dtype=self.dtype, device=str(self.device), attention=self.attention, **options)
 
     def model(self) -> Model:
-        return Model(self.module, self.name)
+        return model_of(self.settings(), self.module, self.name)
 
     def engine(self, **config: Any) -> Engine:
         return Engine(self.settings(**config), self.model())
@@ -162,11 +162,13 @@ class Bench:
         return folder
 
 
-def rates(device: torch.device, size: int) -> dict[str, float]:
-    """Bytes a second: read and written in the device's memory, by whichever of a copy and a sum is faster; copied from pinned
-    host memory to the device, and back."""
+def rates(device: torch.device, size: int, dtype: torch.dtype) -> dict[str, float]:
+    """Operations a second of a large product in `dtype`. Bytes a second: read and written in the device's memory, by whichever
+    of a copy and a sum is faster; copied from pinned host memory to the device, and back."""
     on_device, other = (torch.zeros(size // 4, device=device) for _ in range(2))
     on_host = torch.zeros(size // 4, pin_memory=device.type == "cuda")
+    side = 8192 if device.type == "cuda" else 256
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
 
     def rate(work: Callable[[], object], moved: int) -> float:
         return 1e3 * moved / median_ms(device, work, 7)
@@ -175,6 +177,7 @@ def rates(device: torch.device, size: int) -> dict[str, float]:
         "bytes_per_second": max(
             rate(lambda: other.copy_(on_device), 2 * on_device.nbytes), rate(on_device.sum, on_device.nbytes)
         ),
+        "flops_per_second": rate(lambda: torch.mm(left, right), 2 * side**3),
         "to_device_per_second": rate(lambda: on_device.copy_(on_host, non_blocking=True), on_host.nbytes),
         "to_host_per_second": rate(lambda: on_host.copy_(on_device, non_blocking=True), on_host.nbytes),
     }

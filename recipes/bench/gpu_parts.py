@@ -92,11 +92,11 @@ def forwards(bench: Bench, engine: Engine) -> Rows:
     for context in bench.sizes.contexts:
         batch = prepared(engine, batch_of(engine, own_blocks(rows, context, size), context))
         logits = forward_of(engine, batch)
-        read = bench.read_bytes + rows * context * engine.model.geometry.bytes_per_token
+        kv = rows * context * engine.model.geometry.bytes_per_token
         yield {
             "what": "forward",
             "context": context,
-            **beside_limit(bench, read, median_ms(bench.device, partial(forward_of, engine, batch), bench.sizes.turns)),
+            **beside_limit(bench, kv, median_ms(bench.device, partial(forward_of, engine, batch), bench.sizes.turns)),
             "prepare_ms": median_ms(bench.device, partial(prepared, engine, batch), bench.sizes.turns),
             "sample_ms": median_ms(bench.device, partial(sample, logits, batch.sampling), bench.sizes.turns),
             "rows": rows,
@@ -125,7 +125,7 @@ def whole_steps(bench: Bench, engine: Engine, overlap: bool) -> Rows:
             decoding += engine.counters.decode_tokens == before["decode_tokens"] + rows
             if decoding > SETTLE:
                 seconds.append(elapsed)
-                read.append(bench.read_bytes + held * engine.model.geometry.bytes_per_token)
+                read.append(held * engine.model.geometry.bytes_per_token)
                 marks.append((before, msgspec.to_builtins(engine.counters)))
     finally:
         for i in range(rows):
@@ -147,9 +147,15 @@ def whole_steps(bench: Bench, engine: Engine, overlap: bool) -> Rows:
     }
 
 
-def beside_limit(bench: Bench, read: float, ms: float) -> dict[str, float]:
-    limit = 1e3 * read / bench.rates["bytes_per_second"]
-    return {"ms": ms, "read_bytes": read, "limit_ms": limit, "fraction_of_limit": limit / ms}
+def beside_limit(bench: Bench, kv_bytes: float, ms: float) -> dict[str, float]:
+    """Beside reading the weights or multiplying them with the rows of a decode step, whichever takes longer, and then reading
+    the KV."""
+    rates, itemsize = bench.rates, getattr(torch, bench.dtype).itemsize
+    flops = 2 * bench.sizes.rows * bench.read_bytes / itemsize
+    weights = max(bench.read_bytes / rates["bytes_per_second"], flops / rates["flops_per_second"])
+    limit = 1e3 * (weights + kv_bytes / rates["bytes_per_second"])
+    read = bench.read_bytes + kv_bytes
+    return {"ms": ms, "read_bytes": read, "flops": flops, "limit_ms": limit, "fraction_of_limit": limit / ms}
 
 
 def sharing(bench: Bench) -> Rows:

@@ -95,10 +95,14 @@ def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Ten
 
 
 def warm_graphs(engine: Engine) -> None:
-    """Capture every batch size now, so that no step that is timed does."""
+    """Capture every batch size now, with large tiles of attention and without, so that no step that is timed does. The largest
+    first: smaller ones find room in its memory."""
     if engine.graphs is not None:
-        for rows in sizes(max(engine.config.max_num_seqs, 16)):
-            forward(engine, batch_of(engine, np.zeros((rows, 1), np.int32), 1))
+        for rows in reversed(sizes(max(engine.config.max_num_seqs, 16))):
+            batch = prepared(engine, batch_of(engine, np.zeros((rows, 1), np.int32), 1))
+            for large in (False, True):
+                attention = batch.attention._replace(launched=(True, large, True))
+                forward_of(engine, replace(batch, attention=attention))
 
 
 def fill(kv: PagedKV) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 import rollout.plot
 from engine.config import EngineConfig
 from rollout import models
-from rollout.bench import fidelity, host, products, refresh, sharing
+from rollout.bench import cuda_static, fidelity, host, products, refresh, sharing
 from rollout.bench.against import parse
 from rollout.bench.floor import Machine
 from rollout.bench.longer import long_enough
@@ -27,7 +27,7 @@ from rollout.bench.text import PromptText
 from rollout.bench.workloads import WORKLOADS, find
 from rollout.config import InputError
 
-SPECIAL = (host.NAME, products.NAME, refresh.NAME, fidelity.NAME, sharing.NAME)
+SPECIAL = (host.NAME, products.NAME, refresh.NAME, fidelity.NAME, sharing.NAME, cuda_static.NAME)
 """measured in their own way; everything else is a row of WORKLOADS"""
 
 
@@ -69,8 +69,11 @@ def run(
                 host.print_row(console, row)
         if products.NAME in names:
             products.print_rows(console, list(keep(products.measure(scale, threads), sink)))
-        if set(names) <= {host.NAME, products.NAME}:
-            return 0  # the ones without a model
+        if cuda_static.NAME in names:
+            for row in keep(cuda_static.measure(), sink):
+                cuda_static.print_row(console, row)
+        if set(names) <= {host.NAME, products.NAME, cuda_static.NAME}:
+            return 0  # those without a model
         folder = models.resolve(model)
         text = PromptText(models.load_tokenizer(folder))
         base = EngineConfig(dtype=dtype, threads=threads, device=device)

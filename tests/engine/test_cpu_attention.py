@@ -39,7 +39,7 @@ from tests.engine.paged import (
     whole,
 )  # fmt: skip
 
-ANY = Capacity(16, 1, 1, 1, 16)
+ANY = Capacity(16, 1, 1, 1, 1, 16, 2)
 HERE = [isa for isa in here() if isa not in EMULATED]
 """attention has no tile instructions: what is emulated is avx512_bf16"""
 

@@ -125,6 +125,23 @@ def test_replayed_steps_make_the_same_samples_and_follow_refresh_and_sleep() -> 
     assert stub.captures == 2, "memory has moved, so sleep forgets them"
 
 
+def test_graphs_of_all_sizes_leave_their_logits_in_one_place() -> None:
+    engine, stub = small_engine(Captured)
+    assert stub is not None and engine.graphs is not None
+    places = set()
+    replayed = stub.result
+
+    def noted(forward: Run) -> torch.Tensor:
+        logits = replayed(forward)
+        places.add(logits.data_ptr())
+        return logits
+
+    stub.result = noted  # type: ignore[method-assign]
+    some(engine)
+    run(engine, [group("wide", [5, 6, 7], n=20, max_tokens=3, ignore_eos=True)])
+    assert stub.captures > 1 and len(places) == 1
+
+
 def test_a_replay_that_does_not_see_its_inputs_is_seen() -> None:
     eager, _ = small_engine(None)
     frozen, _ = small_engine(Frozen)

@@ -6,11 +6,8 @@ short contexts have many.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +16,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from engine.attention import choose_backend, tiles  # noqa: E402
+from engine.attention.launches import Limits  # noqa: E402
 from engine.attention.paged_triton import Capacity, TritonAttention, TritonUnavailable  # noqa: E402
+from tests.engine import production  # noqa: E402
 from tests.engine.paged import (  # noqa: E402
     FP32,
     Row,
@@ -43,10 +42,13 @@ ROUNDING = 2**-8 if DEVICE.type == "cuda" else 2**-7
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(tiles, "SPAN_CHUNKS", 2)
 
 
 def backend(shape: Shape, programs: int = 6) -> TritonAttention:
-    return TritonAttention(DEVICE, Capacity(512, 16, 64, shape.q_heads, shape.dim), programs)
+    return TritonAttention(
+        DEVICE, Capacity(512, 16, 64, shape.q_heads, shape.kv_heads, shape.dim, shape.dtype.itemsize), programs
+    )
 
 
 def attend(
@@ -153,24 +155,59 @@ def test_a_shared_prefix_is_read_through_the_first_row_alone() -> None:
 
 def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TritonUnavailable, match="different numbers of query heads"):
-        TritonAttention(DEVICE, Capacity(16, 2, 8, 0, 16), 1)
+        TritonAttention(DEVICE, Capacity(16, 2, 8, 0, 1, 16, 2), 1)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(TritonUnavailable, match="TRITON_INTERPRET=1"):
-        TritonAttention(torch.device("cpu"), Capacity(16, 2, 8, 4, 16), 1)
+        TritonAttention(torch.device("cpu"), Capacity(16, 2, 8, 4, 1, 16, 2), 1)
     with pytest.raises(ValueError, match='attention="triton".*TRITON_INTERPRET=1'):
-        choose_backend("triton", torch.device("cpu"), None, Capacity(16, 2, 8, 4, 16))
+        choose_backend("triton", torch.device("cpu"), None, Capacity(16, 2, 8, 4, 1, 16, 2))
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.long), 90])
-def test_the_kernels_compile(capability: int) -> None:
-    """For GPUs that are not here, with Triton's own assembler: on tensor cores, K and V on their way before they are wanted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.engine.compile_kernels", str(capability)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
-    made = [json.loads(line) for line in done.stdout.splitlines()]
-    kernels = [("attend", 16), ("attend", 64), *((name, None) for name in ("store", "merge", "draw_kernel", "draw_kernel"))]
-    assert [(row["kernel"], row["rows"]) for row in made] == kernels
-    for row in made:
-        two_programs = 2 * (row["shared_bytes"] + 1024)  # of which a processor has 228 KiB
-        assert row["cubin_bytes"] > 0 and two_programs <= 228 * 1024
-        assert row["kernel"] != "attend" or (row["products"] > 0 and row["copies_ahead"] > 0)
+def test_the_smallest_case_of_production(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 256 tokens, as they run: a prefix of one in common, a second chunk, several turns of the loop in each. On a
+    device tests/gpu/test_attention_oracle.py has all sizes."""
+    monkeypatch.setattr(tiles, "CHUNK_TOKENS", 256)
+    made = production.pages(production.Heads(kv=1, group=2, dim=16, dtype=FP32), [259, 300], 8)
+    query, out = production.attend(made, [1, 1], share=True)
+    production.assert_right(made, [1, 1], query, out)
+    assert torch.equal(out, production.attend(made, [1, 1], share=False)[1])
+
+
+def test_a_device_without_room_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.attention.paged_triton._limits", lambda device: (Limits(75, 16 << 10, 64 << 10), 1))
+    with pytest.raises(TritonUnavailable, match="KiB of shared memory in a program"):
+        TritonAttention(DEVICE, Capacity(16, 2, 8, 4, 1, 256, 4), 1)
+
+
+def test_what_has_nothing_to_do_is_not_launched() -> None:
+    """One short row: no large tile, nothing to merge. A prefix in common: both."""
+    launched: list[str] = []
+
+    class Noted:
+        def __getattr__(self, name: str) -> Any:
+            return SimpleNamespace(__getitem__=None) if name.startswith("__") else Grid(name)
+
+    class Grid:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: object) -> Any:
+            return lambda *_, **__: launched.append(self.name)
+
+    shape = Shape(q_heads=8, kv_heads=1, dim=16, block_size=8)
+    made = tokens(shape, [(None, 0), *[(0, 8)] * 5], [65, 66, 67, 68, 69, 70])
+    one = TritonAttention(DEVICE, Capacity(512, 16, 64, 8, 1, 16, 2), 6, Noted())
+    kv: Any = SimpleNamespace(data=pool(shape, made.blocks).to(DEVICE), block_size=8, geometry=SimpleNamespace(kv_heads=1))
+    for rows, want in (
+        ([(0, 0, 3)], ["store", "attend"]),
+        ([(i, 64 + i, 1) for i in range(6)], ["store", "attend", "attend", "merge"]),
+    ):
+        arrays = step_arrays(shape, made, rows)
+        batch: Any = SimpleNamespace(
+            **arrays | {"slots": torch.from_numpy(arrays["slots"])}, num_tokens=sum(n for _, _, n in rows)
+        )
+        batch.attention = one.prepare(batch, kv)
+        q, k = torch.zeros(batch.num_tokens, 8, 16), torch.zeros(batch.num_tokens, 1, 16)
+        launched.clear()
+        one.attend(1, q, k, k, batch, kv, 1.0, 0)
+        assert launched == want

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model import Model
+from engine.model import model_of
 from engine.request import Sample
 from engine.streaming import Streamed
 
@@ -63,7 +63,7 @@ def tiny_engine(
     streamed = None if offload is None else Streamed(module, name, offload, torch.device(device))
     if streamed is None:
         module.to(device)
-    return Engine(settings, Model(module, name, streamed, isa=settings.isa))
+    return Engine(settings, model_of(settings, module, name, streamed))
 
 
 def plain_logprobs(model: PreTrainedModel, prompt: np.ndarray, sample: Sample, temperature: float = 1.0) -> np.ndarray:

@@ -71,7 +71,7 @@ def test_the_memory_goes_and_comes_back(level: int) -> None:
     assert abs(free() - before) < 256 * MIB, "more or less than it was before"
     assert not made.kv.data.count_nonzero()
     again = run(made, lockstep("2"))
-    assert list(made.graphs._replays) == [16], "captured anew"
+    assert sorted({size for size, _ in made.graphs._replays}) == [16], "captured anew"
     for (_, index), sample in first.items():
         assert sample.logprobs.tobytes() == again["lockstep2", index].logprobs.tobytes()
     made.sleep(level)

@@ -1,0 +1,38 @@
+"""A product whose numbers do not depend on how many rows it has: persistent programs, tiles of one size, and in each the inputs
+summed in one order, from the first to the last. Libraries choose tiles, and whether to split the sum, by the number of rows;
+that the same row comes out otherwise in another batch is the whole reason for this kernel (He et al. 2025, Thinking Machines,
+"Defeating nondeterminism in LLM inference").
+
+Imported only where Triton is there. With TRITON_INTERPRET=1 it runs on the CPU, which has no products in bf16: WIDEN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def product(
+    x, weight, bias, out, rows, outs, size, x_row, weight_row,
+    BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """out [rows, outs] = x [rows, size] · weight [outs, size]ᵀ + bias [outs], rounded once. Tiles of the same outputs follow
+    each other, so that a weight is read from memory once."""
+    row_tiles = tl.cdiv(rows, M)
+    for tile in range(tl.program_id(0), row_tiles * tl.cdiv(outs, N), tl.num_programs(0)):
+        m = (tile % row_tiles * M + tl.arange(0, M)).to(tl.int64)
+        n = (tile // row_tiles * N + tl.arange(0, N)).to(tl.int64)
+        acc = tl.zeros((M, N), tl.float32)
+        for start in range(0, size, K):
+            k = start + tl.arange(0, K)
+            left = tl.load(x + m[:, None] * x_row + k[None], mask=(m < rows)[:, None] & (k < size)[None], other=0.0)
+            right = tl.load(weight + n[None] * weight_row + k[:, None], mask=(n < outs)[None] & (k < size)[:, None], other=0.0)
+            if WIDEN:
+                acc = tl.dot(left.to(tl.float32), right.to(tl.float32), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(left, right, acc, input_precision="ieee")
+        if BIAS:
+            acc += tl.load(bias + n, mask=n < outs, other=0.0).to(tl.float32)[None]
+        made = out + m[:, None] * outs + n[None]
+        tl.store(made, acc.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < outs)[None])

@@ -1,0 +1,171 @@
+"""Compiles the Triton kernels for GPUs that need not be there, with Triton's own assembler, as they would be launched on each.
+
+`in_a_process` does so in a process of its own, since the tests beside it run kernels in the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.attention.launches import KNOWN, Launch, choose, power_of_two
+
+ARCHITECTURES = tuple(KNOWN)
+BF16, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "i64"
+TYPES = {
+    **dict.fromkeys(
+        ("query", "key", "value", "out", "data", "logits", "x", "residual", "weight", "bias", "qkv", "cos", "sin", "both"), BF16
+    ),
+    **dict.fromkeys(("partial", "sums", "drawn"), FP32),
+    **dict.fromkeys(("table", "positions", "parts", "slots", "tiles", "num_tiles"), INT32),
+    **dict.fromkeys(
+        ("layer_at", "block_stride", "q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "out_token", "row_stride"),
+        INT64,
+    ),
+    **dict.fromkeys(("x_row", "weight_row"), INT64),
+    **dict.fromkeys(("q_weight", "k_weight"), BF16),
+    **dict.fromkeys(("window", "mine", "draws", "vocabulary", "rows", "outs", "size", "inner"), "i32"),
+    **dict.fromkeys(("eps", "q_eps", "k_eps"), "fp32"),
+    "asked": "*fp64",
+    "scaling": "fp32",
+}
+"""of the kernels' arguments, in bf16"""
+
+
+class Heads(NamedTuple):
+    """Of a model's attention."""
+
+    dim: int = 128
+    group: int = 4
+    kv_heads: int = 8
+    itemsize: int = 2
+
+
+PRODUCTION = Heads()
+"""Qwen3-8B's"""
+SHAPES = (PRODUCTION, Heads(dim=64, group=7, kv_heads=2), Heads(dim=256, group=2, kv_heads=4), Heads(itemsize=4))
+
+
+def compiled(
+    kernel: Any, capability: int, constants: dict[str, Any], options: dict[str, Any], wide: bool = False
+) -> dict[str, Any]:
+    """Figures of one kernel. `wide`: numbers in fp32, not bf16. Pointers, strides and sizes of rows are multiples of 16,
+    as they are at a launch."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    fixed = {name: value for name, value in constants.items() if name in names}
+    types = {name: FP32 if wide and kind == BF16 else kind for name, kind in TYPES.items()}
+    signature = {name: "constexpr" if name in fixed else types[name] for name in names}
+    even = [signature[name].startswith(("*", "i64")) or name in ("size", "outs", "inner") for name in names]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(names)) if even[i]}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()}, aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = made.asm["ptx"]
+    registers, stack = usage(made.asm["cubin"], Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+    return {
+        "capability": capability,
+        "kernel": kernel.__name__,
+        "shared_bytes": made.metadata.shared,
+        "registers": registers,
+        "spill_bytes": stack,
+        "products": len(re.findall(r"\bw?g?mma|tcgen05\.mma", ptx)),
+        "copies_ahead": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
+    }
+
+
+def usage(cubin: bytes, cuobjdump: Path) -> tuple[int, int]:
+    """Registers, and bytes of stack, of a thread: what does not fit into registers lies there."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run(
+            [cuobjdump, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert found is not None, told
+    return int(found[1]), int(found[2])
+
+
+def attention(capability: int, heads: Heads) -> Iterator[dict[str, Any]]:
+    """`attend` for both kinds of tiles as the device would launch it."""
+    from engine.attention import triton_kernels
+    from engine.attention.paged_triton import EXACT
+
+    launches = choose(heads.group, heads.dim, heads.itemsize, KNOWN[capability])
+    for tile, launch in launches._asdict().items():
+        made = compiled(
+            triton_kernels.attend,
+            capability,
+            constants(heads, launch),
+            {"num_warps": launch.warps, "num_stages": launch.stages, **EXACT},
+            wide=heads.itemsize == 4,
+        )
+        estimate = {"shared_estimate": launch.shared_bytes, "programs": launch.programs}
+        yield {**made, "tile": tile, **heads._asdict(), **launch._asdict(), **estimate, "shared_bytes": made["shared_bytes"]}
+
+
+def constants(heads: Heads, launch: Launch) -> dict[str, Any]:
+    width = power_of_two(max(heads.dim, 16))
+    return {
+        "HEADS": heads.kv_heads, "HEADS_PAD": power_of_two(heads.kv_heads), "GROUP": heads.group,
+        "GROUP_PAD": power_of_two(heads.group), "DIM": heads.dim, "DIM_PAD": width, "BLOCK": 32, "CHUNK": 256, "SPAN": 8,
+        "M": launch.rows, "N": launch.keys, "COLUMNS": 6, "WIDEN": False,
+    }  # fmt: skip
+
+
+def others(capability: int) -> Iterator[dict[str, Any]]:
+    """The kernels beside `attend`."""
+    from engine import exact_kernels, fused_kernels
+    from engine.attention import triton_kernels
+    from engine.attention.paged_triton import EXACT
+    from engine.exact import FUSED, TILES
+    from engine.sampler_triton import BLOCK, draw_kernel
+
+    launch = choose(PRODUCTION.group, PRODUCTION.dim, PRODUCTION.itemsize, KNOWN[capability]).small
+    for itemsize, tile in TILES.items():
+        fixed = {"M": tile.rows, "N": tile.outs, "K": tile.inputs, "BIAS": True, "WIDEN": False}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages, **FUSED}
+        made = compiled(exact_kernels.product, capability, fixed, options, wide=itemsize == 4)
+        yield made | {"itemsize": itemsize}
+    fixed = {"WIDTH": 4096, "ADD": True, "Q_HEADS": 32, "HALF_PAD": 64, "NORM": True}
+    for kernel in (fused_kernels.add_norm, fused_kernels.rope_store):
+        yield compiled(kernel, capability, constants(PRODUCTION, launch) | fixed | {"HEADS_PAD": 32}, {"num_warps": 8, **EXACT})
+    yield compiled(fused_kernels.silu_mul, capability, {"WIDTH": 1024}, EXACT)
+    for kernel in (triton_kernels.store, triton_kernels.merge):
+        yield compiled(kernel, capability, constants(PRODUCTION, launch), EXACT)
+    for cut in (False, True):
+        made = compiled(draw_kernel, capability, {"N": BLOCK, "CUT": cut}, {"num_warps": 8, **EXACT})
+        yield made | {"cut": cut}
+
+
+def rows(capability: int, everything: bool) -> Iterator[dict[str, Any]]:
+    """`everything`: all shapes of heads; else those of Qwen3-8B."""
+    for heads in SHAPES if everything else (PRODUCTION,):
+        yield from attention(capability, heads)
+    yield from others(capability)
+
+
+def in_a_process(capability: int, everything: bool, timeout_s: float) -> list[dict[str, Any]]:
+    """`rows` by a process without the interpreter. Raises RuntimeError with what it printed where it fails."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", f"import {__name__} as c; c.main()", str(capability), "all" if everything else "short"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    if done.returncode:
+        raise RuntimeError(f"kernels for compute capability {capability / 10} do not compile:\n{done.stderr[-2000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def main() -> None:
+    """Print the rows of one architecture, `sys.argv[1]`."""
+    for row in rows(int(sys.argv[1]), sys.argv[2] == "all"):
+        print(json.dumps(row), flush=True)

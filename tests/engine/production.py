@@ -1,0 +1,95 @@
+"""Attention at production sizes against double precision: sequences in a pool that is full of NaN wherever nothing was written,
+and one step of the Triton backend over them, its partial results full of NaN as well, computed again and again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from engine.attention import Capacity, TritonAttention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK = 32
+REPEATS = 50 if DEVICE == "cuda" else 2
+
+
+class Heads(NamedTuple):
+    kv: int = 8
+    group: int = 4
+    dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+
+class Pages(NamedTuple):
+    """Sequences with their K and V in a pool."""
+
+    heads: Heads
+    data: torch.Tensor
+    """[blocks, 1, 2, kv_heads, BLOCK, head_dim]"""
+    tables: list[np.ndarray]
+    lengths: list[int]
+
+
+def pages(heads: Heads, lengths: list[int], shared: int = 0) -> Pages:
+    """The first `shared` blocks are the same for all."""
+    generator = torch.Generator().manual_seed(0)
+    needed = [-(-length // BLOCK) for length in lengths]
+    ids = np.random.default_rng(0).permutation(shared + sum(n - shared for n in needed) + 3).astype(np.int32)
+    prefix, rest = ids[:shared], ids[shared:].tolist()
+    tables = [np.concatenate([prefix, np.array([rest.pop() for _ in range(n - shared)], np.int32)]) for n in needed]
+    data = torch.full((len(ids), 1, 2, heads.kv, BLOCK, heads.dim), torch.nan, dtype=heads.dtype)
+    for table, length in zip(tables, lengths, strict=True):
+        for i, block in enumerate(table.tolist()):
+            if data[block].isnan().all():
+                data[block, 0, :, :, : length - i * BLOCK] = torch.randn(
+                    data[block, 0, :, :, : length - i * BLOCK].shape, generator=generator
+                )
+    return Pages(heads, data.to(DEVICE), tables, lengths)
+
+
+def attend(made: Pages, counts: list[int], share: bool, processors: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last `counts` tokens of every sequence in one step: queries and outputs [T, q_heads, dim]."""
+    heads, rows = made.heads, len(counts)
+    q_heads, columns = heads.kv * heads.group, max(map(len, made.tables))
+    total = sum(counts)
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(total, q_heads, heads.dim, generator=generator).to(DEVICE, heads.dtype)
+    table = np.zeros((rows, columns), np.int32)
+    for row, blocks in zip(table, made.tables, strict=True):
+        row[: len(blocks)] = blocks
+    capacity = Capacity(max(total, 16), max(rows, 16), columns, q_heads, heads.kv, heads.dim, heads.dtype.itemsize)
+    backend = TritonAttention(torch.device(DEVICE), capacity, processors)
+    batch: Any = SimpleNamespace(
+        query_starts=np.cumsum([0, *counts]).astype(np.int32), context_lens=np.array(made.lengths, np.int32), block_table=table,
+        shared=np.ones((int(share), 3), np.int32), num_tokens=total, slots=torch.zeros(total, dtype=torch.int64),
+    )  # fmt: skip
+    kv: Any = SimpleNamespace(data=made.data, block_size=BLOCK, geometry=SimpleNamespace(kv_heads=heads.kv))
+    backend.partial.fill_(torch.nan)
+    backend.sums.fill_(torch.nan)
+    batch.attention = backend.prepare(batch, kv)
+    outputs = [backend.attend_stored(0, query, batch, kv, heads.dim**-0.5, 0) for _ in range(REPEATS)]
+    for other in outputs[1:]:
+        assert torch.equal(outputs[0], other), "the same step has other bits when it is repeated"
+    return query, outputs[0]
+
+
+def assert_right(made: Pages, counts: list[int], query: torch.Tensor, out: torch.Tensor) -> None:
+    """Each query against double precision, up to the rounding of its output and of its weights."""
+    rounding = 2**-8 if made.heads.dtype == torch.bfloat16 else 2**-19
+    at = 0
+    for table, length, count in zip(made.tables, made.lengths, counts, strict=True):
+        kept = made.data[torch.from_numpy(table).long().to(DEVICE), 0].double()
+        key, value = (kept[:, i].transpose(1, 2).flatten(0, 1)[:length] for i in (0, 1))  # [length, kv_heads, dim]
+        for first in range(0, count, 128):
+            rows = slice(at + first, at + min(first + 128, count))
+            q = query[rows].double().unflatten(1, (made.heads.kv, made.heads.group))
+            scores = torch.einsum("thgd,khd->thgk", q, key) * made.heads.dim**-0.5
+            position = length - count + torch.arange(first, min(first + 128, count), device=DEVICE)
+            scores = scores.masked_fill(torch.arange(length, device=DEVICE) > position[:, None, None, None], -torch.inf)
+            want = torch.einsum("thgk,khd->thgd", scores.softmax(-1), value).flatten(1, 2)
+            error = (out[rows].double() - want).abs()
+            assert bool((error <= want.abs() * rounding + want.abs().max() * rounding / 2).all()), f"{length} tokens"
+        at += count

@@ -1,0 +1,72 @@
+"""Products and norms that do not depend on the batch, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from engine import exact  # noqa: E402
+from engine.exact import NotExact, exact_linear, exact_norm, make_exact  # noqa: E402
+from tests.engine.tiny import tiny  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_the_same_among_others(dtype: torch.dtype) -> None:
+    """Right, and to the bit what it is alone: in the first tile of rows and in the third, with a bias and without."""
+    x, weight, bias = normal(133, 100, dtype=dtype), normal(150, 100, dtype=dtype, seed=1), normal(150, dtype=dtype, seed=2)
+    for added in (None, bias):
+        whole = exact_linear(x, weight, added)
+        torch.testing.assert_close(whole, linear(x, weight, added), rtol=ROUNDING[dtype], atol=20 * ROUNDING[dtype])
+        for rows in ([0], [131], [5, 77], list(range(40, 80))):
+            assert torch.equal(exact_linear(x[rows], weight, added), whole[rows])
+    whole = exact_norm(x, weight[0], 1e-6)
+    assert torch.equal(exact_norm(x[7:9], weight[0], 1e-6), whole[7:9])
+
+
+def test_a_tile_that_depends_on_the_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: inputs summed in other steps for fewer rows, as libraries do."""
+    x, weight = normal(64, 100), normal(40, 100, seed=1)
+    whole = exact_linear(x, weight)
+    monkeypatch.setitem(exact.TILES, 4, exact.TILES[4]._replace(inputs=16))
+    assert not torch.equal(exact_linear(x[:3], weight), whole[:3])
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return made
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_a_model_and_its_gradients(family: str) -> None:
+    """The module's own up to rounding."""
+    options = SMALL | ({"head_dim": 16} if family == "qwen3" else {})
+    plain, made = (tiny(family, **options).to(DEVICE) for _ in range(2))
+    make_exact(made)
+    ids = torch.arange(3, 20, device=DEVICE)[None]
+    for model in (plain, made):
+        logits(model, ids).log_softmax(-1)[0, :, 7].sum().backward()
+    torch.testing.assert_close(logits(made, ids), logits(plain, ids), rtol=1e-4, atol=1e-4)
+    for (name, one), (_, other) in zip(plain.named_parameters(), made.named_parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize(("family", "what"), [("mixtral", "mlp"), ("gemma3_text", "norms of another kind.*Gemma3RMSNorm")])
+def test_what_would_depend_on_the_batch_is_refused_by_name(family: str, what: str) -> None:
+    model = tiny(family)
+    with pytest.raises(NotExact, match=what):
+        make_exact(model)
+    assert all("forward" not in vars(each) for each in model.modules()), "half of it was changed"

@@ -1,0 +1,126 @@
+"""Fused decoder layers, in Triton's interpreter where there is no GPU: the module's logits up to rounding, refreshed in place,
+there again after a sleep; what is of another kind is left alone. How many kernels they launch is counted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from engine import fused_kernels  # noqa: E402
+from engine.config import EngineConfig  # noqa: E402
+from engine.engine import Engine  # noqa: E402
+from engine.fused import CHECKED_ROWS, FusedDecoder, NotFused  # noqa: E402
+from engine.model import Model  # noqa: E402
+from rollout.bench.cuda_count import launches_per_layer  # noqa: E402
+from tests.engine.tiny import plain_logprobs, tiny  # noqa: E402
+from tests.engine.toy import group, run  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def decoder(module: Any) -> tuple[FusedDecoder, Model]:
+    model = Model(module.to(DEVICE), "tiny", native=False)
+    head = model.geometry.head_dim
+    asked = {i: {"scaling": head**-0.5, "window": 0} for i in range(model.geometry.layers)}
+    return FusedDecoder(model.module, asked, fused_kernels), model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_the_logits_of_the_module(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.fused.CHECKED_ROWS", CHECKED_ROWS[:1])
+    options = SMALL | ({"head_dim": 24} if family == "qwen3" else {})
+    module = tiny(family, dtype, **options)
+    names = dict(module.named_parameters())
+    if family == "qwen2":
+        for name, parameter in names.items():
+            if name.endswith("bias"):
+                parameter.data.normal_()
+    fused, model = decoder(module)
+    with torch.inference_mode():
+        fused.check(model.forward_transformers, model.vocab_size)
+        module.model.layers[0].self_attn.k_proj.weight.mul_(1.5)  # in place, as by a refresh
+        module.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        fused.check(model.forward_transformers, model.vocab_size)
+    assert dict(module.named_parameters()).keys() == names.keys()
+
+
+def test_numbers_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the above: kernels that leave something out."""
+    fused, model = decoder(tiny("qwen3", **SMALL))
+    layer = fused.body.layers[0]
+    layer.post_attention_layernorm.weight.data.mul_(2)
+    monkeypatch.setattr("engine.fused.CHECKED_ROWS", CHECKED_ROWS[:1])
+    other = SimpleNamespace(weight=torch.ones_like(layer.input_layernorm.weight), variance_epsilon=1e-6)
+    norm = fused._norm
+    monkeypatch.setattr(fused, "_norm", lambda x, residual, each: norm(x, residual, other))
+    with torch.inference_mode(), pytest.raises(NotFused, match="logits that differ"):
+        fused.check(model.forward_transformers, model.vocab_size)
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma3_text", "mixtral", "olmo2"])
+def test_layers_of_another_kind_are_left_alone(family: str) -> None:
+    with pytest.raises(NotFused):
+        decoder(tiny(family))
+
+
+def test_weights_that_are_multiplied_as_one_lie_side_by_side() -> None:
+    module = tiny("qwen2", **SMALL)
+    want = {name: parameter.clone() for name, parameter in module.named_parameters()}
+    fused, _ = decoder(module)
+    attention = module.model.layers[0].self_attn
+    one = {each.weight.untyped_storage().data_ptr() for each in (attention.q_proj, attention.k_proj, attention.v_proj)}
+    assert len(one) == 1
+    assert all(torch.equal(want[name].to(DEVICE), parameter) for name, parameter in module.named_parameters())
+    before = attention.k_proj.weight.data_ptr()
+    fused.stack()
+    assert attention.k_proj.weight.data_ptr() == before, "stacked again without need"
+    attention.k_proj.weight.data = attention.k_proj.weight.data.clone()  # as after a sleep
+    fused.stack()
+    one = {each.weight.untyped_storage().data_ptr() for each in (attention.q_proj, attention.k_proj, attention.v_proj)}
+    assert len(one) == 1 and torch.equal(attention.k_proj.weight, want["model.layers.0.self_attn.k_proj.weight"].to(DEVICE))
+
+
+def test_an_engine_of_fused_layers() -> None:
+    """Log-probs of a full forward of the module, with a prefix in common and padding; refreshed in place, and after a sleep."""
+    settings = EngineConfig(
+        device=DEVICE, dtype="float32", attention="triton", block_size=8, kv_tokens=512, max_num_seqs=16, max_batch_tokens=64,
+        cpu_offload_gib=0, cuda_graphs=False,
+    )  # fmt: skip
+    module = tiny("qwen3", **SMALL | {"head_dim": 16}).to(DEVICE)
+    engine = Engine(settings, Model(module, "tiny", native=False, fused=True))
+    assert isinstance(engine.model, Model) and engine.model.fused is not None
+    prompt = np.arange(3, 22, dtype=np.int32)
+
+    def assert_plain(tag: str) -> None:
+        for sample in run(engine, [group(tag, prompt.tolist(), n=3, max_tokens=3, ignore_eos=True)]).values():
+            want = plain_logprobs(other, prompt, sample)
+            np.testing.assert_allclose(sample.logprobs, want, atol=1e-4)
+
+    other = tiny("qwen3", **SMALL | {"head_dim": 16}).to(DEVICE)
+    assert_plain("first")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    engine.refresh(other.state_dict())
+    assert_plain("refreshed")
+    engine.sleep(2)
+    engine.wake()
+    engine.refresh(other.state_dict())
+    attention = module.model.layers[0].self_attn
+    assert attention.q_proj.weight.untyped_storage().data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
+    assert_plain("awake")
+
+
+def test_launches_of_a_layer() -> None:
+    """The module's own operators are the control: the counter sees them."""
+    counted = launches_per_layer()
+    print(counted)
+    assert counted["unshared"] < counted["launches_per_layer"] <= 14 and counted["transformers"] > 40

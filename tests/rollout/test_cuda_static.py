@@ -1,0 +1,96 @@
+"""What is known of the CUDA path without a GPU: `rollout bench cuda_static`, in a short form; -m long compiles for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from engine.attention import Capacity  # noqa: E402
+from engine.attention.launches import KNOWN, PROGRAM_BYTES, Limits, choose  # noqa: E402
+from engine.attention.paged_triton import parts_for  # noqa: E402
+from rollout.bench import cuda_static  # noqa: E402
+
+MOST_SPILLED = {"small": 32, "large": 160, "other": 64}
+"""bytes of stack of a thread; of large tiles those of sums that are touched once in a chunk or in a span, not with each key"""
+
+
+@pytest.mark.parametrize("name", cuda_static.MIXTURES)
+def test_programs_have_nearly_the_same_work(name: str) -> None:
+    contexts = cuda_static.MIXTURES[name]
+    ours, in_turn = cuda_static.tiles.balance(cuda_static.cut(contexts).loads), cuda_static.in_turn(contexts)
+    print(f"{name}: {ours:.3f}, whole rows in turn {in_turn:.3f}")
+    assert ours >= 0.95
+    if "x lognormal" in name or "uniform" in name:
+        assert in_turn < 0.8, "the control is balanced as well"
+
+
+def held(rows: list[dict[str, Any]], architecture: int) -> None:
+    limits = KNOWN[architecture]
+    for row in rows:
+        kind = row.get("tile", "other")
+        print(f"sm_{architecture} {cuda_static.title(row)}: {row['spill_bytes']} B spilled, {row['shared_bytes']} B shared")
+        assert row["spill_bytes"] <= MOST_SPILLED[kind], row
+        if kind != "other":
+            assert row["shared_bytes"] <= row["shared_estimate"] <= limits.program_bytes
+            assert row["programs"] * (row["shared_bytes"] + PROGRAM_BYTES) <= limits.processor_bytes
+            if row["itemsize"] == 2:
+                assert row["copies_ahead"] > 0, "every copy is waited for before products run"
+                assert row["products"] > 0
+
+
+@pytest.mark.parametrize("architecture", [90, *(pytest.param(each, marks=pytest.mark.long) for each in KNOWN)])
+def test_kernels_fit_as_they_are_launched(architecture: int, request: pytest.FixtureRequest) -> None:
+    """By Triton's own assembler, with what `choose` says for the device: on tensor cores, copies ahead, next to no spills."""
+    everything = "long" in {mark.name for mark in request.node.iter_markers()}
+    held(cuda_static.cuda_compile.in_a_process(architecture, everything, 280), architecture)
+
+
+def test_the_summary_has_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"kernel": "merge", "spill_bytes": 0, "registers": 32, "shared_bytes": 0, "capability": 90}
+    monkeypatch.setattr(cuda_static.cuda_compile, "in_a_process", lambda *_: [row])
+    *rows, summary = cuda_static.measure((80, 90))
+    assert summary["summary"] and summary["balance"].keys() == cuda_static.MIXTURES.keys()
+    assert summary["spills"] == {"sm_80": {"merge": 0}, "sm_90": {"merge": 0}} and summary["launches_per_layer"] <= 14
+    assert {each["what"] for each in rows} == {"balance", "launches", "kernel"}
+
+
+def chunks_read(rows: int, prefix: int, own: int, max_parts: int) -> int:
+    """By the tiles of a decode step of rows over a prefix in common."""
+    common, blocks = prefix // 32, -(-(prefix + own) // 32)
+    table = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
+    table[:, :common] = np.arange(common)
+    made = cuda_static.tiles.cut(
+        np.arange(rows + 1, dtype=np.int32), np.full(rows, prefix + own, np.int32), table, True, block_size=32, sizes=(4, 16),
+        groups=(33, 16), max_parts=max_parts,
+    )  # fmt: skip
+    return int(sum((kind[:, 4] - kind[:, 3]).sum() for kind in (made.small, made.large)))
+
+
+@pytest.mark.parametrize("prefix", [1024, 4096, 8192, 16384])
+def test_long_prefixes_are_shared_by_all_rows(prefix: int) -> None:
+    """With an H200's memory for partial results; as many as a CPU's pool has end the sharing: the control."""
+    capacity = Capacity(8192, 256, 1280, 32, 8, 128, 2)
+    ideal = 256 // 16 * prefix // 256 + 256 * 2
+    assert chunks_read(256, prefix, 512, parts_for(139 << 30, capacity)) == ideal
+    if prefix >= 8192:
+        assert chunks_read(256, prefix, 512, parts_for(0, capacity)) > 1.4 * ideal
+
+
+@pytest.mark.parametrize("architecture", KNOWN)
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("dim", [24, 64, 80, 128, 256])
+@pytest.mark.parametrize("group", [1, 4, 7, 16])
+def test_every_known_device_has_room(group: int, dim: int, itemsize: int, architecture: int) -> None:
+    small, large = choose(group, dim, itemsize, KNOWN[architecture])
+    assert small.keys == large.keys, "a query's numbers would depend on the kind of its tile"
+    for launch in (small, large):
+        assert launch.programs >= 1 and launch.rows >= group and launch.shared_bytes <= KNOWN[architecture].program_bytes
+
+
+def test_a_device_without_room_is_refused_with_a_sentence() -> None:
+    with pytest.raises(ValueError, match=r"heads of 512 numbers of 4 bytes.*KiB of shared memory.*compute capability 7\.5"):
+        choose(8, 512, 4, Limits(75, 32 << 10, 64 << 10))
