@@ -315,6 +315,13 @@ def rubbish(endpoint: str, count: int, seed: int) -> int:
     return sent
 
 
+ATTACKER = """
+import sys
+from tests.rollout.test_faults import rubbish
+assert rubbish(sys.argv[1], 250_000, int(sys.argv[2])) == 250_000
+"""
+
+
 def raw_bytes(endpoint: str, count: int, seed: int) -> None:
     """Bytes that are no ZMTP, or the beginning of one."""
     rng = random.Random(seed)
@@ -363,6 +370,27 @@ def test_rubbish_at_a_live_service_harms_nobody_else() -> None:
         assert not failed and not generator.is_alive()
         until(lambda: victim.status()["service"]["malformed"] > 800)
         many_groups(victim, 10)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_million_broken_messages(start: Callable[..., Process]) -> None:
+    """A process, so that an abort inside libzmq and its memory are seen."""
+    service = start()
+    memory = psutil.Process(service.popen.pid)
+    before = memory.memory_info().rss
+    attackers = [subprocess.Popen([sys.executable, "-c", ATTACKER, service.endpoint, str(seed)], cwd=ROOT) for seed in range(4)]
+    try:
+        while any(attacker.poll() is None for attacker in attackers):
+            assert service.popen.poll() is None, "the service died"
+            assert memory.memory_info().rss - before < 1 << 30  # what waits both ways, each bounded
+            time.sleep(0.1)
+    finally:
+        for attacker in attackers:
+            attacker.kill()
+    assert [attacker.returncode for attacker in attackers] == [0] * 4
+    with RolloutClient(service.endpoint, connect_timeout_s=WAIT) as client:
+        many_groups(client, 10)
 
 
 def test_the_rubbish_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
