@@ -176,11 +176,11 @@ class Welcome(msgspec.Struct, frozen=True, eq=False, tag="welcome"):
     """of the weights"""
     limits: Limits
     capabilities: tuple[str, ...] = ()
-    arithmetic: str = ""
-    """name/version of what computes; equal ones, with equal weights, tokens and seeds, give equal samples"""
     groups: np.ndarray | None = None
     """[groups, DIGEST_BYTES] uint8: digests of those named by Hello that the service still has; the others are to be sent
     again"""
+    arithmetic: str = ""
+    """name/version of what computes; equal ones, with equal weights, tokens and seeds, give equal samples"""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
