@@ -44,9 +44,11 @@ def run(groups: list[Ask], *, pool: int, host: int = 0, most_steps: int = 100_00
         assert counters.steps < most_steps, "no end in sight"
         plan = scheduler.plan()
         scheduler.moved()
-        assert plan.rows or scheduler.running, "stuck"
+        assert plan.num_rows or scheduler.running, "stuck"
+        if not plan.num_rows:
+            continue
         scheduler.launched(plan)
-        draws = sum(row.samples for row in plan.rows)
+        draws = int(plan.samples.sum())
         tokens = r.integers(1, 10**6, draws).astype(np.int32)
         scheduler.commit(plan, Drawn(tokens, np.zeros(draws, np.float32), None, np.ones(draws, bool)))
     assert counters.generated_tokens == sum(ask.n * ask.new for ask in groups)

@@ -100,10 +100,10 @@ def test_samples_do_not_notice(offload: tuple[int, int, int], plain: Samples) ->
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "bfloat16"), ("llama-mha", "float32"), ("qwen3_moe", "bfloat16")])
 def test_other_models(name: str, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
-    """bf16 runs natively without offload; tied embeddings, which are in no decoder layer, stay tied; experts move along."""
+    """Llamas run natively without offload; tied embeddings, which are in no decoder layer, stay tied; experts move along."""
     with caplog.at_level("INFO", "rollout.engine"):
         engine = an_engine((2, 1, 2), name, dtype=dtype)
-    assert ("weight_offload streams them" in caplog.text) == (dtype == "bfloat16")
+    assert ("weight_offload streams them" in caplog.text) == name.startswith("llama")
     assert same(run(engine, probe()), run(an_engine(None, name, dtype=dtype), probe()))
 
 
