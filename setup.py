@@ -1,18 +1,22 @@
-"""The kernels of a wheel: one library for each instruction set of this architecture (`engine.cpu.isa`), compiled at once.
+"""What a wheel needs beyond pyproject.toml. An editable installation takes the folders as they lie and compiles on first use.
 
-Everything else is in pyproject.toml. An editable installation compiles on first use instead; where there is no compiler the
-wheel has no kernels and is for any platform.
+Names: `engine/` and `transport/` are installed as `rollout.engine` and `rollout.transport`, so that no other project's packages
+of these names are touched; imports are rewritten on the way. What only measures (`rollout/bench`) stays in the sources.
+
+Kernels: one library for each instruction set of this architecture (`engine.cpu.isa`), compiled at once. Where there is no
+compiler the wheel has none and is for any platform.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import platform
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Distribution, setup
+from setuptools import Distribution, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -21,7 +25,26 @@ sys.path.insert(0, str(Path(__file__).parent))  # setuptools' backend leaves it 
 from engine.cpu.build import NativeUnavailable, compile_library, find_compiler, library_name  # noqa: E402
 from engine.cpu.isa import ISAS  # noqa: E402
 
-LIBRARIES = "engine/cpu/lib"
+LIBRARIES = "rollout/engine/cpu/lib"
+ROOMS = ("engine", "transport")
+IN_PLACE = "editable_wheel" in sys.argv
+
+
+def installed_name(module: str) -> str:
+    return f"rollout.{module}" if module.split(".")[0] in ROOMS else module
+
+
+def with_installed_names(source: str) -> str:
+    """A module whose imports of our rooms name them as they are installed. Raises ValueError for `import engine.x`, which binds
+    a name that would be another one then."""
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import) and any(alias.name.split(".")[0] in ROOMS and not alias.asname for alias in node.names):
+            raise ValueError(f"line {node.lineno}: import {node.names[0].name}: write from … import …")
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and installed_name(node.module or "") != node.module:
+            line = lines[node.lineno - 1]
+            lines[node.lineno - 1] = line.replace(f"from {node.module} ", f"from rollout.{node.module} ", 1)
+    return "".join(lines)
 
 
 def compiler() -> str | None:
@@ -36,6 +59,8 @@ class BuildKernels(build_py):
         super().run()
         if self.editable_mode:
             return
+        for path in Path(self.build_lib).rglob("*.py"):
+            path.write_text(with_installed_names(path.read_text(encoding="utf-8")), encoding="utf-8")
         cc = compiler()
         if cc is None:
             self.warn("no C compiler (cc, gcc, clang or $CC): the kernels are compiled on first use, where there is one")
@@ -71,4 +96,11 @@ class AnyPython(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-setup(distclass=Kernels, cmdclass={"build_py": BuildKernels, "bdist_wheel": AnyPython})
+packages = find_packages(include=["engine*", "transport*", "rollout*"], exclude=[] if IN_PLACE else ["rollout.bench*"])
+setup(
+    packages=packages if IN_PLACE else [installed_name(each) for each in packages],
+    package_dir={} if IN_PLACE else {installed_name(each): each for each in ROOMS},
+    package_data={"engine" if IN_PLACE else "rollout.engine": ["cpu/c/*"]},
+    distclass=Kernels,
+    cmdclass={"build_py": BuildKernels, "bdist_wheel": AnyPython},
+)

@@ -14,31 +14,31 @@ import numpy as np
 import torch
 
 from engine.arithmetic import arithmetic, chosen_kernels
-from engine.attention import Backend, Capacity, TritonAttention, choose_backend
-from engine.batch import Batch
 from engine.config import EngineConfig
-from engine.flight import Flight, Stopwatch
-from engine.graphs import DecodeGraphs, cuda_capture
-from engine.invariants import check
-from engine.judge import judge, try_out
-from engine.kv import KVGeometry, PagedKV
+from engine.cuda.graphs import DecodeGraphs, cuda_capture
+from engine.devices import Backend, Capacity, TritonAttention, choose_backend
+from engine.forward.batch import Batch
+from engine.forward.judge import judge, try_out
+from engine.forward.model import Model, open_model
+from engine.forward.sampling import launch_draws, uniform
+from engine.in_flight import Flight, Stopwatch
+from engine.kv.pages import KVGeometry, PagedKV
+from engine.kv.sizing import blocks_in_host_memory, blocks_on_device
 from engine.memory import taken_memory
-from engine.model import Model, open_model
-from engine.plan import Plan
-from engine.request import Group, KVPolicy, Limits, Refreshed, Sample, TensorInfo
-from engine.sampler import launch_draws, uniform
-from engine.scheduler import Scheduler
-from engine.sizes import blocks_in_host_memory, blocks_on_device
-from engine.staging import NamedTensors, Staging, describe, named_pairs, source_of, with_digest
-from engine.stats import Counters
+from engine.scheduling.counters import Counters
+from engine.scheduling.invariants import check
+from engine.scheduling.plan import Plan
+from engine.scheduling.scheduler import Scheduler
 from engine.status import status
-from engine.weights import Weights, WeightsTorn
+from engine.types import Group, KVPolicy, Limits, Refreshed, Sample, TensorInfo
+from engine.weights.live import Weights, WeightsTorn
+from engine.weights.staging import NamedTensors, Staging, describe, named_pairs, source_of, with_digest
 
 log = logging.getLogger("rollout.engine")
 
 
 class ModelLike(Protocol):
-    """What the engine needs of a model; `engine.model.Model` is one, tests have smaller ones."""
+    """What the engine needs of a model; `engine.forward.model.Model` is one, tests have smaller ones."""
 
     name: str
     vocab_size: int

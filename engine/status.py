@@ -1,4 +1,4 @@
-"""What an engine says about itself; the metrics of docs/metrics.md are made of it (`rollout.meters`)."""
+"""What an engine says about itself; the metrics of docs/metrics.md are made of it (`rollout.metrics.meters`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engine.stats import stale_token_frac
+from engine.scheduling.counters import stale_token_frac
 
 if TYPE_CHECKING:
     from engine.engine import Engine

@@ -350,7 +350,7 @@ def service_config(options: Options, folder: Path) -> Config:
 def open_wandb(options: Options, stack: ExitStack) -> Any:
     import wandb
 
-    from rollout.sinks import define_metrics
+    from rollout.metrics.sinks import define_metrics
 
     mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
     config = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}

@@ -1,8 +1,8 @@
 """RL rollout generation service: the names that a trainer imports."""
 
-from engine.request import Sample, Sampling
-from rollout.client import RolloutClient
-from rollout.handle import Handle
+from engine.types import Sample, Sampling
+from rollout.client.api import RolloutClient
+from rollout.client.handle import Handle
 from transport.errors import RolloutError
 
 __version__ = "0.1.0"

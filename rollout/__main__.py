@@ -2,6 +2,6 @@
 
 import sys
 
-from rollout.cli import main
+from rollout.commands.main import main
 
 sys.exit(main())

@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from engine.config import EngineConfig
-from engine.request import Limits
+from engine.types import Limits
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5655"
 MIN_GRACE_S = 2.0

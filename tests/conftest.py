@@ -20,7 +20,7 @@ from pathlib import Path  # noqa: E402
 import pytest  # noqa: E402
 
 from engine.config import EngineConfig  # noqa: E402
-from engine.pressure import Pressure  # noqa: E402
+from engine.scheduling.preemption import Pressure  # noqa: E402
 from rollout import process  # noqa: E402
 from rollout.config import Config  # noqa: E402
 from rollout.process import service_process  # noqa: E402

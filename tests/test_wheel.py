@@ -21,30 +21,28 @@ BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_w
 PROGRAM = """
 import json, numpy as np, torch
 from transformers import AutoConfig, AutoModelForCausalLM
-import engine.cpu
-from engine.config import EngineConfig
-from engine.cpu.kernels import Kernels, choose
-from engine.cpu.isa import here
-from engine.engine import Engine
-from engine.model import Model
-from engine.request import Group, Sampling
+import rollout
+from rollout.engine import Engine, EngineConfig, Group, Sampling, cpu
+from rollout.engine.cpu.kernels import Kernels, choose
+from rollout.engine.cpu.isa import here
+from rollout.engine.forward.model import Model
 
 sizes = dict(hidden_size=96, intermediate_size=224, num_attention_heads=6, num_key_value_heads=2, head_dim=32, vocab_size=208)
 config = AutoConfig.for_model("llama", num_hidden_layers=2, max_position_embeddings=512, **sizes)
 module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-engine_ = Engine(EngineConfig(kv_tokens=1024, cpu_offload_gib=0, max_num_seqs=8, threads=1), Model(module, "tiny"))
-engine_.submit(Group("g", np.arange(3, 20, dtype=np.int32), Sampling(n=2, max_tokens=6, ignore_eos=True, seed=1)))
+engine = Engine(EngineConfig(kv_tokens=1024, cpu_offload_gib=0, max_num_seqs=8, threads=1), Model(module, "tiny"))
+engine.submit(Group("g", np.arange(3, 20, dtype=np.int32), Sampling(n=2, max_tokens=6, ignore_eos=True, seed=1)))
 samples = []
-while engine_.has_work:
-    samples += engine_.step()
-status = engine_.status()
+while engine.has_work:
+    samples += engine.step()
+status = engine.status()
 paths = {}
 for isa in here():
     try:
         paths[isa] = str(Kernels(isa).path)
     except Exception as error:
         paths[isa] = str(error)
-print(json.dumps({"package": engine.cpu.__file__, "samples": len(samples), "paths": paths, "why": choose().why,
+print(json.dumps({"package": cpu.__file__, "samples": len(samples), "paths": paths, "why": choose().why,
                   **{name: status[name] for name in ("isa", "attention", "arithmetic")}}))
 """
 
@@ -88,6 +86,9 @@ def run(installed: Path, cache: Path) -> dict[str, object]:
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler to build the wheel with")
 def test_without_a_compiler_an_installed_wheel_runs_natively(wheel: Path, installed: Path, tmp_path: Path) -> None:
+    names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert names == {"rollout"}, "packages that others may have under the same name"
+    assert not any("/bench/" in name for name in zipfile.ZipFile(wheel).namelist())
     assert wheel.name.split("-")[2:4] == ["py3", "none"] and os.uname().machine in wheel.name
     told = run(installed, tmp_path)
     assert str(installed) in str(told["package"]) and told["samples"] == 2 and told["attention"] == "native"
@@ -98,7 +99,7 @@ def test_without_a_compiler_an_installed_wheel_runs_natively(wheel: Path, instal
         assert ("/engine/cpu/lib/kernels-" in path) == (isa in ISAS), path
 
     # the negative control, and the guard against libraries of other sources: another byte in a C file
-    (source,) = installed.glob("lib/python*/site-packages/engine/cpu/c/sampling.c")
+    (source,) = installed.glob("lib/python*/site-packages/rollout/engine/cpu/c/sampling.c")
     source.write_text(source.read_text() + "\n")
     told = run(installed, tmp_path)
     assert told["isa"] == "torch" and told["attention"] == "reference" and "no C compiler" in str(told["why"])

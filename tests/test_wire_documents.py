@@ -9,9 +9,9 @@ from typing import get_args
 import msgspec
 import numpy as np
 
-from engine.request import Limits, Sampling
-from rollout.service import MIN_GRACE_S, TAKE_LEAST_S, TAKE_S
-from rollout.session import MAX_REPLY_BYTES
+from engine.types import Limits, Sampling
+from rollout.service.loop import MIN_GRACE_S, TAKE_LEAST_S, TAKE_S
+from rollout.service.session import MAX_REPLY_BYTES
 from transport import messages as m
 from transport.errors import KINDS
 from transport.frames import pack

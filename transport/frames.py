@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from engine.request import Limits
+from engine.types import Limits
 from transport.errors import ProtocolError
 
 Frame = bytes | memoryview

@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from engine.request import KVPolicy, Limits, Refreshed, Sample, Sampling
+from engine.types import KVPolicy, Limits, Refreshed, Sample, Sampling
 from transport.weights import Offer
 
 PROTOCOL = 1

@@ -29,7 +29,7 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from engine.request import Limits
+from engine.types import Limits
 from transport.frames import Frame
 from transport.inflow import FRAME_OVERHEAD, Inflow
 

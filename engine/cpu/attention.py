@@ -18,8 +18,8 @@ from engine.cpu.kernels import Tuning
 from engine.cpu.openmp import symbols
 
 if TYPE_CHECKING:
-    from engine.batch import Batch
-    from engine.kv import PagedKV
+    from engine.forward.batch import Batch
+    from engine.kv.pages import PagedKV
 
 MAX_GROUP, MAX_DIM, MAX_BLOCK, MAX_PLAIN = 64, 256, 512, 64 * 256
 LANES = 16
@@ -73,7 +73,7 @@ class LayerCalls(NamedTuple):
 
 
 class NativeAttention:
-    """A CPU attention backend (`engine.attention.seam.Backend`).
+    """A CPU attention backend (`engine.forward.attention.Backend`).
 
     The output of a query is bitwise the same alone or in a batch, in decode or in any chunk of a prefill, with its prefix
     shared or not, with any number of threads, and on any instruction set of the same arithmetic; not across block sizes.

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from engine.attention.seam import Backend
-from engine.batch import Batch
 from engine.cpu.attention import NativeAttention
 from engine.cpu.build import check_layout
 from engine.cpu.kernels import Kernels, Linear, linear_struct
-from engine.kv import PagedKV
+from engine.forward.attention import Backend
+from engine.forward.batch import Batch
+from engine.kv.pages import PagedKV
 
 CHECKED_ROWS = (1, 2, 37, 130)
 BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}

@@ -19,8 +19,6 @@ import torch
 from torch import nn
 
 from engine.arithmetic import torch_arithmetic
-from engine.attention.seam import Backend
-from engine.batch import Batch
 from engine.cpu.decoder import CHECKED_ROWS, Echo, NativeDecoder, NotNative
 from engine.cpu.products import (
     NativeProducts,
@@ -33,8 +31,10 @@ from engine.cpu.products import (
     use_products,
 )
 from engine.cpu.torch_decoder import TorchDecoder
-from engine.kv import PagedKV
-from engine.plan import plan_by_hand
+from engine.forward.attention import Backend
+from engine.forward.batch import Batch
+from engine.kv.pages import PagedKV
+from engine.scheduling.plan import plan_by_hand
 
 log = logging.getLogger("rollout.engine")
 

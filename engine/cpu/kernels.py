@@ -18,7 +18,7 @@ import torch
 from engine.cpu.build import NativeUnavailable, build, check_layout, load
 from engine.cpu.isa import ISAS, isa_of
 from engine.cpu.openmp import symbols
-from engine.plan import Cuts
+from engine.scheduling.plan import Cuts
 
 MAX_VOCABULARY = 1 << 20
 

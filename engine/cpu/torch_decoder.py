@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.attention.seam import Backend
-from engine.batch import Batch
 from engine.cpu.decoder import look_at_module
 from engine.cpu.products import TorchProducts
-from engine.kv import PagedKV
+from engine.forward.attention import Backend
+from engine.forward.batch import Batch
+from engine.kv.pages import PagedKV
 
 
 class TorchDecoder:

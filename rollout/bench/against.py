@@ -1,4 +1,4 @@
-"""Other engines on the same prompts: each in a process of its own, run in turn with ours (recipes/bench has the drivers)."""
+"""Other engines on the same prompts: each in a process of its own, run in turn with ours; `peers` has the drivers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from rollout.config import InputError
 
-DRIVERS = Path(__file__).parents[2] / "recipes" / "bench"
+DRIVERS = Path(__file__).with_name("peers")
 SCRIPTS = {"vllm": "vllm_peer.py", "transformers_cb": "transformers_cb_peer.py", "transformers": "transformers_peer.py"}
 
 

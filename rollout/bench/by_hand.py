@@ -15,12 +15,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from engine.batch import Batch
+from engine.cuda.graphs import cuda_capture, sizes
 from engine.engine import Engine
-from engine.graphs import cuda_capture, sizes
-from engine.kv import PagedKV
+from engine.forward.batch import Batch
+from engine.kv.pages import PagedKV
 from engine.memory import free_memory
-from engine.plan import SharedPrefix, plan_by_hand
+from engine.scheduling.plan import SharedPrefix, plan_by_hand
 
 PATTERN = 61
 """different blocks in a pool; a prime, so that neighbours in a table differ whatever its layout"""

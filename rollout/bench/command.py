@@ -12,10 +12,10 @@ import msgspec
 import torch
 from rich.console import Console
 
-import rollout.plot
 from engine.config import EngineConfig
 from rollout import models
 from rollout.bench import cuda_static, fidelity, host, products, refresh, sharing
+from rollout.bench import plot as drawing
 from rollout.bench.against import parse
 from rollout.bench.floor import Machine
 from rollout.bench.longer import long_enough
@@ -97,7 +97,7 @@ def run(
         if summaries:
             print_table(console, summaries)
         if plot is not None and recordings:
-            rollout.plot.draw(recordings, plot)
+            drawing.draw(recordings, plot)
             console.print(f"drawn: {plot}")
     return 0
 
@@ -141,7 +141,7 @@ def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, p
     if plot is not None:
         if not set(names) - set(SPECIAL):
             raise InputError(f"--plot draws workloads; {', '.join(SPECIAL[:-1])} and {SPECIAL[-1]} have no picture")
-        rollout.plot.check(plot)
+        drawing.check(plot)
 
 
 def check_device(device: str, names: tuple[str, ...], peers: Iterable[str], floor: bool) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.attention.launches import KNOWN, Launch, choose, power_of_two
+from engine.cuda.launches import KNOWN, Launch, choose, power_of_two
 
 ARCHITECTURES = tuple(KNOWN)
 BF16, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "i64"
@@ -98,8 +98,8 @@ def usage(cubin: bytes, cuobjdump: Path) -> tuple[int, int]:
 
 def attention(capability: int, heads: Heads) -> Iterator[dict[str, Any]]:
     """`attend` for both kinds of tiles as the device would launch it."""
-    from engine.attention import triton_kernels
-    from engine.attention.paged_triton import EXACT
+    from engine.cuda import attention_kernels as triton_kernels
+    from engine.cuda.attention import EXACT
 
     launches = choose(heads.group, heads.dim, heads.itemsize, KNOWN[capability])
     for tile, launch in launches._asdict().items():
@@ -125,11 +125,11 @@ def constants(heads: Heads, launch: Launch) -> dict[str, Any]:
 
 def others(capability: int) -> Iterator[dict[str, Any]]:
     """The kernels beside `attend`."""
-    from engine import exact_kernels, fused_kernels
-    from engine.attention import triton_kernels
-    from engine.attention.paged_triton import EXACT
-    from engine.exact import FUSED, TILES
-    from engine.sampler_triton import BLOCK, draw_kernel
+    from engine.cuda import attention_kernels as triton_kernels
+    from engine.cuda import exact_kernels, fused_kernels
+    from engine.cuda.attention import EXACT
+    from engine.cuda.exact import FUSED, TILES
+    from engine.cuda.sampling import BLOCK, draw_kernel
 
     launch = choose(PRODUCTION.group, PRODUCTION.dim, PRODUCTION.itemsize, KNOWN[capability]).small
     for itemsize, tile in TILES.items():

@@ -12,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.attention import Capacity, TritonAttention
-from engine.fused import FusedDecoder
-from engine.model import Model
+from engine.cuda.fused import FusedDecoder
+from engine.devices import Capacity, TritonAttention
+from engine.forward.model import Model
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,

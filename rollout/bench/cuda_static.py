@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from engine.attention import tiles
-from engine.attention.launches import KNOWN, choose
+from engine.cuda import tiles
+from engine.cuda.launches import KNOWN, choose
 from rollout.bench import cuda_compile, cuda_count
 
 NAME = "cuda_static"

@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
-from engine.request import Sample, Sampling
+from engine.types import Sample, Sampling
 from rollout.bench.target import OpenTarget
 from rollout.bench.text import PromptText
 from rollout.config import Config

@@ -7,7 +7,7 @@ The forward is a stand-in that costs nothing and is left out; so few logits come
 count either. Groups of 16 over 512 tokens decode; every sequence is there in each step that counts.
 
 Then the same beside a device that is busy for DEVICE_MS a step, of which the host only waits for the end: how long a whole step
-takes, one after the other and overlapped (`engine.flight`).
+takes, one after the other and overlapped (`engine.in_flight`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from engine.attention import Backend, NativeAttention
-from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.devices import Backend, NativeAttention
 from engine.engine import Engine
-from engine.flight import Flight
-from engine.kv import KVGeometry, PagedKV
-from engine.plan import Drawn, Plan
-from engine.request import Group, Sampling
-from engine.sampler import Draws
+from engine.forward.batch import Batch
+from engine.forward.sampling import Draws
+from engine.in_flight import Flight
+from engine.kv.pages import KVGeometry, PagedKV
+from engine.scheduling.plan import Drawn, Plan
+from engine.types import Group, Sampling
 
 NAME = "host"
 SEQUENCES = (128, 256)

@@ -1,4 +1,4 @@
-"""What happened along a run, from statuses taken on the way. `rollout.plot` draws it."""
+"""What happened along a run, from statuses taken on the way. `rollout.bench.plot` draws it."""
 
 from __future__ import annotations
 

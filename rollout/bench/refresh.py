@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.config import EngineConfig
-from engine.request import Sampling
+from engine.types import Sampling
 from rollout.bench.text import PromptText
-from rollout.client import RolloutClient
+from rollout.client.api import RolloutClient
 from rollout.config import Config
 from rollout.process import service_process
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.request import Sample, Sampling
+from engine.types import Sample, Sampling
 from rollout.bench.against import Peer, peer
 from rollout.bench.record import Recording
 from rollout.bench.target import OpenTarget, Target

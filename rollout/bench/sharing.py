@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.engine import Engine, ModelLike
+from engine.forward.batch import Batch
 from rollout.bench.by_hand import (
     attention_alone,
     batch_of,
@@ -75,7 +75,7 @@ def shapes(device: str) -> tuple[Shape, ...]:
 
 def measure_model(folder: Path, config: EngineConfig, scale: float, repeat: int) -> Iterator[dict[str, Any]]:
     """For each shape a row a variant and a summary. Raises BenchFailed where variants disagree or memory is short."""
-    from engine.model import open_model
+    from engine.forward.model import open_model
 
     hide_progress_bars()
     scaled = [shape.scaled(scale, config.block_size) for shape in shapes(config.device)]

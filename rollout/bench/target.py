@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.request import Group, Sample, Sampling
+from engine.types import Group, Sample, Sampling
 from rollout.bench.record import Recording, watching
-from rollout.client import RolloutClient
+from rollout.client.api import RolloutClient
 from rollout.config import Config
 from rollout.models import hide_progress_bars
 from rollout.process import RunningService, service_process

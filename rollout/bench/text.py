@@ -18,7 +18,7 @@ class PromptText:
     """Token ids of the text as a ring: where it ends, it goes on from the start."""
 
     def __init__(self, tokenizer: Any) -> None:
-        text = resources.files("rollout").joinpath("data/licences.txt").read_text(encoding="utf-8")
+        text = resources.files("rollout.bench").joinpath("licences.txt").read_text(encoding="utf-8")
         ids = tokenizer(" ".join(text.split()), add_special_tokens=False, verbose=False)["input_ids"]
         self.ids = np.array(ids, np.int32)
 

@@ -20,7 +20,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from engine.attention import Backend, NativeAttention, ReferenceAttention
+from engine.devices import Backend, NativeAttention, ReferenceAttention
 from rollout.exact.rows import Rows, rows_of
 
 ROWS = "exact_rows"

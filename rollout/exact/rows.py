@@ -56,7 +56,7 @@ class Rows:
         """[T] int64: places in the flattened batch; one that comes twice gets the same output twice"""
 
     def batch(self) -> Any:
-        """What an attention backend reads of a step (`engine.batch.Batch`)."""
+        """What an attention backend reads of a step (`engine.forward.batch.Batch`)."""
         return SimpleNamespace(
             num_tokens=len(self.tokens),
             slots=torch.from_numpy(self.slots),

@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.request import KVPolicy, Sample, Sampling
-from rollout.client import RolloutClient
-from rollout.handle import Handle
+from engine.types import KVPolicy, Sample, Sampling
+from rollout.client.api import RolloutClient
+from rollout.client.handle import Handle
+from rollout.client.refresh import Via
 from rollout.integrations.common import encode, finished, full_buffers, seed_of
-from rollout.refresh import Via
 from transport.errors import RequestTimeout
 
 

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model import Model, UnsupportedModel
+from engine.forward.model import Model, UnsupportedModel
 from tests.engine.tiny import COMMON, plain_logprobs
 from tests.engine.toy import group, run
 

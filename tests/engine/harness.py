@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.invariants import check
-from engine.plan import Drawn, Plan
-from engine.pool import Moves
-from engine.request import Group, Sample, Sampling
-from engine.scheduler import Scheduler
-from engine.stats import Counters
+from engine.kv.block import Moves
+from engine.scheduling.counters import Counters
+from engine.scheduling.invariants import check
+from engine.scheduling.plan import Drawn, Plan
+from engine.scheduling.scheduler import Scheduler
+from engine.types import Group, Sample, Sampling
 from tests.engine.plans import sent
 
 VOCAB = 97

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.plan import Drawn, Plan
-from engine.request import Group, Sample, Sampling
-from engine.scheduler import Scheduler
-from engine.stats import Counters
+from engine.scheduling.counters import Counters
+from engine.scheduling.plan import Drawn, Plan
+from engine.scheduling.scheduler import Scheduler
+from engine.types import Group, Sample, Sampling
 
 
 class PlanRow(NamedTuple):

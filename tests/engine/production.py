@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.attention import Capacity, TritonAttention
+from engine.devices import Capacity, TritonAttention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 32

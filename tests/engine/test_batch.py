@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import engine.engine
-from engine.batch import Batch
-from engine.columns import RunningTable, sampling_of
-from engine.plan import Plan
-from engine.sampler import uniform
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.forward.batch import Batch
+from engine.forward.sampling import uniform
+from engine.scheduling.plan import Plan
+from engine.scheduling.running import RunningTable, sampling_of
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence
 from tests.engine.plans import rows as rows_of
 from tests.engine.plans import sent
 from tests.engine.toy import engine as toy_engine

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.blocks import BlockStore
-from engine.pool import Block, BlockPool, OutOfBlocks
-from engine.prefix import block_key
+from engine.kv.block import Block, BlockPool, OutOfBlocks
+from engine.kv.prefix import block_key
+from engine.kv.store import BlockStore
 
 
 def full_block(store: BlockStore, *tokens: int) -> Block:

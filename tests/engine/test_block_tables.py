@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.blocks import BlockStore
-from engine.columns import RunningTable
 from engine.config import EngineConfig
-from engine.request import Group, Sampling
-from engine.sequence import GroupState, Sequence
-from engine.stats import Counters
-from engine.tables import BlockTables
+from engine.kv.store import BlockStore
+from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.counters import Counters
+from engine.scheduling.running import RunningTable
+from engine.scheduling.sequence import GroupState, Sequence
+from engine.types import Group, Sampling
 
 
 class Setting:

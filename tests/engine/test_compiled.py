@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from engine.compiled import compile_layers
 from engine.config import EngineConfig, WeightOffload
 from engine.engine import Engine
-from engine.model import Model
-from engine.request import Sample
-from engine.streaming import Streamed
+from engine.forward.compiled import compile_layers
+from engine.forward.model import Model
+from engine.types import Sample
+from engine.weights.offload import Streamed
 from tests.engine.tiny import tiny, tiny_engine
 from tests.engine.toy import group, run
 

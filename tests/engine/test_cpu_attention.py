@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention import Capacity, choose_backend
-from engine.attention.reference import ReferenceAttention
 from engine.cpu import build
 from engine.cpu.attention import NativeAttention
 from engine.cpu.build import NativeUnavailable
 from engine.cpu.isa import EMULATED, here, isa_of
 from engine.cpu.isa import best as best_isa
+from engine.devices import Capacity, choose_backend
+from engine.forward.reference import ReferenceAttention
 from tests.engine.paged import (
     BF16,
     FP32,

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from engine.cpu.decoder import Echo, NativeDecoder
 from engine.cpu.isa import here
 from engine.cpu.products import plain_products
-from engine.model import Model
+from engine.forward.model import Model
 from tests.engine.tiny import tiny, tiny_engine
 from tests.engine.toy import group, run
 

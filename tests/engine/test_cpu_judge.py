@@ -12,7 +12,7 @@ from engine.cpu.decoder import NativeDecoder, NotNative
 from engine.cpu.kernels import choose
 from engine.cpu.products import ExactLinear, products_of
 from engine.cpu.torch_decoder import TorchDecoder
-from engine.model import Model
+from engine.forward.model import Model
 from tests.engine.test_equivalence import ROOMY, assert_same, groups
 from tests.engine.tiny import tiny, tiny_engine
 from tests.engine.toy import run

@@ -17,7 +17,7 @@ from engine import memory
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.memory import VERSIONS, free_memory
-from engine.request import Group, Limits, Sampling
+from engine.types import Group, Limits, Sampling
 from tests.engine.tiny import tiny_engine
 from tests.engine.toy import VOCAB, ToyModel, engine, expected, group, run
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine.cpu.isa import best, here, isa_of
-from engine.request import Group, Sample
+from engine.types import Group, Sample
 from tests.engine.tiny import tiny_engine
 from tests.engine.toy import group, run
 

@@ -12,11 +12,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine import fused_kernels  # noqa: E402
 from engine.config import EngineConfig  # noqa: E402
+from engine.cuda import fused_kernels  # noqa: E402
+from engine.cuda.fused import CHECKED_ROWS, FusedDecoder, NotFused  # noqa: E402
 from engine.engine import Engine  # noqa: E402
-from engine.fused import CHECKED_ROWS, FusedDecoder, NotFused  # noqa: E402
-from engine.model import Model  # noqa: E402
+from engine.forward.model import Model  # noqa: E402
 from rollout.bench.cuda_count import launches_per_layer  # noqa: E402
 from tests.engine.tiny import plain_logprobs, tiny  # noqa: E402
 from tests.engine.toy import group, run  # noqa: E402
@@ -35,7 +35,7 @@ def decoder(module: Any) -> tuple[FusedDecoder, Model]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 def test_the_logits_of_the_module(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.fused.CHECKED_ROWS", CHECKED_ROWS[:1])
+    monkeypatch.setattr("engine.cuda.fused.CHECKED_ROWS", CHECKED_ROWS[:1])
     options = SMALL | ({"head_dim": 24} if family == "qwen3" else {})
     module = tiny(family, dtype, **options)
     names = dict(module.named_parameters())
@@ -57,7 +57,7 @@ def test_numbers_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     fused, model = decoder(tiny("qwen3", **SMALL))
     layer = fused.body.layers[0]
     layer.post_attention_layernorm.weight.data.mul_(2)
-    monkeypatch.setattr("engine.fused.CHECKED_ROWS", CHECKED_ROWS[:1])
+    monkeypatch.setattr("engine.cuda.fused.CHECKED_ROWS", CHECKED_ROWS[:1])
     other = SimpleNamespace(weight=torch.ones_like(layer.input_layernorm.weight), variance_epsilon=1e-6)
     norm = fused._norm
     monkeypatch.setattr(fused, "_norm", lambda x, residual, each: norm(x, residual, other))

@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.attention import tiles  # noqa: E402
+from engine.cuda import tiles  # noqa: E402
+from engine.cuda.graphs import DecodeGraphs, Run, sizes  # noqa: E402
 from engine.engine import Engine  # noqa: E402
-from engine.graphs import DecodeGraphs, Run, sizes  # noqa: E402
-from engine.request import Sample  # noqa: E402
+from engine.types import Sample  # noqa: E402
 from tests.engine.tiny import plain_logprobs, tiny, tiny_engine  # noqa: E402
 from tests.engine.toy import group, run  # noqa: E402
 

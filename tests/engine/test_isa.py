@@ -16,7 +16,7 @@ from engine.cpu.build import LayoutMismatch, NativeUnavailable, check_layout
 from engine.cpu.isa import ISAS, here, isa_of, lacking
 from engine.cpu.kernels import Kernels, Team, _Draw, choose
 from engine.engine import Engine
-from engine.model import Model
+from engine.forward.model import Model
 from tests.engine.tiny import tiny, tiny_engine
 from tests.engine.toy import engine as toy_engine
 from tests.engine.toy import group, run

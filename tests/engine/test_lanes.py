@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from engine.kv import KVGeometry, PagedKV
-from engine.lanes import Beside, InLine
-from engine.pool import Moves
+from engine.kv.block import Moves
+from engine.kv.copies import Beside, InLine
+from engine.kv.pages import KVGeometry, PagedKV
 
 CUDA = torch.device("cuda")
 

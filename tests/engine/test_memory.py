@@ -8,10 +8,10 @@ import gc
 import pytest
 import torch
 
-from engine import sizes
 from engine.config import EngineConfig
+from engine.kv import sizing as sizes
+from engine.kv.sizing import blocks_in_host_memory
 from engine.memory import host_buffer, pinned
-from engine.sizes import blocks_in_host_memory
 
 
 class FakeRuntime:

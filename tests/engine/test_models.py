@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.judge import judge
-from engine.kv import KVGeometry, PagedKV
-from engine.model import BrokenModel, Model, UnsupportedModel, load_model
+from engine.forward.judge import judge
+from engine.forward.model import BrokenModel, Model, UnsupportedModel, load_model
+from engine.kv.pages import KVGeometry, PagedKV
 from tests.engine import families
 from tests.engine.tiny import MODELS, plain_logprobs, tiny, tiny_engine
 from tests.engine.toy import group, run

@@ -12,16 +12,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.engine
-import engine.flight
-from engine.batch import Batch
+import engine.in_flight
 from engine.engine import Engine
-from engine.kv import PagedKV
-from engine.request import Group, Sample
-from engine.sampler import Draws, SamplingBatch, launch_draws
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
-from engine.transfers import to_device, to_host
-from engine.weights import Weights, WeightsTorn
+from engine.forward.batch import Batch
+from engine.forward.sampling import Draws, SamplingBatch, launch_draws
+from engine.forward.transfers import to_device, to_host
+from engine.kv.pages import PagedKV
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence
+from engine.types import Group, Sample
+from engine.weights.live import Weights, WeightsTorn
 from tests.engine.harness import random_schedule
 from tests.engine.tiny import tiny_engine
 from tests.engine.toy import ToyModel, expected, group, run

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from engine.engine import Engine
-from engine.lanes import Copied
-from engine.pool import Moves
-from engine.request import Group, Sampling
+from engine.kv.block import Moves
+from engine.kv.copies import Copied
+from engine.types import Group, Sampling
 from tests.engine.tiny import tiny_engine
 
 pytestmark = pytest.mark.usefixtures("copies_pay")

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import engine.engine
-from engine.batch import Batch
-from engine.plan import Plan
-from engine.sampler import SamplingBatch
-from engine.scheduler import Scheduler
+from engine.forward.batch import Batch
+from engine.forward.sampling import SamplingBatch
+from engine.scheduling.plan import Plan
+from engine.scheduling.scheduler import Scheduler
 from tests.engine.plans import commit, encoded, launch, rows, sent, small_scheduler, step, submit
 from tests.engine.toy import engine as toy_engine
 from tests.engine.toy import group, run

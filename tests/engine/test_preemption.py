@@ -6,12 +6,12 @@ from collections import Counter
 
 import numpy as np
 
-from engine.blocks import BlockStore
 from engine.config import EngineConfig
-from engine.pressure import Pressure
-from engine.request import Group, Sampling
-from engine.sequence import GroupState, Sequence
-from engine.stats import Counters
+from engine.kv.store import BlockStore
+from engine.scheduling.counters import Counters
+from engine.scheduling.preemption import Pressure
+from engine.scheduling.sequence import GroupState, Sequence
+from engine.types import Group, Sampling
 
 
 class Setting:

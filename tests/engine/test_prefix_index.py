@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.pool import Block
-from engine.prefix import PrefixIndex, block_key
+from engine.kv.block import Block
+from engine.kv.prefix import PrefixIndex, block_key
 
 
 def ids(*tokens: int) -> np.ndarray:

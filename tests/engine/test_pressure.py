@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.plan import Drawn
-from engine.pressure import COMPUTED_PER_DRAWN, Pressure
-from engine.request import Group, Sampling
-from engine.scheduler import Scheduler
-from engine.stats import Counters
+from engine.scheduling.counters import Counters
+from engine.scheduling.plan import Drawn
+from engine.scheduling.preemption import COMPUTED_PER_DRAWN, Pressure
+from engine.scheduling.scheduler import Scheduler
+from engine.types import Group, Sampling
 
 
 class Ask(NamedTuple):

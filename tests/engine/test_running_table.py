@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.columns import RunningTable
-from engine.pool import Block
-from engine.request import Group, Sampling
-from engine.sequence import GroupState, Sequence
+from engine.kv.block import Block
+from engine.scheduling.running import RunningTable
+from engine.scheduling.sequence import GroupState, Sequence
+from engine.types import Group, Sampling
 
 
 def sequence(number: int, blocks: list[int], client: str = "", eos: tuple[int, ...] = (0,), **sampling: float) -> Sequence:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine import sampler
 from engine.cpu.build import NativeUnavailable
 from engine.cpu.isa import here
 from engine.cpu.kernels import Kernels, choose
-from engine.plan import Drawn
-from engine.request import Sampling
-from engine.sampler import SamplingBatch, uniform
+from engine.forward import sampling as sampler
+from engine.forward.sampling import SamplingBatch, uniform
+from engine.scheduling.plan import Drawn
+from engine.types import Sampling
 
 sample = partial(sampler.sample, native=choose().kernels)
 """by the best kernels of this machine"""

@@ -12,11 +12,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine import sampler, sampler_triton  # noqa: E402
-from engine.plan import Drawn  # noqa: E402
-from engine.request import Sampling  # noqa: E402
-from engine.sampler import SamplingBatch  # noqa: E402
-from engine.sampler_triton import Read, launch  # noqa: E402
+from engine.cuda import sampling as sampler_triton  # noqa: E402
+from engine.cuda.sampling import Read, launch  # noqa: E402
+from engine.forward import sampling as sampler
+from engine.forward.sampling import SamplingBatch  # noqa: E402
+from engine.scheduling.plan import Drawn  # noqa: E402
+from engine.types import Sampling  # noqa: E402
 from tests.engine.test_sampler import CUTS, batch  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-import engine.prefix
-import engine.sharing
-import engine.tables
-from engine.blocks import BlockStore
-from engine.columns import RunningTable
-from engine.pool import Block, BlockPool, Moves, OutOfBlocks
-from engine.sequence import GroupState, Sequence
-from engine.tables import BlockTables
+import engine.kv.prefix
+import engine.scheduling.block_tables
+import engine.scheduling.sharing
+from engine.kv.block import Block, BlockPool, Moves, OutOfBlocks
+from engine.kv.store import BlockStore
+from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.running import RunningTable
+from engine.scheduling.sequence import GroupState, Sequence
 from tests.engine.harness import Harness, random_schedule, tight_schedule
 
 

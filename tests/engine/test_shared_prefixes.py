@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.pool import Block
-from engine.prefix import block_key
-from engine.request import Group, Sampling
-from engine.sequence import GroupState, Row, Sequence
-from engine.sharing import computed_by_other, shared_prefixes
+from engine.kv.block import Block
+from engine.kv.prefix import block_key
+from engine.scheduling.sequence import GroupState, Row, Sequence
+from engine.scheduling.sharing import computed_by_other, shared_prefixes
+from engine.types import Group, Sampling
 
 
 def family(prompt: int, children: int, own_blocks: bool = False) -> list[Row]:

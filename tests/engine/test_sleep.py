@@ -10,8 +10,8 @@ import torch
 
 from engine.engine import Engine
 from engine.memory import taken_memory
-from engine.request import Sample
-from engine.staging import InvalidWeights, describe, with_digest
+from engine.types import Sample
+from engine.weights.staging import InvalidWeights, describe, with_digest
 from tests.engine.tiny import tiny, tiny_engine
 from tests.engine.toy import group, run
 

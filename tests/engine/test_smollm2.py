@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model import Model, load_model
-from engine.request import Group, Sampling
+from engine.forward.model import Model, load_model
+from engine.types import Group, Sampling
 from tests.engine.tiny import plain_logprobs
 from tests.engine.toy import run
 

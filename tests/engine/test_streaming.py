@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from engine import streaming
 from engine.config import EngineConfig, WeightOffload
 from engine.engine import Engine
+from engine.forward.model import load_model
 from engine.memory import own_parameters, side_by_side
-from engine.model import load_model
-from engine.request import Sample
-from engine.streaming import Ring, Streamed
-from engine.weights import Weights, WeightsTorn
+from engine.types import Sample
+from engine.weights import offload as streaming
+from engine.weights.live import Weights, WeightsTorn
+from engine.weights.offload import Ring, Streamed
 from tests.engine.test_lanes import FakeCuda, FakeEvent, FakeStream
 from tests.engine.test_sleep import groups, run_with_naps
 from tests.engine.test_weights import PLACES, fail_commit

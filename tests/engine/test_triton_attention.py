@@ -15,9 +15,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.attention import choose_backend, tiles  # noqa: E402
-from engine.attention.launches import Limits  # noqa: E402
-from engine.attention.paged_triton import Capacity, TritonAttention, TritonUnavailable  # noqa: E402
+from engine.cuda import tiles  # noqa: E402
+from engine.cuda.attention import Capacity, TritonAttention, TritonUnavailable  # noqa: E402
+from engine.cuda.launches import Limits  # noqa: E402
+from engine.devices import choose_backend
 from tests.engine import production  # noqa: E402
 from tests.engine.paged import (  # noqa: E402
     FP32,
@@ -147,7 +148,7 @@ def test_a_shared_prefix_is_read_through_the_first_row_alone() -> None:
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.attention.paged_triton.cut", spoiled)
+        patch.setattr("engine.cuda.attention.cut", spoiled)
         assert same_bits(want, attend(one, shape, made, [[(0, 0, 64)], rows]))
         broken = attend(one, shape, made, [[(0, 0, 64)], rows], share=False)
     assert not same_bits(want, broken)
@@ -174,7 +175,7 @@ def test_the_smallest_case_of_production(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_device_without_room_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.attention.paged_triton._limits", lambda device: (Limits(75, 16 << 10, 64 << 10), 1))
+    monkeypatch.setattr("engine.cuda.attention._limits", lambda device: (Limits(75, 16 << 10, 64 << 10), 1))
     with pytest.raises(TritonUnavailable, match="KiB of shared memory in a program"):
         TritonAttention(DEVICE, Capacity(16, 2, 8, 4, 1, 256, 4), 1)
 

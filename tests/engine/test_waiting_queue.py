@@ -6,9 +6,9 @@ from collections import Counter
 
 import numpy as np
 
-from engine.queue import WaitingQueue
-from engine.request import Group, Sampling
-from engine.sequence import GroupState, Sequence
+from engine.scheduling.sequence import GroupState, Sequence
+from engine.scheduling.waiting import WaitingQueue
+from engine.types import Group, Sampling
 
 
 def sequence(number: int, client: str = "", begun: bool = False, output: int = 0, index: int = 0) -> Sequence:

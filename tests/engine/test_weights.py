@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine import staging
 from engine.engine import Engine
-from engine.request import Group, Sample, Sampling, TensorInfo
-from engine.staging import InvalidWeights, Staging, describe, persistent_buffers, source_of, with_digest
-from engine.weights import Weights, WeightsTorn
+from engine.types import Group, Sample, Sampling, TensorInfo
+from engine.weights import staging
+from engine.weights.live import Weights, WeightsTorn
+from engine.weights.staging import InvalidWeights, Staging, describe, persistent_buffers, source_of, with_digest
 from tests.engine.tiny import plain_logprobs, tiny, tiny_engine
 from tests.engine.toy import group, run
 from tests.engine.watermark import MIXED, check_marks, token_of, watermark_engine, weights_of
@@ -756,7 +756,7 @@ def test_a_partial_refresh_digests_nothing_in_its_pause(monkeypatch: pytest.Monk
     source = source_of([data[1]])
     while not staged.complete:
         staged.take(source)
-    monkeypatch.setattr("engine.weights._digest", None)  # would raise TypeError
+    monkeypatch.setattr("engine.weights.live._digest", None)  # would raise TypeError
     assert engine.commit(staged).digest == engine.weights.digest
     monkeypatch.undo()
     assert engine.weights.live_digest() == engine.weights.digest

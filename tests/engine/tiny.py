@@ -8,9 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model import model_of
-from engine.request import Sample
-from engine.streaming import Streamed
+from engine.forward.model import model_of
+from engine.types import Sample
+from engine.weights.offload import Streamed
 
 COMMON = {
     "hidden_size": 64,

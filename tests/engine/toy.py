@@ -8,12 +8,12 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.kv import KVGeometry, PagedKV
-from engine.request import Group, Sample, Sampling
-from engine.sampler import _mix
+from engine.forward.batch import Batch
+from engine.forward.sampling import _mix
+from engine.kv.pages import KVGeometry, PagedKV
+from engine.types import Group, Sample, Sampling
 
 VOCAB = 23
 
@@ -64,7 +64,7 @@ def toy_logits(stored: np.ndarray) -> np.ndarray:
 def expected(group: Group) -> list[list[int]]:
     """What the children of a seeded group must be, computed without an engine."""
     from engine.cpu.kernels import choose
-    from engine.sampler import sample
+    from engine.forward.sampling import sample
     from tests.engine.toy_batch import one_draw
 
     native, children = choose().kernels, []

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 
 import torch
 
-from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.kv import KVGeometry, PagedKV
-from engine.request import Sample
+from engine.forward.batch import Batch
+from engine.kv.pages import KVGeometry, PagedKV
+from engine.types import Sample
 
 VOCAB = 4096
 MIXED = VOCAB - 1

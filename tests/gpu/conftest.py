@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.attention import tiles
+from engine.cuda import tiles
 from rollout.bench.by_hand import release
 from tests.gpu.on_device import DEVICE
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from engine.request import Group, Sample
+from engine.types import Group, Sample
 from tests.engine.tiny import tiny_engine
 from tests.engine.toy import group
 

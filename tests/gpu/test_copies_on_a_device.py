@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kv import KVGeometry, PagedKV
-from engine.lanes import Beside, Copied, Work
-from engine.pool import Moves
+from engine.kv.block import Moves
+from engine.kv.copies import Beside, Copied, Work
+from engine.kv.pages import KVGeometry, PagedKV
 from tests.engine.test_equivalence import groups
 from tests.engine.toy import run
 from tests.gpu.on_device import DEVICE, agree, engine, needs_cuda

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.request import Sampling
-from engine.sampler import sample
+from engine.forward.sampling import sample
+from engine.types import Sampling
 from tests.engine.test_sampler import batch
 from tests.gpu.on_device import DEVICE
 

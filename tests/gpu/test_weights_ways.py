@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.request import Limits, TensorInfo
-from engine.weights import Weights
-from rollout.refresh import Pusher
+from engine.types import Limits, TensorInfo
+from engine.weights.live import Weights
+from rollout.client.refresh import Pusher
 from transport.errors import SourceUnreachable
 from transport.frames import Decoder, pack
 from transport.messages import Begin

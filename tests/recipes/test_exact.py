@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention import NativeAttention, NativeUnavailable
-from engine.request import Group, Sample, Sampling
+from engine.devices import NativeAttention, NativeUnavailable
+from engine.types import Group, Sample, Sampling
 from rollout.exact import use_exact, use_exact_attention
 from tests.engine.tiny import tiny, tiny_engine
 

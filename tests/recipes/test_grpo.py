@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.request import Group, Sample, Sampling
+from engine.types import Group, Sample, Sampling
 from recipes import grpo
+from rollout.client.handle import Handle
 from rollout.exact import use_exact
-from rollout.handle import Handle
 from tests.engine.tiny import plain_logprobs, tiny, tiny_engine
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.request import Sample
+from engine.types import Sample
 from recipes import grpo
 from rollout.config import Config
 

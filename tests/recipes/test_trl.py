@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.request import Sample, Sampling
-from rollout.handle import Handle
+from engine.types import Sample, Sampling
+from rollout.client.handle import Handle
 from rollout.integrations import trl as integration
 from rollout.integrations import trl_async
 from rollout.integrations.trl_async import group_advantages

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from engine.request import Group, Limits, Sample
+from engine.types import Group, Limits, Sample
 
 VOCAB = 1000
 
@@ -110,7 +110,7 @@ class FakeEngine:
 
 
 def main() -> None:
-    from rollout.service import Service
+    from rollout.service.loop import Service
 
     endpoint, ready, *rest = sys.argv[1:]
     step_s, grace_s = [float(text) for text in rest] + [0.0, 10.0][len(rest) :]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.request import Sample, Sampling
+from engine.types import Sample, Sampling
 from rollout import bench, models
 from rollout.bench.runner import COUNTERS, BenchFailed, measure
 from rollout.bench.text import PromptText

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.model import Model, open_model
+from engine.forward.model import Model, open_model
 from rollout.bench import by_hand, run, sharing
 from rollout.bench.runner import BenchFailed
 from rollout.bench.sharing import Shape, measure, tables

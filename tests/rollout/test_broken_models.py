@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollout.cli import main
+from rollout.commands.main import main
 
 WEIGHTS = "model.safetensors"
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.request import Sampling
-from rollout.cli import COMMANDS, main
-from rollout.client import RolloutClient
+from engine.types import Sampling
+from rollout.client.api import RolloutClient
+from rollout.commands.main import COMMANDS, main
 from rollout.config import Config, dump
 from rollout.process import ServiceFailed, service_process
 

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.request import Limits, Sample, Sampling
-from rollout import link
-from rollout import service as service_module
-from rollout.client import Handle, RolloutClient, token_array
-from rollout.service import Service
+from engine.types import Limits, Sample, Sampling
+from rollout.client import link
+from rollout.client.api import Handle, RolloutClient, token_array
+from rollout.service import loop as service_module
+from rollout.service.loop import Service
 from tests.rollout.fake_engine import VOCAB, FakeEngine, expected
 from transport import errors as e
 from transport import messages as m

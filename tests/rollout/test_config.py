@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig, WeightOffload
-from engine.request import Limits
-from rollout.cli import ServeArgs, parse
+from engine.types import Limits
+from rollout.commands.main import ServeArgs, parse
 from rollout.config import Config, InputError, ServiceConfig, dump, load
 
 

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.attention import Capacity  # noqa: E402
-from engine.attention.launches import KNOWN, PROGRAM_BYTES, Limits, choose  # noqa: E402
-from engine.attention.paged_triton import parts_for  # noqa: E402
+from engine.cuda.attention import parts_for  # noqa: E402
+from engine.cuda.launches import KNOWN, PROGRAM_BYTES, Limits, choose  # noqa: E402
+from engine.devices import Capacity  # noqa: E402
 from rollout.bench import cuda_static  # noqa: E402
 
 MOST_SPILLED = {"small": 32, "large": 160, "other": 64}

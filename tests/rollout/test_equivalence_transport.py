@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from engine.request import Group, Sample, Sampling
-from rollout.client import RolloutClient
+from engine.types import Group, Sample, Sampling
+from rollout.client.api import RolloutClient
 from rollout.config import Config
-from rollout.service import Service
+from rollout.service.loop import Service
 from tests.rollout.faulty_link import Proxy
 from transport.loopback import LoopbackService
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from engine.cpu.build import NativeUnavailable
 from engine.cpu.isa import here
 from engine.cpu.products import ExactLinear, products_of, sensitive
-from engine.request import Sample
+from engine.types import Sample
 from recipes.grpo import logprobs as tree_logprobs
 from rollout.exact import token_logprobs, use_exact
 from tests.engine.tiny import tiny, tiny_engine

@@ -19,12 +19,12 @@ import psutil
 import pytest
 import zmq
 
-from engine.request import Limits, Sampling
-from rollout import link
-from rollout import service as service_module
-from rollout.client import RolloutClient
-from rollout.service import Service
-from rollout.session import Session
+from engine.types import Limits, Sampling
+from rollout.client import link
+from rollout.client.api import RolloutClient
+from rollout.service import loop as service_module
+from rollout.service.loop import Service
+from rollout.service.session import Session
 from tests.rollout.fake_engine import FakeEngine, expected
 from tests.rollout.faulty_link import Proxy
 from tests.rollout.wire import serving

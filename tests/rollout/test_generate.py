@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.request import Sample, Sampling
+from engine.types import Sample, Sampling
 from rollout import models
+from rollout.commands.generate import encode, group_ids, read_lines, record, run
 from rollout.config import Config, InputError
-from rollout.generate import encode, group_ids, read_lines, record, run
 
 LINES = [
     {"messages": [{"role": "user", "content": "Hi"}]},

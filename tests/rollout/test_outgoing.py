@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.request import Limits
-from rollout.outgoing import Outgoing, portions
+from engine.types import Limits
+from rollout.client.outgoing import Outgoing, portions
 from transport.frames import Frame, pack
 from transport.messages import UNTAKEN_BYTES, Ack
 

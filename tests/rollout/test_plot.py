@@ -14,9 +14,9 @@ import pytest
 
 from rollout import bench
 from rollout.bench import record
+from rollout.bench.plot import check, draw, grown, speeds
 from rollout.bench.record import Point, Recording, watching
 from rollout.config import InputError
-from rollout.plot import check, draw, grown, speeds
 
 KV = {
     "block_bytes": 2**20,

@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import save_file
 
 from engine.engine import Engine
-from engine.request import Limits, Sample, Sampling, TensorInfo, manifest_digest
-from engine.staging import describe, with_digest
-from rollout import pushes
-from rollout import service as service_module
-from rollout.client import RolloutClient
-from rollout.pushes import REMEMBERED
-from rollout.refresh import Pusher
-from rollout.service import Service
+from engine.types import Limits, Sample, Sampling, TensorInfo, manifest_digest
+from engine.weights.staging import describe, with_digest
+from rollout.client.api import RolloutClient
+from rollout.client.refresh import Pusher
+from rollout.service import loop as service_module
+from rollout.service import refresh as pushes
+from rollout.service.loop import Service
+from rollout.service.refresh import REMEMBERED
 from tests.engine.test_weights import fail_commit
 from tests.engine.watermark import check_marks, token_of, watermark_engine, weights_of
 from tests.rollout.faulty_link import Proxy
@@ -485,7 +485,7 @@ def test_auto_falls_back_to_inline(served: Any, monkeypatch: pytest.MonkeyPatch)
     assert client.refresh(weights_of(2)).via == "inline"
     with pytest.raises(SourceUnreachable, match="No space"):
         client.refresh(weights_of(3), via="shm")
-    monkeypatch.setattr("rollout.refresh.host_key", lambda: "shm:another:host:0")
+    monkeypatch.setattr("rollout.client.refresh.host_key", lambda: "shm:another:host:0")
     assert client.refresh(weights_of(3)).via == "inline"
     with pytest.raises(SourceUnreachable, match="another host"):
         client.refresh(weights_of(4), via="shm")
@@ -495,11 +495,11 @@ def test_auto_falls_back_to_inline(served: Any, monkeypatch: pytest.MonkeyPatch)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
     """All tensors lie on a GPU that the service sees as well."""
     gpu = FakeGPU(live=True)
-    monkeypatch.setattr("rollout.refresh.on_gpu", lambda tensor: True)
-    monkeypatch.setattr("rollout.refresh.synchronize", lambda devices: None)
-    monkeypatch.setattr("rollout.refresh.gpu_key", lambda device: "cuda_ipc:fake")
-    monkeypatch.setattr("rollout.refresh.Exports", lambda: Exports(gpu.export))
-    monkeypatch.setattr("rollout.admission.capabilities", lambda device: (*capabilities(device), "cuda_ipc:fake"))
+    monkeypatch.setattr("rollout.client.refresh.on_gpu", lambda tensor: True)
+    monkeypatch.setattr("rollout.client.refresh.synchronize", lambda devices: None)
+    monkeypatch.setattr("rollout.client.refresh.gpu_key", lambda device: "cuda_ipc:fake")
+    monkeypatch.setattr("rollout.client.refresh.Exports", lambda: Exports(gpu.export))
+    monkeypatch.setattr("rollout.service.admission.capabilities", lambda device: (*capabilities(device), "cuda_ipc:fake"))
     monkeypatch.setattr("transport.weights.CudaIpcPayload", partial(CudaIpcPayload, open_memory=gpu.open, copy_out=gpu.copy))
     return gpu
 
@@ -533,7 +533,7 @@ def test_memory_that_does_not_open_travels_in_messages(gpu: FakeGPU, served: Any
 def test_another_gpu_or_a_service_on_the_cpu(gpu: FakeGPU, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, connect = served
     client = connect()
-    monkeypatch.setattr("rollout.refresh.gpu_key", lambda device: "cuda_ipc:another")
+    monkeypatch.setattr("rollout.client.refresh.gpu_key", lambda device: "cuda_ipc:another")
     assert client.refresh(weights_of(1)).via == ("shm" if host_key() else "inline")
     with pytest.raises(SourceUnreachable, match="share no GPU"):
         client.refresh(weights_of(2), via="cuda_ipc")
@@ -566,7 +566,7 @@ def test_tensors_that_are_on_no_gpu_are_told_by_name(served: Any, via: Any) -> N
 
 def test_a_backend_that_the_service_does_not_have(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, connect = served
-    monkeypatch.setattr("rollout.admission.capabilities", lambda device: ())
+    monkeypatch.setattr("rollout.service.admission.capabilities", lambda device: ())
     with pytest.raises(SourceUnreachable, match="the service has no gloo here"):
         connect().refresh(weights_of(1), via="gloo")
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from engine.request import Sample, Sampling
-from rollout.client import RolloutClient
-from rollout.handle import Handle
+from engine.types import Sample, Sampling
+from rollout.client.api import RolloutClient
+from rollout.client.handle import Handle
 from tests.engine.watermark import check_marks, token_of
 from tests.rollout.test_refresh import digest_of
 from transport.weights.shm import host_key

@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.request import Limits, Sample
-from rollout import service as service_module
-from rollout.service import Service
-from rollout.session import MAX_REPLY_BYTES
+from engine.types import Limits, Sample
+from rollout.service import loop as service_module
+from rollout.service.loop import Service
+from rollout.service.session import MAX_REPLY_BYTES
 from tests.rollout.fake_engine import VOCAB, FakeEngine, expected
 from tests.rollout.wire import Bench, Peer, submit
 from transport import messages as m
@@ -735,17 +735,17 @@ def test_a_client_is_told_what_was_taken_when_it_understands_that() -> None:
 
 
 def test_what_a_peer_calls_itself_does_not_reach_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "rollout.service")
+    caplog.set_level("INFO", "rollout.service.loop")
     bench = Bench()
     peer = bench.connect()
     peer.send(m.Hello(m.PROTOCOL, peer.session, 1, "\x1b[2J\nfake line"))
     bench.turn()
     assert "\\x1b[2J\\nfake line" in caplog.text and "\x1b" not in caplog.text
-    logging.getLogger("rollout.service").error("raw")
+    logging.getLogger("rollout.service.loop").error("raw")
     try:
         raise ValueError("\x1b[2J")
     except ValueError:
-        logging.getLogger("rollout.service").exception("it failed")
+        logging.getLogger("rollout.service.loop").exception("it failed")
     assert "\x1b" not in caplog.text and "ValueError: \\x1b[2J" in caplog.text
 
 

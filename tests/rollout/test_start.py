@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from engine.request import Limits
-from rollout import cli
+from engine.types import Limits
+from rollout.commands import main as cli
 from rollout.config import InputError
-from rollout.sinks import JsonlSink
+from rollout.metrics.sinks import JsonlSink
 from tests.rollout.fake_engine import FakeEngine
 from transport.sockets import ServiceEnd
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rollout.cli import main
-from rollout.top import SPARKS, View, bar, run, sparkline
+from rollout.commands.main import main
+from rollout.commands.top import SPARKS, View, bar, run, sparkline
 
 
 def client(name: str, number: int, **fields: Any) -> dict[str, Any]:

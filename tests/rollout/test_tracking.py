@@ -19,18 +19,18 @@ import pytest
 import torch
 
 from engine.config import WeightOffload
-from engine.pressure import Pressure
-from engine.request import Group, Sample, Sampling
-from engine.streaming import Streamed
-from rollout.audit import Audit, plain_logprobs, plain_twin
-from rollout.cli import main, make_tracker
-from rollout.client import RolloutClient
+from engine.scheduling.preemption import Pressure
+from engine.types import Group, Sample, Sampling
+from engine.weights.offload import Streamed
+from rollout.client.api import RolloutClient
+from rollout.commands.main import main, make_tracker
 from rollout.config import Config, InputError, TrackingConfig, dump, load
-from rollout.meters import EngineMeter, SampleMeter
+from rollout.metrics.audit import Audit, plain_logprobs, plain_twin
+from rollout.metrics.meters import EngineMeter, SampleMeter
+from rollout.metrics.sinks import ConsoleSink, JsonlSink, WandbSink, open_sinks, wandb_mode
+from rollout.metrics.tracker import Tracker
 from rollout.process import service_process
-from rollout.service import Service
-from rollout.sinks import ConsoleSink, JsonlSink, WandbSink, open_sinks, wandb_mode
-from rollout.tracking import Tracker
+from rollout.service.loop import Service
 from tests.engine.tiny import tiny, tiny_engine
 from tests.rollout.fake_engine import FakeEngine
 from tests.rollout.wandb_file import history
@@ -428,7 +428,7 @@ def test_an_audit_that_fails_is_a_skipped_sample(monkeypatch: pytest.MonkeyPatch
     def broken(*_: Any) -> Any:
         raise RuntimeError("injected failure of the plain forward")
 
-    monkeypatch.setattr("rollout.audit.plain_logprobs", broken)
+    monkeypatch.setattr("rollout.metrics.audit.plain_logprobs", broken)
     model = tiny("llama")
     row = audited(model, tiny_engine(model=model))
     assert row["mismatch/audited_tokens"] == 0 and row["mismatch/skipped_samples"] == 2

@@ -14,8 +14,8 @@ from engine.config import EngineConfig
 from engine.cpu.kernels import choose
 from engine.cpu.products import use_products
 from engine.engine import Engine
-from engine.request import Group, Sample, Sampling
-from rollout.trainer_attention import trainer_attention
+from engine.types import Group, Sample, Sampling
+from rollout.exact.attention import trainer_attention
 from tests.engine.tiny import plain_logprobs, tiny, tiny_engine
 from tests.engine.toy import group, run
 

@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 import torch
 
-from rollout.client import RolloutClient
-from rollout.link import Link
-from rollout.refresh import Pusher
+from rollout.client.api import RolloutClient
+from rollout.client.link import Link
+from rollout.client.refresh import Pusher
 from tests.engine.watermark import weights_of
 from transport.weights import distributed, inline
 from transport.weights.shm import NONCE_BYTES

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from engine.weights import Weights
+from engine.weights.live import Weights
 from rollout.process import write_atomically
-from rollout.service import Service
+from rollout.service.loop import Service
 from tests.engine.test_weights import Failing
 from tests.engine.watermark import watermark_engine
 from transport.weights import distributed

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from engine.request import Limits, Sample, Sampling
-from rollout.service import Service
+from engine.types import Limits, Sample, Sampling
+from rollout.service.loop import Service
 from tests.rollout.fake_engine import FakeEngine
 from transport import messages as m
 from transport.frames import Decoder, Frame, pack

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine.request import Limits
+from engine.types import Limits
 from transport.loopback import LoopbackClient, LoopbackService
 from transport.sockets import QUEUED_MESSAGES, ClientEnd, ServiceEnd, check_bind
 

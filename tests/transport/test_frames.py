@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.request import Limits, Sampling
+from engine.types import Limits, Sampling
 from tests.transport.wire_fuzz import CLIENT_MESSAGES, HEADERS, REFERENCES, UNIONS, kinds, mutate, same, valid_frames
 from transport import frames as frames_module
 from transport import messages as m

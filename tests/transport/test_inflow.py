@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from engine.request import Limits
+from engine.types import Limits
 from transport import inflow, sockets
 from transport.sockets import ClientEnd, ServiceEnd
 

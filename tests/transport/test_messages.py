@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.request import Sampling
+from engine.types import Sampling
 from transport import errors
 from transport.messages import DIGEST_BYTES, Submit, digest
 

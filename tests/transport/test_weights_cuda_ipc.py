@@ -11,7 +11,7 @@ import pytest
 import torch
 import xxhash
 
-from engine.request import TensorInfo
+from engine.types import TensorInfo
 from transport.errors import InvalidRequest, SourceUnreachable
 from transport.weights.cuda_ipc import CudaIpcOffer, CudaIpcPayload, Exports, Memory, digest
 

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from engine.request import Limits, TensorInfo, manifest_digest
+from engine.types import Limits, TensorInfo, manifest_digest
 from transport.errors import InvalidRequest, SourceUnreachable
 from transport.weights import Payload, open_payload
 from transport.weights.files import FilesOffer, describe_folder

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from engine.request import Limits, Refreshed, Sample, Sampling
+from engine.types import Limits, Refreshed, Sample, Sampling
 from transport import messages as m
 from transport.frames import DTYPES, pack
 from transport.weights.cuda_ipc import CudaIpcOffer

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.request import TensorInfo
+from engine.types import TensorInfo
 from transport.errors import InvalidRequest
 from transport.weights.cuda_ipc import CudaIpcOffer, CudaIpcPayload, gpu_keys
 from transport.weights.distributed import DistributedOffer, DistributedPayload, backends

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from engine.request import TensorInfo
+from engine.types import TensorInfo
 from transport.errors import InvalidRequest, SourceUnreachable
 from transport.frames import MALFORMED
 

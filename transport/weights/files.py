@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from engine.request import TensorInfo
+from engine.types import TensorInfo
 from transport.errors import InvalidRequest, SourceUnreachable
 
 DTYPES = {

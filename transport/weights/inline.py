@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from engine.request import Limits
+from engine.types import Limits
 from transport.errors import InvalidRequest
 
 CHUNK_BYTES = 4 << 20

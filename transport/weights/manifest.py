@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from engine.request import TensorInfo
+from engine.types import TensorInfo
 from transport.errors import InvalidRequest
 from transport.frames import MALFORMED
 

@@ -1,0 +1,244 @@
+"""The attention backend for CUDA: Triton kernels over tiles, index arrays at static addresses.
+
+    arrays   int32   ┌ counts ┬ positions ┬ parts ┬ slots ┬ small tiles ┬ large tiles ┬ block table … ┐
+                       2        P           P       P       6 · tiles     6 · tiles     R · M
+
+One pinned array on the host, one on the device, and one copy a step between them. All but the table has room for the largest
+step and lies always at the same place, so a captured CUDA graph reads the arrays of the step that is replayed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from engine.config import EngineConfig
+from engine.cuda import tiles as cutting
+from engine.cuda.launches import KNOWN, Launches, Limits, choose, power_of_two
+from engine.cuda.tiles import COLUMNS, PADDING, Tiles, chunk_tokens, cut, most_tiles
+from engine.forward.batch import Batch
+from engine.kv.pages import PagedKV
+
+PARTS_OF_A_ROW = 32
+"""partial results that there is memory for at least, for each sequence on average; rows beyond are not split (same numbers)"""
+PARTIAL_SHARE = 128
+"""of the device's memory, one part in so many may hold partial results"""
+EXACT = {"enable_fp_fusion": False}
+"""a product and a sum are rounded each, wherever they stand: merging in `attend` and in `merge` gives the same bits"""
+LOG2E = math.log2(math.e)
+
+
+class TritonUnavailable(RuntimeError):
+    """Triton cannot run here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The largest step."""
+
+    tokens: int
+    rows: int
+    columns: int
+    """blocks of the longest sequence"""
+    q_heads: int
+    """0 = not the same in all layers"""
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    """bytes of a number of K and V"""
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q_heads // self.kv_heads
+
+    @staticmethod
+    def of(config: EngineConfig, model: Any) -> Capacity:
+        """`model`: an `engine.engine.ModelLike`."""
+        return Capacity(
+            tokens=max(config.max_batch_tokens, 16),  # a smaller batch is padded
+            rows=max(config.max_num_seqs, 16),
+            columns=-(-model.context // config.block_size),
+            q_heads=model.q_heads,
+            kv_heads=model.geometry.kv_heads,
+            head_dim=model.geometry.head_dim,
+            itemsize=model.geometry.dtype.itemsize,
+        )
+
+
+class Prepared(NamedTuple):
+    """What the attention of a step reads, at static addresses, in the order drawn above; and what it launches."""
+
+    counts: torch.Tensor
+    positions: torch.Tensor
+    parts: torch.Tensor
+    slots: torch.Tensor
+    small: torch.Tensor
+    large: torch.Tensor
+    table: torch.Tensor
+    launched: tuple[bool, bool, bool] = (True, True, True)
+    """`attend` for small and for large tiles, `merge`; what has nothing to do is left out"""
+
+
+class TritonAttention:
+    """A CUDA attention backend (`engine.forward.attention.Backend`). A query's numbers do not depend on how its step was cut
+    into tiles, nor on what is shared. Raises TritonUnavailable."""
+
+    name = "triton"
+
+    def __init__(self, device: torch.device, capacity: Capacity, programs: int | None = None, kernels: Any = None) -> None:
+        """programs: that run at once, of which each KV head has as many; None = enough for the device. kernels: what stands in
+        for `triton_kernels`."""
+        if not capacity.q_heads:
+            raise TritonUnavailable("the model's layers have different numbers of query heads")
+        self._kernels = kernels or _import(device)
+        self.device = device
+        self.capacity = capacity
+        limits, processors = _limits(device)
+        try:
+            self.launches: Launches = choose(capacity.group, capacity.head_dim, capacity.itemsize, limits)
+        except ValueError as error:
+            raise TritonUnavailable(str(error)) from error
+        """of the small and of the large tiles"""
+        at_once = [programs or processors * launch.programs for launch in self.launches]
+        self.groups = tuple(max(1, number // capacity.kv_heads) for number in at_once)
+        """programs of either kind that run at once, by KV heads"""
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+        self.max_parts = parts_for(memory, capacity)
+        tiles = most_tiles(capacity.tokens, capacity.rows, max(self.groups))
+        sizes = (2, capacity.tokens, capacity.tokens, capacity.tokens, COLUMNS * tiles, COLUMNS * tiles)
+        self._starts = np.cumsum((0, *sizes))
+        on_device = device.type == "cuda"
+        length = int(self._starts[-1]) + capacity.rows * capacity.columns
+        self._host = torch.zeros(length, dtype=torch.int32, pin_memory=on_device)
+        self._arrays = torch.zeros(length, dtype=torch.int32, device=device)
+        self.partial = torch.empty((self.max_parts, capacity.q_heads, capacity.head_dim), device=device)
+        """[parts, q_heads, head_dim] fp32: of one chunk each, not yet divided by its sum"""
+        self.sums = torch.empty((self.max_parts, capacity.q_heads, 2), device=device)
+        """[parts, q_heads, 2] fp32: maximum of the scores (times log2 e) and sum of the weights of a partial result"""
+        self._sent: Any = torch.cuda.Event() if on_device else None
+
+    def __str__(self) -> str:
+        return f"Triton attention ({self.device})"
+
+    def prepare(self, batch: Batch, kv: PagedKV) -> Prepared:
+        """Cut the step into tiles and send them to the device. Returns views of the static arrays."""
+        counts, positions, parts, slots, small, large, table = self._views(self._host.numpy())
+        t, blocks = batch.num_tokens, batch.block_table
+        for share, max_parts in ((len(batch.shared) > 0, self.max_parts), (False, self.max_parts), (False, 0)):
+            tiles = self._cut(batch, kv, share, max_parts)
+            if max(tiles.small.size, tiles.large.size) <= len(small):
+                break  # else fewer of them, and the same numbers
+        if self._sent is not None:
+            self._sent.synchronize()  # the copy that reads what is written here: over when the step in flight has begun
+        counts[:] = len(tiles.small), len(tiles.large)
+        lengths = np.diff(batch.query_starts)
+        positions[:t] = np.arange(t) + np.repeat(batch.context_lens - batch.query_starts[1:], lengths)
+        parts[:t], parts[t:] = tiles.parts, PADDING
+        slots[:t], slots[t:] = batch.slots.numpy(), -1
+        small[: tiles.small.size], large[: tiles.large.size] = tiles.small.ravel(), tiles.large.ravel()
+        table[: blocks.size] = blocks.ravel()
+        used = int(self._starts[-1]) + blocks.size
+        self._arrays[:used].copy_(self._host[:used], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+        return Prepared(*self._views(self._arrays), (len(tiles.small) > 0, len(tiles.large) > 0, tiles.num_parts > 0))
+
+    def _cut(self, batch: Batch, kv: PagedKV, share: bool, max_parts: int) -> Tiles:
+        small, large = (launch.rows // self.capacity.group for launch in self.launches)
+        return cut(
+            batch.query_starts, batch.context_lens, batch.block_table, share, block_size=kv.block_size, sizes=(small, large),
+            groups=self.groups, max_parts=max_parts,
+        )  # fmt: skip
+
+    def _views(self, whole: Any) -> tuple[Any, ...]:
+        ends = (*self._starts[1:].tolist(), len(whole))
+        return tuple(whole[start:end] for start, end in zip(self._starts.tolist(), ends, strict=True))
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: Batch,
+        kv: PagedKV,
+        scaling: float,
+        window: int,
+    ) -> torch.Tensor:
+        (padded, heads, dim), data = key.shape, kv.data
+        assert key.stride(2) == value.stride(2) == 1
+        self._kernels.store[(padded,)](
+            key, value, data, batch.attention.slots, layer * data.stride(1), data.stride(0), *key.stride()[:2],
+            *value.stride()[:2], HEADS=heads, HEADS_PAD=power_of_two(heads), DIM=dim, DIM_PAD=power_of_two(max(dim, 16)),
+            BLOCK=kv.block_size,
+        )  # fmt: skip
+        return self.attend_stored(layer, query, batch, kv, scaling, window)
+
+    def slots_of(self, batch: Batch) -> torch.Tensor:
+        """[P …] int32 on the device: where each token's K and V go; -1 for padding."""
+        return batch.attention.slots
+
+    def attend_stored(
+        self, layer: int, query: torch.Tensor, batch: Batch, kv: PagedKV, scaling: float, window: int
+    ) -> torch.Tensor:
+        """`attend` where the step's K and V are in the pool."""
+        arrays: Prepared = batch.attention
+        (padded, q_heads, dim), heads = query.shape, self.capacity.kv_heads
+        assert query.stride(2) == 1
+        group, block, data = q_heads // heads, kv.block_size, kv.data
+        layer_at, stride = layer * data.stride(1), data.stride(0)
+        shape = {"HEADS": heads, "DIM": dim, "DIM_PAD": power_of_two(max(dim, 16))}
+        chunks = {"CHUNK": chunk_tokens(block), "SPAN": cutting.SPAN_CHUNKS}
+        out = torch.empty((padded, q_heads, dim), dtype=query.dtype, device=query.device)
+        kernels, (*attends, merges) = self._kernels, arrays.launched
+        for kind, launch in enumerate(self.launches):
+            if attends[kind]:
+                kernels.attend[(self.groups[kind] * heads,)](
+                    query, out, data, arrays.table, arrays.positions, arrays.parts, self.partial, self.sums,
+                    (arrays.small, arrays.large)[kind], arrays.counts[kind:],
+                    layer_at, stride, *query.stride()[:2], out.stride(0), scaling * LOG2E, window,
+                    GROUP=group, BLOCK=block, M=launch.rows, N=launch.keys, COLUMNS=COLUMNS, WIDEN=query.device.type == "cpu",
+                    num_warps=launch.warps, num_stages=launch.stages, **shape, **chunks, **EXACT,
+                )  # fmt: skip
+        if merges or padded > batch.num_tokens:
+            kernels.merge[(padded, heads)](
+                out, arrays.positions, arrays.parts, self.partial, self.sums, out.stride(0), window,
+                GROUP=group, GROUP_PAD=power_of_two(group), **shape, **chunks, **EXACT,
+            )  # fmt: skip
+        return out
+
+
+def _import(device: torch.device) -> Any:
+    """The kernels. Raises TritonUnavailable where Triton is missing, or would need a GPU that is not there."""
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise TritonUnavailable("Triton runs on the CPU in its interpreter only: set TRITON_INTERPRET=1")
+    try:
+        from engine.cuda import attention_kernels as triton_kernels
+    except ImportError as error:
+        raise TritonUnavailable(f"Triton cannot be imported ({error}); it comes with the CUDA builds of torch") from error
+    return triton_kernels
+
+
+def _limits(device: torch.device) -> tuple[Limits, int]:
+    """Of a device, and its streaming multiprocessors. The interpreter is given those of an H100, and one."""
+    if device.type == "cpu":
+        return KNOWN[90], 1
+    of = torch.cuda.get_device_properties(device)
+    return Limits(
+        10 * of.major + of.minor,
+        of.shared_memory_per_block_optin,
+        of.shared_memory_per_multiprocessor,
+        of.regs_per_multiprocessor,
+    ), of.multi_processor_count
+
+
+def parts_for(memory: int, capacity: Capacity) -> int:
+    """Partial results that there is room for, on a device of so many bytes."""
+    of_one = 4 * capacity.q_heads * (capacity.head_dim + 2)
+    return max(PARTS_OF_A_ROW * capacity.rows, memory // PARTIAL_SHARE // of_one)

@@ -1,0 +1,197 @@
+"""Attention over paged KV in Triton: three kernels, whose work `engine.cuda.tiles` has cut.
+
+    store    K and V of a step's tokens into their slots
+    attend   tiles: queries × chunks of a block table; the output, or one partial result for each chunk
+    merge    partial results of a token, in the order of chunks
+
+Inside a block: K and V as [kv_heads, block_size, head_dim], as in the reference. A tile has rows token · group + head: the
+query heads of one KV head side by side, so that each K and V is read once for all of them.
+
+`attend` runs as many programs as keep the device busy, and each takes tile after tile with one KV head, in the order of
+`tiles.deal`: the number of tiles is read from memory, so a CUDA graph serves every step of its batch size.
+
+Imported only where Triton is there. With TRITON_INTERPRET=1 it runs on the CPU (slowly), which has no products in bf16: WIDEN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MASKED = tl.constexpr(-1e30)
+"""below every score, and finite: exp2(MASKED - MASKED) is 1, not NaN"""
+
+
+@triton.jit
+def store(
+    key, value, data, slots, layer_at, block_stride, k_token, k_head, v_token, v_head,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a token. A slot below zero is padding's."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS_PAD)[:, None]
+    slot = tl.load(slots + token) + 0 * head
+    d = tl.arange(0, DIM_PAD)[None]
+    ok = (head < HEADS) & (d < DIM) & (slot >= 0)
+    at = (slot // BLOCK).to(tl.int64) * block_stride + layer_at + (head * BLOCK + slot % BLOCK) * DIM + d
+    k = tl.load(key + token * k_token + head * k_head + d, mask=ok)
+    v = tl.load(value + token * v_token + head * v_head + d, mask=ok)
+    tl.store(data + at, k.to(data.dtype.element_ty), mask=ok)
+    tl.store(data + at + HEADS * BLOCK * DIM, v.to(data.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def row_sum(x, M: tl.constexpr, N: tl.constexpr):
+    """[M] sums over [M, N], by halves: additions of two numbers each, in an order that is written here. `tl.sum` of a whole row
+    adds in the order in which threads hold it, and that depends on M."""
+    if N == 1:
+        return tl.reshape(x, (M,))
+    else:
+        return row_sum(tl.sum(tl.reshape(x, (M, 2, N // 2)), 1), M, N // 2)
+
+
+@triton.jit
+def merged(top, total, acc, m, s, a):
+    """The weighted sum (acc, total) with maximum `top` and one more, (a, s) with maximum m. Nothing (MASKED, 0, 0) on either
+    side leaves the other as it is, to the bit."""
+    higher = tl.maximum(top, m)
+    old, new = tl.exp2(top - higher), tl.exp2(m - higher)
+    return higher, total * old + s * new, acc * old[:, None] + a * new[:, None]
+
+
+@triton.jit
+def write(partial, sums, place, m, s, a, live, real, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """A partial result of each row: maximum m, sum s of its weights, weighted sum a."""
+    at = place[:, None] * DIM + tl.arange(0, DIM_PAD)[None]
+    tl.store(partial + at, a, mask=live[:, None] & real[None])
+    tl.store(sums + place * 2, m, mask=live)
+    tl.store(sums + place * 2 + 1, s, mask=live)
+
+
+@triton.jit
+def times(one, other, WIDEN: tl.constexpr):
+    if WIDEN:
+        return tl.dot(one.to(tl.float32), other.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(one, other, input_precision="ieee")
+
+
+@triton.jit
+def nothing(M: tl.constexpr, DIM_PAD: tl.constexpr):
+    return tl.full((M,), MASKED, tl.float32), tl.zeros((M,), tl.float32), tl.zeros((M, DIM_PAD), tl.float32)
+
+
+@triton.jit
+def met(m, s, a, scores, seen, v, M: tl.constexpr, N: tl.constexpr, WIDEN: tl.constexpr):
+    """Maximum, sum of weights and weighted sum of each row, with N more keys: online softmax."""
+    scores = tl.where(seen, scores, MASKED)
+    higher = tl.maximum(m, tl.max(scores, 1))
+    weights = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
+    shrink = tl.exp2(m - higher)
+    return higher, s * shrink + row_sum(weights, M, N), a * shrink[:, None] + times(weights.to(v.dtype), v, WIDEN)
+
+
+@triton.jit
+def attend(
+    query, out, data, table, positions, parts, partial, sums, tiles, num_tiles,
+    layer_at, block_stride, q_token, q_head, out_token, scaling, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, SPAN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Tile after tile. scaling: of the scores, times log2(e). window: tokens that a query sees, 0 = all.
+
+    Span by span: one loop over the keys of a span, so that copies go on across the chunks in it; where a chunk ends its result
+    is merged into that of the span, and where the span ends that into the tile's."""
+    PER: tl.constexpr = (CHUNK + N - 1) // N  # turns of a chunk
+    row = tl.arange(0, M)
+    d = tl.arange(0, DIM_PAD)
+    real = d < DIM
+    for work in range(tl.program_id(0), tl.load(num_tiles) * HEADS, tl.num_programs(0)):
+        tile = tiles + (work // HEADS) * COLUMNS
+        head = work % HEADS
+        first = tl.load(tile)
+        blocks = table + tl.load(tile + 2)
+        begin, end, split = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5)
+        live = row < tl.load(tile + 1) * GROUP
+        token = (first + row // GROUP).to(tl.int64)
+        q_of = head * GROUP + row % GROUP
+        position = tl.load(positions + token, mask=live, other=-1)
+        both = live[:, None] & real[None]
+        q = tl.load(query + token[:, None] * q_token + q_of[:, None] * q_head + d[None], mask=both, other=0.0)
+        places = tl.load(parts + token, mask=live, other=0).to(tl.int64) * (HEADS * GROUP) + q_of
+        last = tl.max(position)
+        oldest = tl.maximum(tl.min(tl.where(live, position, last)) - window + 1, 0)
+        seen_from = tl.where(window > 0, oldest // CHUNK, 0)  # no query of the tile sees a chunk before
+        top, total, acc = nothing(M, DIM_PAD)
+        for span in range(begin // SPAN, tl.cdiv(end, SPAN)):
+            since, until = tl.maximum(begin, span * SPAN), tl.minimum(end, span * SPAN + SPAN)
+            whole = (since == span * SPAN) & ((until == span * SPAN + SPAN) | (until > last // CHUNK))
+            span_top, span_total, span_acc = nothing(M, DIM_PAD)
+            m, s, a = nothing(M, DIM_PAD)
+            turns = tl.minimum(until * PER, last // CHUNK * PER + last % CHUNK // N + 1)
+            for turn in range(tl.maximum(since, seen_from) * PER, turns):
+                inside = turn % PER * N + tl.arange(0, N)
+                n = turn // PER * CHUNK + inside
+                there = (n <= last) & (inside < CHUNK)
+                block = tl.load(blocks + n // BLOCK, mask=there, other=0).to(tl.int64)
+                at = block * block_stride + layer_at + (head * BLOCK + n % BLOCK) * DIM
+                k = tl.load(data + at[None, :] + d[:, None], mask=there[None, :] & real[:, None], other=0.0)
+                v = tl.load(data + HEADS * BLOCK * DIM + at[:, None] + d[None], mask=there[:, None] & real[None], other=0.0)
+                scores = times(q, k, WIDEN) * scaling
+                seen = there[None] & (n[None] <= position[:, None]) & ((window == 0) | (n[None] > position[:, None] - window))
+                m, s, a = met(m, s, a, scores, seen, v, M, N, WIDEN)
+                if (turn % PER == PER - 1) | (turn == turns - 1):
+                    if (split != 0) & (whole == 0):
+                        write(partial, sums, places + turn // PER * (HEADS * GROUP), m, s, a, live, real, DIM, DIM_PAD)
+                    span_top, span_total, span_acc = merged(span_top, span_total, span_acc, m, s, a)
+                    m, s, a = nothing(M, DIM_PAD)
+            if split != 0:
+                # chunks without a result of their own: before the window, or in the span's
+                for chunk in range(since + whole.to(tl.int32), tl.where(whole, until, tl.minimum(until, seen_from))):
+                    place = places + chunk * (HEADS * GROUP)
+                    tl.store(sums + place * 2 + 1, tl.zeros((M,), tl.float32), mask=live)
+                if whole:
+                    place = places + since * (HEADS * GROUP)
+                    write(partial, sums, place, span_top, span_total, span_acc, live, real, DIM, DIM_PAD)
+            top, total, acc = merged(top, total, acc, span_top, span_total, span_acc)
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]  # rows that are not there, or not written here
+        tl.store(
+            out + token[:, None] * out_token + q_of[:, None] * DIM + d[None],
+            result,
+            mask=both & (split + 0 * row == 0)[:, None],
+        )
+
+
+@triton.jit
+def merge(
+    out, positions, parts, partial, sums, out_token, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    CHUNK: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """One program a token and KV head: the sum of `attend`'s partial results, term by term as a tile would have made it."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    part = tl.load(parts + token)
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, DIM_PAD)
+    both = (g < GROUP)[:, None] & (d < DIM)[None]
+    position = tl.load(positions + token)
+    begin = tl.where(window > 0, tl.maximum(0, position - window + 1) // CHUNK, 0)
+    chunks = tl.where(part >= 0, position // CHUNK + 1, 0)
+    top = tl.full((GROUP_PAD,), MASKED, tl.float32)
+    total = tl.zeros((GROUP_PAD,), tl.float32)
+    acc = tl.zeros((GROUP_PAD, DIM_PAD), tl.float32)
+    for span in range(begin // SPAN, tl.cdiv(chunks, SPAN)):
+        span_top = tl.full((GROUP_PAD,), MASKED, tl.float32)
+        span_total = tl.zeros((GROUP_PAD,), tl.float32)
+        span_acc = tl.zeros((GROUP_PAD, DIM_PAD), tl.float32)
+        for chunk in range(span * SPAN, tl.minimum(span * SPAN + SPAN, chunks)):
+            place = (part + chunk).to(tl.int64) * (HEADS * GROUP) + head * GROUP + g
+            s = tl.load(sums + place * 2 + 1, mask=g < GROUP, other=0.0)
+            m = tl.load(sums + place * 2, mask=s != 0, other=MASKED)
+            a = tl.load(partial + place[:, None] * DIM + d[None], mask=both & (s != 0)[:, None], other=0.0)
+            span_top, span_total, span_acc = merged(span_top, span_total, span_acc, m, s, a)
+        top, total, acc = merged(top, total, acc, span_top, span_total, span_acc)
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]  # padding's is zero
+    mine = both & (part + 0 * g != -1)[:, None]
+    tl.store(out + token * out_token + (head * GROUP + g)[:, None] * DIM + d[None], result, mask=mine)

@@ -1,0 +1,152 @@
+"""Products and norms on CUDA whose numbers do not depend on the batch: the option `exact`, and the same for a trainer's module.
+
+    make_exact(module)    every linear layer and every RMSNorm of a transformers model, in place; gradients are torch's
+
+Everything else that such a module computes is done number by number, and attention (`engine.devices`) and draws
+(`engine.cuda.sampling`) keep the promise by themselves. So a seeded sample is the same to the bit whatever was batched around
+it; and a trainer's forward through `make_exact` has the products and norms of the service.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from engine.cuda.launches import power_of_two
+from engine.cuda.norms import agree, candidates
+
+
+class NotExact(ValueError):
+    """Products of this model would depend on the batch; the message names them."""
+
+
+class Tile(NamedTuple):
+    """Of a product: the same whatever the number of rows."""
+
+    rows: int
+    outs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+TILES = {2: Tile(64, 128, 64, 8, 3), 4: Tile(32, 32, 32, 4, 2)}
+"""by the bytes of a number; the sums fit into registers, and the copies into 99 KiB"""
+FUSED = {"enable_fp_fusion": True}
+"""said, not left to the environment: one kernel for everybody"""
+
+
+def make_exact(module: nn.Module) -> None:
+    """Let the linear layers and RMSNorms of a transformers model run by kernels whose numbers do not depend on the number of
+    rows. Parameters are read at each call, so whatever writes them in place reaches it. Raises NotExact for a model with
+    products of another kind, by name; nothing is changed then."""
+    linears = [each for each in module.modules() if type(each) is nn.Linear]
+    known = {id(parameter) for each in linears for parameter in each.parameters(recurse=False)}
+    known |= {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
+    for name, parameter in module.named_parameters():
+        if parameter.dim() > 1 and id(parameter) not in known:
+            raise NotExact(f"exact=true: {name} is of no linear layer, and its products would depend on the batch")
+    norms = list(candidates(module))
+    others = {type(each).__name__ for each in module.modules() if "norm" in type(each).__name__.lower()}
+    others -= {type(norm).__name__ for norm in norms}
+    if others or not all(
+        agree(norm, lambda norm, x: exact_norm(x, norm.weight, norm.variance_epsilon)) for norm in _kinds(norms)
+    ):
+        raise NotExact(f"exact=true: norms of another kind than RMSNorm: {', '.join(sorted(others)) or 'by their numbers'}")
+    for each in linears:
+        each.forward = MethodType(_linear, each)  # type: ignore[method-assign]
+    for norm in norms:
+        norm.forward = MethodType(_norm, norm)
+
+
+def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """[…, out] of x […, in] and weight [out, in], as `torch.nn.functional.linear`, in one order of summation."""
+    made: torch.Tensor = _Linear.apply(x, weight, bias)
+    return made
+
+
+def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension with transformers' roundings."""
+    made: torch.Tensor = _Norm.apply(x, weight, eps)
+    return made
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.biased = bias is not None
+        return _product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            (flat @ weight).view(x.shape) if of_x else None,
+            flat.T @ rows if of_weight else None,
+            flat.sum(0) if of_bias and ctx.biased else None,
+        )
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        from engine.cuda import fused_kernels
+
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        out, size = torch.empty_like(rows), rows.shape[1]
+        fused_kernels.add_norm[(len(rows),)](
+            rows, rows, weight, out, size, eps, ADD=False, WIDTH=power_of_two(size), num_warps=8 if size > 1024 else 4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+        with torch.enable_grad():
+            wide = x.float()
+            normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + ctx.eps)).to(x.dtype)
+            of_x, of_weight = torch.autograd.grad(weight * normed, (x, weight), grad)
+        return of_x, of_weight, None
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    from engine.cuda import exact_kernels
+
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    assert weight.stride(-1) == 1
+    (rows, size), outs = x.shape, len(weight)
+    out = x.new_empty(rows, outs)
+    tile = TILES[x.element_size()]
+    tiles = -(-rows // tile.rows) * -(-outs // tile.outs)
+    exact_kernels.product[(min(tiles, _programs(x.device)),)](
+        x, weight, bias if bias is not None else weight, out, rows, outs, size, x.stride(0), weight.stride(0),
+        BIAS=bias is not None, M=tile.rows, N=tile.outs, K=tile.inputs, WIDEN=x.device.type == "cpu", num_warps=tile.warps,
+        num_stages=tile.stages, **FUSED,
+    )  # fmt: skip
+    return out
+
+
+def _programs(device: torch.device) -> int:
+    return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _kinds(norms: list[Any]) -> list[Any]:
+    """One norm of each kind and size."""
+    return list({(type(norm), norm.weight.numel()): norm for norm in norms}.values())
+
+
+def _linear(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    return exact_linear(input, self.weight, self.bias)
+
+
+def _norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    return exact_norm(hidden_states, self.weight, self.variance_epsilon)

@@ -1,0 +1,226 @@
+"""Decoder layers of Llama's kind (Qwen 2 and 3, Mistral, …) on CUDA in some ten launches each: four products, attention, and
+the kernels of `engine.cuda.fused_kernels` between them.
+
+    normed ─ q|k|v ─ rope_store ─ attend ─ o ─ add_norm ─ gate|up ─ silu_mul ─ down ─ add_norm ─ normed of the next layer
+
+The weights of q, k and v, and those of gate and up, are views of one tensor each, under their own names: a refresh in place
+reaches them, and each is one product. What torch rounds is rounded, sums of norms are in another order, so the logits are the
+module's up to that; at load they are compared, and where they differ by more the module runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from engine.cuda.launches import power_of_two
+from engine.forward.attention import Backend
+from engine.forward.batch import Batch
+from engine.kv.pages import PagedKV
+
+CHECKED_ROWS = (2, 37)
+BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+SILU_WIDTH = 1024
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+"""of the largest logit, by which the two ways may differ"""
+
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+class NotFused(Exception):
+    """This model runs through transformers; the message says what stands in the way."""
+
+
+class FusedDecoder:
+    """`asked`: what each layer asks of its attention (scaling and window), by layer. `kernels`: `engine.cuda.fused_kernels`, or
+    what stands in for it. `product`: of rows and a weight [out, in], `torch.nn.functional.linear` or one whose numbers do not
+    depend on the number of rows. Raises NotFused."""
+
+    def __init__(self, module: Any, asked: dict[int, dict[str, Any]], kernels: Any, product: Linear = linear) -> None:
+        self.body, self.lm_head = module.base_model, module.get_output_embeddings()
+        _need({name for name, _ in self.body.named_children()} == BODY, f"the model has other parts than {sorted(BODY)}")
+        _need(type(self.body.embed_tokens) is nn.Embedding, "the embedding is of a kind of its own")
+        _need(type(self.lm_head) is nn.Linear, "the head is of a kind of its own")
+        for layer in self.body.layers:
+            _look_at(layer)
+        _look_at_norm(self.body.norm)
+        first = self.body.layers[0].self_attn
+        self.dim = first.head_dim
+        self.q_heads, self.kv_heads = (each.out_features // self.dim for each in (first.q_proj, first.k_proj))
+        _need(self.dim % 2 == 0, f"heads of {self.dim} numbers")
+        self.norms_heads = hasattr(first, "q_norm")
+        self.attention = [(asked[i]["scaling"], asked[i]["window"]) for i in range(len(self.body.layers))]
+        self.kernels, self.product = kernels, product
+        self.stack()
+
+    def stack(self) -> None:
+        """Lay weights that are multiplied as one side by side. Called again when they have moved."""
+        for layer in self.body.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            for linears in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+                _stack([each.weight for each in linears])
+                if linears[0].bias is not None:
+                    _stack([each.bias for each in linears])
+
+    def check(self, eager: Callable[[Any, Any, Any], torch.Tensor], vocabulary: int) -> None:
+        """Compare with `eager`, the transformers model behind the same signature. Raises NotFused where they differ by more
+        than rounding explains."""
+        generator = torch.Generator().manual_seed(0)
+        device, dtype = self.body.norm.weight.device, self.body.norm.weight.dtype
+        for rows in CHECKED_ROWS:
+            batch = SimpleNamespace(
+                input_ids=torch.randint(vocabulary, (1, rows), generator=generator).to(device),
+                position_ids=(torch.arange(rows, device=device) * 7)[None],
+                num_tokens=rows, logits_at=torch.arange(rows, device=device), num_logits=rows,
+            )  # fmt: skip
+            echo = Echo(rows, self.kv_heads, self.dim, dtype, device)
+            mine, theirs = (forward(batch, echo.kv, echo).float() for forward in (self.forward, eager))
+            apart = (mine - theirs).abs().max() / theirs.abs().max()
+            _need(bool(apart <= TOLERANCE[dtype]), f"logits that differ from transformers' own by {float(apart):.1e}")
+
+    def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
+        """[S, vocabulary] logits of the tokens `batch.logits_at`."""
+        ids, layers = batch.input_ids[0], self.body.layers
+        residual = self.body.embed_tokens(ids)
+        cos, sin = (each[0].contiguous() for each in self.body.rotary_emb(residual, batch.position_ids))
+        normed = self._norm(None, residual, layers[0].input_layernorm)
+        for i, layer in enumerate(layers):
+            query = self._query(i, layer.self_attn, normed, cos, sin, batch, kv, backend)
+            attended = backend.attend_stored(i, query, batch, kv, *self.attention[i])
+            out = layer.self_attn.o_proj
+            made = self.product(attended.flatten(1), out.weight, out.bias)
+            normed = self._norm(made, residual, layer.post_attention_layernorm)
+            made = self._mlp(layer.mlp, normed)
+            last = i + 1 == len(layers)
+            normed = self._norm(made, residual, self.body.norm if last else layers[i + 1].input_layernorm)
+        wanted = normed[batch.logits_at]
+        return self.product(wanted, self.lm_head.weight, self.lm_head.bias)[: batch.num_logits]
+
+    def _norm(self, x: torch.Tensor | None, residual: torch.Tensor, norm: Any) -> torch.Tensor:
+        """The norm of residual + x, which the residual becomes; of the residual where x is None."""
+        out, (rows, size) = torch.empty_like(residual), residual.shape
+        self.kernels.add_norm[(rows,)](
+            residual if x is None else x, residual, norm.weight, out, size, norm.variance_epsilon, ADD=x is not None,
+            WIDTH=power_of_two(size), num_warps=8 if size > 1024 else 4, enable_fp_fusion=False,
+        )  # fmt: skip
+        return out
+
+    def _query(
+        self,
+        layer: int,
+        attention: Any,
+        normed: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: Batch,
+        kv: PagedKV,
+        backend: Backend,
+    ) -> torch.Tensor:
+        """[P, q_heads, head_dim] for attention; K and V go into the pool."""
+        linears = attention.q_proj, attention.k_proj, attention.v_proj
+        qkv = self.product(normed, _stacked([each.weight for each in linears]), _stacked([each.bias for each in linears]))
+        query = qkv.new_empty(len(qkv), self.q_heads, self.dim)
+        data, slots = kv.data, backend.slots_of(batch)
+        q_norm, k_norm = (attention.q_norm, attention.k_norm) if self.norms_heads else (None, None)
+        weights = (query, query) if q_norm is None else (q_norm.weight, k_norm.weight)
+        eps = (0.0, 0.0) if q_norm is None else (q_norm.variance_epsilon, k_norm.variance_epsilon)
+        self.kernels.rope_store[(len(qkv), 3)](
+            qkv, cos, sin, *weights, query, data, slots, layer * data.stride(1), data.stride(0), *eps,
+            Q_HEADS=self.q_heads, HEADS=self.kv_heads, DIM=self.dim, HALF_PAD=power_of_two(self.dim // 2),
+            HEADS_PAD=power_of_two(max(self.q_heads, self.kv_heads)), BLOCK=kv.block_size, NORM=self.norms_heads,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+        return query
+
+    def _mlp(self, mlp: Any, normed: torch.Tensor) -> torch.Tensor:
+        linears = mlp.gate_proj, mlp.up_proj
+        both = self.product(normed, _stacked([each.weight for each in linears]), _stacked([each.bias for each in linears]))
+        rows, inner = len(both), both.shape[1] // 2
+        out = both.new_empty(rows, inner)
+        self.kernels.silu_mul[(rows, -(-inner // SILU_WIDTH))](both, out, inner, WIDTH=SILU_WIDTH, enable_fp_fusion=False)
+        return self.product(out, mlp.down_proj.weight, mlp.down_proj.bias)
+
+
+class Echo:
+    """Stands in for attention while numbers are compared: every bit of q, k and v shows in what it returns."""
+
+    name = "echo"
+
+    def __init__(self, tokens: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        data = torch.zeros((1, 1, 2, heads, tokens, dim), dtype=dtype, device=device)
+        self.kv: Any = SimpleNamespace(data=data.expand(1, 1 << 10, *data.shape[2:]), block_size=tokens)
+        self._slots = torch.arange(tokens, dtype=torch.int32, device=device)
+
+    def slots_of(self, batch: Batch) -> torch.Tensor:
+        return self._slots
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+        group = query.shape[1] // key.shape[1]
+        return query * 0.5 + key.repeat_interleave(group, 1) * 0.25 + value.repeat_interleave(group, 1)
+
+    def attend_stored(self, layer: int, query: torch.Tensor, *_: Any) -> torch.Tensor:
+        key, value = (x.transpose(0, 1) for x in self.kv.data[0, 0])
+        return self.attend(layer, query, key, value)
+
+
+def _stack(tensors: Sequence[torch.Tensor]) -> None:
+    """Let parameters be views of one tensor, one behind the other along their first dimension, unless they are."""
+    if _side_by_side(tensors):
+        return
+    whole = torch.cat([each.data for each in tensors])
+    at = 0
+    for each in tensors:
+        each.data = whole[at : at + len(each)]
+        at += len(each)
+
+
+def _side_by_side(tensors: Sequence[torch.Tensor]) -> bool:
+    ends = [each.data_ptr() + each.nbytes for each in tensors]
+    one = len({each.untyped_storage().data_ptr() for each in tensors}) == 1
+    return one and all(each.is_contiguous() for each in tensors) and [each.data_ptr() for each in tensors[1:]] == ends[:-1]
+
+
+def _stacked(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The one that parameters are views of; nothing holds on to it beside them."""
+    first = tensors[0]
+    if first is None:
+        return None
+    rows = sum(len(each) for each in tensors if each is not None)
+    return torch.as_strided(first, (rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def _need(ok: bool, what: str) -> None:
+    if not ok:
+        raise NotFused(what)
+
+
+def _look_at(layer: nn.Module) -> None:
+    """Is this a layer of the kind above, as far as one can see?"""
+    _need({name for name, _ in layer.named_children()} == LAYER, "a decoder layer of another kind")
+    attention, mlp = layer.self_attn, layer.mlp
+    names = {name for name, _ in attention.named_children()}
+    _need(names - PROJECTIONS in (set(), HEAD_NORMS) and names >= PROJECTIONS, "an attention layer of another kind")
+    _need({name for name, _ in mlp.named_children()} == MLP, "an MLP of another kind")
+    act = type(mlp.act_fn).__name__
+    _need(act in ("SiLU", "SiLUActivation"), f"the activation {act}")
+    linears = [getattr(attention, name) for name in sorted(PROJECTIONS)] + [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    for each in linears:
+        _need(type(each) is nn.Linear, f"a {type(each).__name__} in place of a linear layer")
+    biases = {each.bias is None for each in (attention.q_proj, attention.k_proj, attention.v_proj)}
+    _need(len(biases) == 1, "some of q, k and v with a bias")
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm, *(getattr(attention, x) for x in names & HEAD_NORMS)):
+        _look_at_norm(norm)
+
+
+def _look_at_norm(norm: nn.Module) -> None:
+    names = [name for name, _ in norm.named_parameters()]
+    _need(names == ["weight"] and hasattr(norm, "variance_epsilon"), "a norm of another kind")

@@ -1,0 +1,95 @@
+"""Batch: the one place where the plan's ints become tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.forward.sampling import SamplingBatch
+from engine.forward.transfers import to_device
+from engine.scheduling.plan import Plan
+
+MIN_ROWS = {torch.bfloat16: 2, torch.float16: 2}
+"""Below this many rows a matrix product takes another path, and a token's numbers would depend on how many tokens stand
+beside it; smaller batches are padded. 16 for every other dtype."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The tensors of one step: T tokens (padded to P ≥ T) of R rows, S rows of logits, D draws."""
+
+    input_ids: torch.Tensor
+    """[1, P] int64"""
+    position_ids: torch.Tensor
+    """[1, P] int64"""
+    num_tokens: int
+    """T; what stands behind is padding"""
+    slots: torch.Tensor
+    """[T] int64 on the CPU: block * block_size + offset, where a token's KV goes"""
+    query_starts: np.ndarray
+    """[R + 1] int32: row r has the tokens query_starts[r] … query_starts[r + 1] - 1"""
+    context_lens: np.ndarray
+    """[R] int32: tokens that the last query of a row sees, itself included"""
+    block_table: np.ndarray
+    """[R, M] int32: device slots of each row's blocks"""
+    shared: np.ndarray
+    """[G, 3] int32: (first row, rows, leading blocks in common)"""
+    logits_at: torch.Tensor
+    """[S'] int64: tokens whose logits are wanted, padded like the tokens by repetition"""
+    num_logits: int
+    """S"""
+    sampling: SamplingBatch
+    """one entry for each draw"""
+    attention: Any = None
+    """what the attention backend prepared for this step"""
+
+    @staticmethod
+    def build(
+        plan: Plan, block_size: int, device: torch.device, dtype: torch.dtype, drawn: torch.Tensor | None = None
+    ) -> Batch:
+        """The tensors of a plan of at least one row. drawn: [D] int32 on the device, what the step in flight samples: pending
+        tokens are taken from it."""
+        starts, counts, table = plan.starts, plan.counts, plan.block_table
+        query_starts = np.zeros(plan.num_rows + 1, np.int32)
+        np.cumsum(counts, out=query_starts[1:])
+        row_of = np.repeat(np.arange(plan.num_rows), counts)
+        positions = np.arange(plan.num_tokens) - query_starts[row_of] + starts[row_of]
+        slots = table[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        logits_at = query_starts[np.flatnonzero(plan.samples) + 1].astype(np.int64) - 1
+        least = MIN_ROWS.get(dtype, 16)
+        wanted = logits_at if len(logits_at) else np.zeros(1, np.int64)
+        whole = [padded(array, least) for array in (plan.token_ids.astype(np.int64), positions, wanted)]
+        input_ids, position_ids, wanted_at, pending_at, draws = to_device([*whole, *_pending(plan, least)], device)
+        if len(draws):
+            assert drawn is not None, "a token is pending, and nothing is in flight"
+            input_ids.index_copy_(0, pending_at, drawn[draws].long())
+        return Batch(
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            num_tokens=plan.num_tokens,
+            slots=torch.from_numpy(slots),
+            query_starts=query_starts,
+            context_lens=starts + counts,
+            block_table=table,
+            shared=np.array(plan.shared, np.int32).reshape(-1, 3),
+            logits_at=wanted_at,
+            num_logits=len(logits_at),
+            sampling=SamplingBatch.build(plan),
+        )
+
+
+def padded(values: np.ndarray, least: int) -> np.ndarray:
+    """Repeat the last value until there are `least`."""
+    return values if len(values) >= least else np.pad(values, (0, least - len(values)), mode="edge")
+
+
+def _pending(plan: Plan, least: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where among the padded tokens the pending ones stand, and which draws they are. Padding repeats the last token, also a
+    pending one."""
+    at, draws, tokens = plan.pending_tokens, plan.pending_draws, plan.num_tokens
+    if len(at) and tokens < least and at[-1] == tokens - 1:
+        at = np.concatenate([at, np.arange(tokens, least)])
+    return at, padded(draws, len(at))

@@ -1,0 +1,301 @@
+"""A transformers causal language model: load it, make sure that our attention can serve it, run a step.
+
+Parameter names stay those of the trainer's model. On the CPU products are ours (`engine.cpu.products`), all else is its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from engine.config import EngineConfig
+from engine.cpu.judge import Computes, decide
+from engine.cpu.kernels import Chosen, choose
+from engine.cuda.exact import make_exact
+from engine.cuda.fused import FusedDecoder, NotFused
+from engine.cuda.norms import fuse_norms
+from engine.forward.attention import ATTENTION_NAME, Backend, Call, Probe
+from engine.forward.batch import Batch
+from engine.forward.compiled import compile_layers
+from engine.kv.pages import KVGeometry, PagedKV
+from engine.memory import own_parameters
+from engine.weights.offload import Streamed
+
+log = logging.getLogger("rollout.engine")
+
+
+class UnsupportedModel(ValueError):
+    """The model asks for something that paged attention does not serve; the message names the model and the feature."""
+
+
+class BrokenModel(ValueError):
+    """The files of a model cannot be loaded as what they say they are; the message names the folder and what is wrong."""
+
+
+def open_model(config: EngineConfig) -> Model:
+    """The model that a configuration names. Raises ValueError if it cannot be had or served so."""
+    dtype, device, offload = getattr(torch, config.dtype), torch.device(config.device), config.weight_offload
+    module = load_model(config.model, dtype, device if offload is None else None)
+    streamed = None if offload is None else Streamed(module, config.model, offload, device)
+    return model_of(config, module, config.model, streamed)
+
+
+def model_of(config: EngineConfig, module: PreTrainedModel, name: str, streamed: Streamed | None = None) -> Model:
+    """A loaded module as the configuration wants it run. Raises ValueError if it cannot be."""
+    cuda = torch.device(config.device).type == "cuda"
+    if cuda and config.exact:
+        make_exact(module)
+    fused = cuda and config.fused_layers and not (config.exact or config.compile_layers)
+    model = Model(module, name, streamed, native=not config.compile_layers, fused=fused, isa=config.isa)
+    if config.compile_layers:
+        compile_layers(model)
+    return model
+
+
+def load_model(folder: str, dtype: torch.dtype, device: torch.device | None) -> PreTrainedModel:
+    """A model from a local folder; device None: it stays in the pages of its files. Raises BrokenModel."""
+    _look_at_config(folder)
+    try:
+        with _reports_held_back():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,  # True runs what the folder brings, None asks on standard input
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                output_loading_info=True,
+            )
+    except Exception as error:  # a dozen unrelated types; each says that this is no model
+        raise BrokenModel(f"model folder {folder!r} cannot be loaded: {in_one_line(error)}") from error
+    _look_at_report(folder, report)
+    if device is None:
+        return model
+    if device.type == "cpu":
+        own_parameters(model.parameters())
+    try:
+        return model.to(device)
+    except (RuntimeError, ValueError) as error:  # no room for it, or quantised weights that stay where they are
+        raise BrokenModel(f"model folder {folder!r} cannot be moved to {device}: {in_one_line(error)}") from error
+
+
+def _look_at_config(folder: str) -> None:
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        raise BrokenModel(f"model folder {folder!r} has no config.json; give a folder that save_pretrained wrote")
+    try:
+        config = json.loads(file.read_text())
+        kind = config.get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise BrokenModel(f"{str(file)!r} is not a model's configuration: {in_one_line(error)}") from error
+    if config.get("auto_map") and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise BrokenModel(
+            f"model folder {folder!r} brings code of its own for model type {kind!r} (auto_map in config.json), which is not "
+            f"run; set model_type to one of transformers {transformers.__version__}, if the weights fit it"
+        )
+
+
+def _look_at_report(folder: str, report: dict[str, Any]) -> None:
+    """Refuse weights that are not this model's, all of them: transformers would fill what is missing with random numbers. Ties
+    and what a model class declares to be ignored are no longer in its report."""
+    kinds = ("missing", "unexpected", "mismatched")
+    found = {kind: sorted(str(key[0] if isinstance(key, tuple) else key) for key in report[f"{kind}_keys"]) for kind in kinds}
+    if wrong := [f"{len(names)} {kind} ({_few(names)})" for kind, names in found.items() if names]:
+        raise BrokenModel(
+            f"model folder {folder!r}: its weights are not those that its config.json describes: {', '.join(wrong)}; "
+            "save the model again with save_pretrained"
+        )
+
+
+def _few(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+@contextmanager
+def _reports_held_back() -> Iterator[None]:
+    """transformers prints a table of what is wrong with weights; the error that follows says it."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def in_one_line(error: Exception) -> str:
+    """The kind of an error and the beginning of what it says."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+class Model:
+    """A transformers model behind the attention seam. `streamed`: the offload of its layers. `native`, `fused`: run it by the
+    native decoder, or by that of `engine.cuda.fused`, where that can be. `isa`: as in `EngineConfig`. Raises UnsupportedModel
+    for what the seam does not serve, ValueError for an isa that this CPU lacks."""
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        name: str,
+        streamed: Streamed | None = None,
+        native: bool = True,
+        fused: bool = False,
+        isa: str = "auto",
+    ) -> None:
+        config = module.config.get_text_config()
+        _refuse_config(config, name)
+        if not getattr(module, "_supports_attention_backend", False):
+            raise UnsupportedModel(f"{name} ({type(module).__name__}): does not support transformers' attention interface")
+        self.module = module.eval().requires_grad_(False)
+        self.name = name
+        self.streamed = streamed
+        self.device = module.device
+        self.vocab_size, self.context = _sizes(module, config, name)
+        self.asked = _probe(self.module, config, name)
+        """what each layer asks of its attention, by layer"""
+        heads = {layer["q_heads"] for layer in self.asked.values()}
+        self.q_heads: int = heads.pop() if len(heads) == 1 else 0
+        """0 = not the same in all layers"""
+        first = self.asked[0]
+        widths = first["head_dim"], first["value_dim"]
+        self.geometry = KVGeometry(
+            len(self.asked), first["kv_heads"], widths[0], module.dtype, widths[1] if widths[0] != widths[1] else None
+        )
+        self.eos_token_ids = _eos(module)
+        self.chosen: Chosen | None = choose(isa) if module.device.type == "cpu" else None
+        self.computes: Computes | None = None
+        """who runs the layers on the CPU, decided here; None: the module as it comes"""
+        if native and self.chosen is not None:
+            self.computes = self._decide(self.chosen.isa)
+        self.native = None if self.computes is None else self.computes.decoder
+        self.fused = self._fused() if fused else None
+
+    def _decide(self, isa: str) -> Computes:
+        whole = self.streamed is None
+        try:
+            return decide(self.module, self.name, self.asked, self.forward_transformers, isa, whole=whole)
+        except Exception as error:
+            raise UnsupportedModel(f"{self.name}: no step of it can be computed: {in_one_line(error)}") from error
+
+    def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
+        """[S, vocab] logits of the tokens `batch.logits_at`: by a decoder (`engine.cpu.judge`, or the fused one where that was
+        asked for) or the module."""
+        decoder = self.native or self.fused
+        if decoder is None or not hasattr(backend, "attend_stored") and decoder is self.fused:
+            return self.forward_transformers(batch, kv, backend)
+        return decoder.forward(batch, kv, backend)
+
+    def forward_transformers(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
+        """The same by the module's own forward."""
+        output = self.module(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            logits_to_keep=batch.logits_at,
+            rollout=Call(backend, batch, kv),
+        )
+        return output.logits[0, : batch.num_logits]
+
+    def _fused(self) -> FusedDecoder | None:
+        """The fused decoder; for models of another kind their norms are fused alone."""
+        try:
+            if self.streamed is not None:
+                raise NotFused("weight_offload moves its layers")
+            from engine.cuda import fused_kernels
+
+            decoder = FusedDecoder(self.module, self.asked, fused_kernels)
+            with torch.inference_mode():
+                decoder.check(self.forward_transformers, self.vocab_size)
+        except NotFused as error:
+            log.info("%s runs through transformers, its layers are not fused: %s", self.name, error)
+            fuse_norms(self.module)
+            return None
+        return decoder
+
+
+def _refuse_config(config: Any, name: str) -> None:
+    """What a probe of the attention function would not show."""
+
+    def refuse(feature: str) -> NoReturn:
+        raise UnsupportedModel(f"{name} ({config.model_type}): {feature} is not supported")
+
+    for kind in set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}:
+        refuse(f"layer type {kind!r}")
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("an encoder-decoder")
+    if getattr(config, "use_bidirectional_attention", False):
+        refuse("bidirectional attention")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            refuse(f"rope type {parameters['rope_type']!r}, whose frequencies depend on the longest sequence of a batch,")
+
+
+def _probe(module: PreTrainedModel, config: Any, name: str) -> dict[int, dict[str, Any]]:
+    """Put our attention in place, run two tokens through the model and see what each layer asks of it, by layer."""
+
+    def refuse(feature: str) -> NoReturn:
+        raise UnsupportedModel(f"{name} ({config.model_type}): {feature} is not supported")
+
+    probe = Probe()
+    ids = torch.zeros((1, 2), dtype=torch.long, device=module.device)
+    try:
+        module.set_attn_implementation(ATTENTION_NAME)
+        with torch.inference_mode():
+            module(input_ids=ids, position_ids=torch.arange(2, device=module.device)[None], use_cache=False, rollout=probe)
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{name} ({config.model_type}): two tokens do not come through it with attention of our own: {in_one_line(error)}"
+        ) from error
+    if often := sorted(layer for layer, calls in probe.calls.items() if calls > 1):
+        refuse(
+            f"attention of {probe.calls[often[0]]} calls in layer {often[0]}, of which one would overwrite the KV of another,"
+        )
+    if sorted(probe.layers) != list(range(config.num_hidden_layers)):
+        refuse(f"attention in {len(probe.layers)} of {config.num_hidden_layers} layers")
+    first = probe.layers[0]
+    for layer, asked in probe.layers.items():
+        for feature in asked["other"]:
+            refuse(f"attention feature {feature!r} of layer {layer}")
+        if asked["masked"]:
+            refuse(f"an attention mask of its own in layer {layer}")
+        if not asked["causal"]:
+            refuse(f"attention without causality in layer {layer}")
+        if asked["query_dim"] != asked["head_dim"]:
+            refuse(f"queries of {asked['query_dim']} and keys of {asked['head_dim']} dimensions in layer {layer}")
+        if asked["q_heads"] % asked["kv_heads"] or asked["value_heads"] != asked["kv_heads"]:
+            heads = asked["q_heads"], asked["kv_heads"], asked["value_heads"]
+            refuse("{} query, {} key and {} value heads in a layer".format(*heads))
+        if any(asked[size] != first[size] for size in ("kv_heads", "head_dim", "value_dim")):
+            refuse("layers with KV of different shapes")
+    return probe.layers
+
+
+def _sizes(module: PreTrainedModel, config: Any, name: str) -> tuple[int, int]:
+    """Ids in the vocabulary, and positions of the context."""
+    try:
+        vocabulary, context = module.get_input_embeddings().num_embeddings, config.max_position_embeddings
+    except (AttributeError, NotImplementedError) as error:
+        raise UnsupportedModel(
+            f"{name} ({config.model_type}): no vocabulary or length of context: {in_one_line(error)}"
+        ) from error
+    if not isinstance(context, int) or context < 2:
+        raise UnsupportedModel(f"{name} ({config.model_type}): max_position_embeddings is {context!r}, not a number of tokens")
+    return vocabulary, context
+
+
+def _eos(module: PreTrainedModel) -> frozenset[int]:
+    generation = getattr(module, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = module.config.get_text_config().eos_token_id
+    return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)

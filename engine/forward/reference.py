@@ -1,0 +1,131 @@
+"""Attention in plain torch on any device: the backend that the others are compared with.
+
+Queries are cut into tiles of one fixed size (the last of a row is padded), and a tile meets its row's blocks one after the
+other with online softmax in fp32 (Milakov & Gimelshein 2018; Dao et al. 2022):
+
+    for block b of the row:    scores  = q · Kᵀ        [tiles, kv_heads, TILE · group, block_size]
+                               m', l', acc' from m, l, acc, scores, V
+
+Every product has the same shape whatever the batch, and a masked position adds exactly nothing; so a query's numbers do not
+depend on who else is in its tile or its batch, nor on how its prompt was chunked. Prefixes in common are read like
+any other block: `Batch.shared` is a hint that this backend does not need.
+
+Inside a block: K and V as [kv_heads, block_size, width], each of its own width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.forward.batch import Batch
+from engine.kv.pages import PagedKV, keys_and_values
+
+MASKED = -1e30
+
+
+class Tiles(NamedTuple):
+    """N tiles of at most `tile` queries each, the same for all layers."""
+
+    queries: torch.Tensor
+    """[N, tile] int64 token of the batch, T where there is none"""
+    positions: torch.Tensor
+    """[N, tile] int64 position of each query, -1 where there is none"""
+    table: torch.Tensor
+    """[N, M] int64 device slots of the row's blocks"""
+    blocks: np.ndarray
+    """[N] blocks that the tile sees"""
+    slots: torch.Tensor
+    """[T] where K and V go"""
+
+
+class ReferenceAttention:
+    name = "reference"
+
+    def prepare(self, batch: Batch, kv: PagedKV) -> dict[int, Tiles]:
+        """Filled by head group size on first use, as layers may differ in query heads."""
+        return {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: Batch,
+        kv: PagedKV,
+        scaling: float,
+        window: int,
+    ) -> torch.Tensor:
+        group = query.shape[1] // key.shape[1]
+        if group not in batch.attention:
+            batch.attention[group] = _tiles(batch, -(-16 // group), kv.block_size, query.device)
+        tiles = batch.attention[group]
+        n, size = batch.num_tokens, kv.block_size
+        keys, values = keys_and_values(kv, layer)
+        keys[tiles.slots // size, :, tiles.slots % size] = key[:n].to(keys.dtype)
+        values[tiles.slots // size, :, tiles.slots % size] = value[:n].to(values.dtype)
+        padded = torch.cat([query[:n].float(), query.new_zeros(1, *query.shape[1:], dtype=torch.float32)])
+        out = attend_tiles(padded, keys, values, tiles, group, scaling, window)
+        result = query.new_zeros(*query.shape[:2], value.shape[2])
+        real = tiles.positions >= 0
+        result[tiles.queries[real]] = out[real].to(query.dtype)
+        return result
+
+
+def attend_tiles(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tiles: Tiles, group: int, scaling: float, window: int
+) -> torch.Tensor:
+    """query [T + 1, q_heads, D] fp32 (the last one zero), keys [blocks, kv_heads, block_size, D], values [blocks, kv_heads,
+    block_size, E] → [N, tile, q_heads, E] fp32."""
+    n, tile = tiles.queries.shape
+    size, heads, dim = keys.shape[2], keys.shape[1], keys.shape[3]
+    q = query[tiles.queries] * scaling  # [N, tile, q_heads, D]
+    q = q.view(n, tile, heads, group, dim).permute(0, 2, 1, 3, 4).reshape(n, heads, tile * group, dim)
+    position = tiles.positions.repeat_interleave(group, 1)[:, None, :, None]  # [N, 1, tile · group, 1]
+    m = torch.full((n, heads, tile * group, 1), MASKED, device=q.device)
+    total = torch.zeros_like(m)
+    acc = q.new_zeros(*q.shape[:3], values.shape[3])
+    last = tiles.positions.amax(1)
+    for b in range(int(tiles.blocks.max())):
+        at = torch.from_numpy(np.flatnonzero(tiles.blocks > b)).to(q.device)
+        k = keys[tiles.table[at, b]].float()
+        v = values[tiles.table[at, b]].float()
+        where = torch.arange(b * size, (b + 1) * size, device=q.device)
+        # what lies behind the last visible token may be anything, NaN included
+        unwritten = (where[None] > last[at, None])[:, None, :, None]
+        k, v = k.masked_fill(unwritten, 0), v.masked_fill(unwritten, 0)
+        seen = where <= position[at]
+        if window:
+            seen &= where > position[at] - window
+        scores = torch.matmul(q[at], k.transpose(-1, -2)).masked_fill(~seen, MASKED)
+        top = torch.maximum(m[at], scores.amax(-1, keepdim=True))
+        weights = (scores - top).exp().masked_fill(~seen, 0)
+        shrink = (m[at] - top).exp()
+        total[at] = total[at] * shrink + weights.sum(-1, keepdim=True)
+        acc[at] = acc[at] * shrink + torch.matmul(weights, v)
+        m[at] = top
+    out = acc / total.clamp(min=torch.finfo(torch.float32).tiny)
+    return out.view(n, heads, tile, group, -1).permute(0, 2, 1, 3, 4).reshape(n, tile, heads * group, -1)
+
+
+def _tiles(batch: Batch, tile: int, block_size: int, device: torch.device) -> Tiles:
+    queries, positions, rows = [], [], []
+    for row in range(len(batch.context_lens)):
+        start, end = int(batch.query_starts[row]), int(batch.query_starts[row + 1])
+        offset = int(batch.context_lens[row]) - end
+        for first in range(start, end, tile):
+            count = min(tile, end - first)
+            queries.append([*range(first, first + count), *[batch.num_tokens] * (tile - count)])
+            positions.append([*range(first + offset, first + offset + count), *[-1] * (tile - count)])
+            rows.append(row)
+    where = torch.tensor(positions, device=device)
+    return Tiles(
+        queries=torch.tensor(queries, device=device),
+        positions=where,
+        table=torch.from_numpy(batch.block_table[rows].astype(np.int64)).to(device),
+        blocks=np.array(positions).max(1) // block_size + 1,
+        slots=batch.slots.to(device),
+    )

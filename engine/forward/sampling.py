@@ -1,0 +1,244 @@
+"""Logits to tokens and log-probs.
+
+One uniform number for each (seed, sample index, position) from a counter-based generator, turned into a token by the
+inverse of the cumulative distribution: what a sample draws depends on its own logits alone, not on who stands beside it, and
+there is no generator state to save. Counter-based generators: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
+(SC 2011); the mixing function is SplitMix64's finaliser (Steele et al., OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from engine.cpu.kernels import MAX_VOCABULARY, Kernels
+from engine.scheduling.plan import Cuts, Drawn, Plan
+
+NATIVE_DTYPES = (torch.bfloat16, torch.float32)
+DISTRIBUTIONS = 64
+"""that torch works on at once: a vocabulary takes half a megabyte and more of each"""
+NUCLEUS = 512
+"""most likely tokens that nearly always hold top_p of the mass; the others are sorted only where they do not"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingBatch:
+    """How each of D draws is made. A row that forks into n children stands for n draws from one row of logits."""
+
+    logits_row: np.ndarray
+    """[D] int64: the row of logits"""
+    temperature: np.ndarray
+    """[D] float32, 0 = greedy"""
+    top_k: np.ndarray
+    """[D] int64, 0 = off"""
+    top_p: np.ndarray
+    """[D] float32"""
+    min_p: np.ndarray
+    """[D] float32"""
+    uniform: np.ndarray
+    """[D] float64 in [0, 1)"""
+    forbidden: list[tuple[int, list[int]]]
+    """(draw, tokens that min_tokens forbids)"""
+    raw: bool
+    """somebody wants log-probs at temperature 1 without truncation"""
+
+    @staticmethod
+    def build(plan: Plan) -> SamplingBatch:
+        """As the plan says."""
+        repeats = plan.samples[plan.samples > 0]
+        sampling = plan.sampling
+        own = {name: np.ascontiguousarray(sampling[name]) for name in ("temperature", "top_k", "top_p", "min_p")}
+        return SamplingBatch(
+            logits_row=np.repeat(np.arange(len(repeats)), repeats),
+            uniform=uniform(sampling["seed"], sampling["index"], plan.positions.astype(np.uint64)),
+            forbidden=[(draw, list(tokens)) for draw, tokens in plan.forbidden],
+            raw=bool(sampling["raw"].any()),
+            **own,
+        )
+
+
+class Draws(NamedTuple):
+    """Draws that were launched, not read."""
+
+    tokens: torch.Tensor
+    """[D] int32 on the device of the logits: the next step's input"""
+    read: Callable[[], Drawn]
+    """waits for them"""
+
+
+def uniform(seed: np.ndarray, index: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """[D] float64 in [0, 1) for [D] uint64 seeds, sample indices and positions."""
+    with np.errstate(over="ignore"):
+        bits = _mix(seed + np.uint64(0x9E3779B97F4A7C15))
+        bits = _mix(bits ^ (index * np.uint64(0xD1B54A32D192ED03)))
+        bits = _mix(bits ^ (position * np.uint64(0x8CB92BA72F3D8DD7)))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def launch_draws(logits: torch.Tensor, batch: SamplingBatch, native: Kernels | None = None) -> Draws:
+    """Draw D tokens from [S, V] logits of any float dtype: on the CPU by `native`, on CUDA by Triton's kernel, by plain torch
+    where there is none. On CUDA the host waits for a kernel's draws only when it reads them.
+
+    Each draw's arithmetic stands for itself and depends on its own sampling parameters alone. Log-probs are `log_softmax`'s of
+    what is left of the scaled logits: on the CPU to the bit, where `native.torch_logprobs`."""
+    on_cuda = logits.device.type == "cuda"
+    kernel: Any = _triton_kernels() if on_cuda else native if _fits(logits) else None
+    if kernel is None or not len(batch.logits_row):
+        drawn = _sample_torch(logits, batch)
+    else:
+        given = batch.logits_row, batch.temperature, batch.uniform, batch.raw, _cuts(batch)
+        if on_cuda:
+            tokens, read = kernel.launch(logits, *given)
+            return Draws(tokens, lambda: Drawn(*read()))
+        drawn = Drawn(*kernel.draw(logits, *given))
+    return Draws(torch.from_numpy(drawn.tokens).to(logits.device), lambda: drawn)
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch, native: Kernels | None = None) -> Drawn:
+    """The same, waited for."""
+    return launch_draws(logits, batch, native).read()
+
+
+def _cuts(batch: SamplingBatch) -> Cuts | None:
+    """None: no draw leaves anything out."""
+    some = _truncated(batch)
+    some[[draw for draw, _ in batch.forbidden]] = True
+    return Cuts(some, batch.top_k, batch.top_p, batch.min_p, batch.forbidden) if some.any() else None
+
+
+def _truncated(batch: SamplingBatch) -> np.ndarray:
+    """[draws] bool: top_k, top_p or min_p may leave tokens out."""
+    return (batch.temperature != 0) & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
+
+
+def _fits(logits: torch.Tensor) -> bool:
+    return logits.device.type == "cpu" and logits.dtype in NATIVE_DTYPES and logits.shape[1] <= MAX_VOCABULARY
+
+
+@cache
+def _triton_kernels() -> Any:
+    """The module `engine.cuda.sampling`; None without Triton."""
+    try:
+        from engine.cuda import sampling as sampler_triton
+    except ImportError:
+        return None
+    return sampler_triton
+
+
+def _sample_torch(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
+    """Draws from the same distribution (a fork) share the work on it."""
+    draws = len(batch.logits_row)
+    if not draws:
+        empty = np.zeros(0, np.float32)
+        return Drawn(empty.astype(np.int32), empty, empty if batch.raw else None, empty.astype(bool))
+    forbidden = dict(batch.forbidden)
+    kind = [[draw in forbidden for draw in range(draws)]]
+    kind += [batch.logits_row, batch.temperature, batch.top_k, batch.top_p, batch.min_p]
+    _, first, which = np.unique(np.array(kind, np.float64), axis=1, return_index=True, return_inverse=True)
+    parts, order = [], []
+    for begin in range(0, len(first), DISTRIBUTIONS):
+        mine = np.flatnonzero((which >= begin) & (which < begin + DISTRIBUTIONS))
+        like = first[begin : begin + DISTRIBUTIONS]
+        parts.append(_draw(logits, batch, like, forbidden, which[mine] - begin, batch.uniform[mine]))
+        order.append(mine)
+    back = np.argsort(np.concatenate(order))
+    return Drawn(*(None if part[0] is None else np.concatenate(part)[back] for part in zip(*parts, strict=True)))
+
+
+def _draw(
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    like: np.ndarray,
+    forbidden: dict[int, list[int]],
+    which: np.ndarray,
+    uniform: np.ndarray,
+) -> Drawn:
+    """[D] draws, each from the distribution that draw number `like[which]` has. Softmax and cumulative sum run along the
+    vocabulary, row by row."""
+    device = logits.device
+    logits = logits[torch.from_numpy(batch.logits_row[like]).to(device)].float()
+    finite = torch.isfinite(logits).all(-1)
+    greedy = batch.temperature[like] == 0
+    scale = np.where(greedy, np.float32(1), batch.temperature[like])
+    drawn_from = logits / torch.from_numpy(scale).to(device)[:, None] if (scale != 1).any() else logits.clone()
+    for i, draw in enumerate(like.tolist()):
+        if draw in forbidden:
+            drawn_from[i, forbidden[draw]] = -torch.inf
+    finite &= drawn_from.amax(-1) > -torch.inf
+    cut = np.flatnonzero(_truncated(batch)[like])
+    if len(cut):
+        at = torch.from_numpy(cut).to(device)
+        drawn_from[at] = _truncate(drawn_from[at], batch, like[cut])
+    logprobs = drawn_from.log_softmax(-1)
+    row = torch.from_numpy(which).to(device)
+    tokens = _inverse_cdf(logprobs, row, torch.from_numpy(uniform).to(device))
+    if greedy.any():
+        tokens = torch.where(torch.from_numpy(greedy).to(device)[row], drawn_from.argmax(-1)[row], tokens)
+    raw = logits.log_softmax(-1)[row, tokens].cpu().numpy() if batch.raw else None
+    return Drawn(tokens.int().cpu().numpy(), logprobs[row, tokens].cpu().numpy(), raw, finite[row].cpu().numpy())
+
+
+def _inverse_cdf(logprobs: torch.Tensor, row: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """[D] tokens of the distributions `logprobs[row]`: the first whose cumulative probability exceeds u times the total. Double
+    precision, as the sum runs over a whole vocabulary."""
+    total = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    order = row.argsort(stable=True)
+    counts = row.bincount(minlength=len(total))
+    column = torch.empty_like(row)  # of a draw among those of its distribution
+    column[order] = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row[order]]
+    targets = total.new_zeros(len(total), int(counts.max()))
+    targets[row, column] = u * total[row, -1]
+    token = torch.searchsorted(total, targets, right=True)[row, column]
+    last = total.shape[-1] - 1 - (logprobs.flip(-1) > -torch.inf).int().argmax(-1)
+    return torch.minimum(token, last[row])
+
+
+def _truncate(scaled: torch.Tensor, batch: SamplingBatch, rows: np.ndarray) -> torch.Tensor:
+    """[C, V] scaled logits of the draws `rows`, each cut as it asks to top_k, then min_p, then top_p of what those leave; what
+    is cut is -inf. Ties with the last token that is kept are kept too. Compared are weights, exp(logit - largest)."""
+    weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
+    least = torch.from_numpy(batch.min_p[rows]).to(scaled.device)[:, None]
+
+    def raise_to(asking: np.ndarray, edge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], values: np.ndarray) -> None:
+        if asking.any():
+            at = torch.from_numpy(np.flatnonzero(asking)).to(scaled.device)
+            value = torch.from_numpy(values[rows][asking]).to(scaled.device)[:, None]
+            least[at] = torch.maximum(least[at], edge(weights[at].where(weights[at] >= least[at], 0), value))
+
+    top_k = batch.top_k[rows]
+    raise_to((top_k > 0) & (top_k < scaled.shape[-1]), _kth_best, batch.top_k)
+    raise_to(batch.top_p[rows] < 1, _nucleus_edge, batch.top_p)
+    return scaled.masked_fill(weights < least, -torch.inf)
+
+
+def _kth_best(weights: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return weights.topk(int(k.max()), -1).values.gather(-1, k - 1)
+
+
+def _nucleus_edge(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The weight of the least likely token of the smallest set that holds at least top_p of all."""
+    vocabulary = weights.shape[-1]
+    wanted = top_p.double() * weights.sum(-1, keepdim=True, dtype=torch.float64)
+    edge, held = _edge_among(weights.topk(min(NUCLEUS, vocabulary), -1).values, wanted)
+    wide = torch.nonzero(held < wanted[:, 0])[:, 0]
+    if len(wide) and vocabulary > NUCLEUS:
+        edge[wide], _ = _edge_among(weights[wide].sort(-1, descending=True).values, wanted[wide])
+    return edge
+
+
+def _edge_among(ordered: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The edge if it is among these, the largest ones in order; and what they hold."""
+    held = ordered.cumsum(-1, dtype=torch.float64)
+    kept = (held - ordered < wanted).sum(-1, keepdim=True).clamp(min=1)
+    return ordered.gather(-1, kept - 1), held[:, -1]

@@ -1,0 +1,79 @@
+"""What `engine.kv.store` is made of: blocks, pools of slots, and the copies of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+class OutOfBlocks(Exception):
+    """No free slot and nothing that may be given up. The scheduler preempts a sequence, or waits."""
+
+
+class Block:
+    """One block of KV and its homes. `engine.kv.store` draws the states."""
+
+    __slots__ = ("device", "host", "owners", "users", "key", "version", "mixed")
+
+    def __init__(self, device: int, version: int) -> None:
+        self.device: int | None = device
+        self.host: int | None = None
+        self.owners = 1
+        self.users = 1
+        self.key: bytes | None = None
+        """chain hash of its tokens, set once it is full"""
+        self.version = version
+        """weights that computed its first token"""
+        self.mixed = False
+        """tokens of several versions inside: never found by the prefix index"""
+
+    @property
+    def lost(self) -> bool:
+        return self.device is None and self.host is None
+
+
+class BlockPool:
+    """Slots of one memory: the device's or the host's. `holder[slot]` is the block that lives there."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.holder: list[Block | None] = [None] * size
+        self._free = list(range(size - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        return self.size - len(self._free)
+
+    def take(self) -> int:
+        if not self._free:
+            raise OutOfBlocks
+        return self._free.pop()
+
+    def release(self, slot: int) -> None:
+        assert self.holder[slot] is not None, f"slot {slot} released twice"
+        self.holder[slot] = None
+        self._free.append(slot)
+
+
+@dataclass(slots=True)
+class Moves:
+    """Every copy of one step, as (source slot, destination slot). They run in this order, all sources of a list before its
+    destinations: offloads device → host, restores host → device, copies device → device, mirrors device → host. So a slot that
+    an offload gives up may be the destination of a restore or copy of the same step, and a block may be restored and then
+    copied. The step's compute needs all but the mirrors, whose blocks stay on the device."""
+
+    offloads: list[tuple[int, int]] = field(default_factory=list)
+    restores: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    mirrors: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return self.blocks > 0
+
+    @property
+    def blocks(self) -> int:
+        """copied in all"""
+        return len(self.offloads) + len(self.restores) + len(self.copies) + len(self.mirrors)

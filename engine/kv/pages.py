@@ -1,0 +1,164 @@
+"""The bytes of KV: one pool on the device, one in host memory, and every copy there is.
+
+    data [blocks, layers, 2, kv_heads, block_size, head_dim]      device and host alike
+         [blocks, layers, kv_heads · block_size · (head_dim + value_dim)]      where K and V have different widths
+
+          block 0                                   block 1
+          ┌ layer 0 ───────┬ layer 1 ───────┬ … ┐   ┌ …
+          │ K heads│V heads│ K heads│V heads│   │   │
+          └────────┴───────┴────────┴───────┴───┘   └
+
+All layers of a block lie together, so that fork copy, offload and restore of a block move one contiguous row. What lies
+inside K and V of one layer is the attention backend's business. Block-major layout: transformers' continuous batching.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.forward.transfers import to_device
+from engine.kv.block import Moves
+from engine.kv.copies import Beside, Copied, InLine, Lane
+from engine.memory import anonymous, pinned
+
+MADV_POPULATE_WRITE = 23
+"""of Linux 5.14; Python has no name for it yet"""
+
+
+class KVGeometry(NamedTuple):
+    """What one token of KV is."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    """of K"""
+    dtype: torch.dtype
+    other_value_dim: int | None = None
+    """of V, where it has a width of its own"""
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.other_value_dim is None else self.other_value_dim
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.layers * self.kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
+
+    def block_shape(self, block_size: int) -> tuple[int, ...]:
+        """Of one block in the pools."""
+        if self.value_dim == self.head_dim:
+            return (self.layers, 2, self.kv_heads, block_size, self.head_dim)
+        return (self.layers, self.kv_heads * block_size * (self.head_dim + self.value_dim))
+
+
+class PagedKV:
+    """Both pools. Written by the attention backend (device) and by `move`.
+
+    `take_now`: whether the memory of the device pool, and that of the host pool, is taken at once, so that no step waits for
+    its first touch; otherwise it is taken as blocks are first used."""
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        block_size: int,
+        device_blocks: int,
+        host_blocks: int,
+        device: torch.device,
+        take_now: tuple[bool, bool] = (False, False),
+    ) -> None:
+        self.geometry = geometry
+        self.block_size = block_size
+        self.block_bytes = geometry.bytes_per_token * block_size
+        shape = geometry.block_shape(block_size)
+        self.data, self._map = _allocate((device_blocks, *shape), geometry.dtype, device)
+        """[blocks, *block_shape] on the device; zero at first, so that no NaN lies in it"""
+        host = torch.device("cpu")
+        self.host, host_map = _allocate((host_blocks, *shape), geometry.dtype, host, pin=device.type == "cuda")
+        """the same shape in host memory, pinned on CUDA"""
+        self._take_now = take_now[0]
+        for memory, now in ((self._map, take_now[0]), (host_map, take_now[1])):
+            if now:
+                _populate(memory)
+        self.lane: Lane = Beside(device) if device.type == "cuda" else InLine()
+        self._rows = self.data.flatten(1)
+        self._host_rows = self.host.flatten(1)
+
+    def release(self) -> None:
+        """Give the memory of the device pool back; its shape and address stay on the CPU. What lies in it is gone."""
+        self.lane.finish()
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED)
+        else:
+            self.data.untyped_storage().resize_(0)
+
+    def take_back(self) -> None:
+        """Undo `release`: the pool is there again, and zero."""
+        if self._map is not None:
+            if self._take_now:
+                _populate(self._map)
+        else:
+            self.data.untyped_storage().resize_(self.data.nbytes)
+            self.data.zero_()
+
+    def move(self, moves: Moves) -> Copied:
+        """All copies of a step, in the order that `Moves` promises; called at every step, copies or none. Returns those that
+        have ended since the last call: on the CPU these ones."""
+
+        def first() -> None:
+            copy_rows(self._rows, self._host_rows, moves.offloads)
+            copy_rows(self._host_rows, self._rows, moves.restores)
+            copy_rows(self._rows, self._rows, moves.copies)
+
+        return self.lane.run(first, lambda: copy_rows(self._rows, self._host_rows, moves.mirrors), moves.blocks)
+
+
+def keys_and_values(kv: PagedKV, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the device pool: K [blocks, kv_heads, block_size, head_dim] and V [blocks, kv_heads, block_size, value_dim]."""
+    if kv.data.dim() == 6:
+        return kv.data[:, layer, 0], kv.data[:, layer, 1]
+    geometry, at = kv.geometry, kv.data[:, layer]
+    end = geometry.kv_heads * kv.block_size * geometry.head_dim
+    return tuple(x.view(len(at), geometry.kv_heads, kv.block_size, -1) for x in (at[:, :end], at[:, end:]))
+
+
+def copy_rows(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+    """Row pairs (from, to) of two [rows, width] tensors; every row is read before any is written."""
+    sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    if source is target and not set(sources).isdisjoint(targets):
+        rows, places = to_device([np.array(sources), np.array(targets)], source.device)
+        target.index_copy_(0, places, source.index_select(0, rows))
+        return
+    for row, place in pairs:  # a row is long: one copy each, and no memory in between
+        target[place].copy_(source[row], non_blocking=True)
+
+
+def _allocate(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pin: bool = False
+) -> tuple[torch.Tensor, mmap.mmap | None]:
+    """A tensor of zeros, and the map that it lies in, if it does."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device), None
+    size = dtype.itemsize
+    for length in shape:
+        size *= length
+    if size == 0:
+        return torch.zeros(shape, dtype=dtype), None
+    try:
+        memory = pinned(size) if pin else anonymous(size)
+    except OSError as error:
+        raise ValueError(
+            f"a KV pool of {size / 2**30:.1f} GiB cannot be had here: {error}; lower kv_gib or kv_tokens, or cpu_offload_gib"
+        ) from error
+    return torch.frombuffer(memory, dtype=dtype).view(shape), memory
+
+
+def _populate(memory: mmap.mmap | None) -> None:
+    if memory is not None:
+        try:
+            memory.madvise(MADV_POPULATE_WRITE)
+        except OSError:  # a kernel before 5.14, or no Linux: the first touch does it
+            pass

@@ -1,0 +1,333 @@
+"""Blocks of KV: who owns them, where they are, and how they are found again. Ints only; the bytes are `engine.kv.pages`'s.
+
+A `Block` is `block_size` tokens of KV for all layers. It can have a home on the device, in host memory, or in both:
+
+    device home   host home   what it is
+    ───────────   ─────────   ─────────────────────────────────────────────────────────────────────────────
+    slot          –           in use, or kept for the prefix index
+    slot          slot        the same, mirrored: a full block never changes, so leaving the device costs no copy
+    –             slot        offloaded (its owners wait), or kept for the prefix index in host memory
+    –             –           lost: room was needed and host memory was full; its owners prefill that part again
+
+`owners` counts the sequences that hold the block, `users` those of them that run now. A block stays on the device while
+it has users; it lives while it has owners; without owners it lives on in the prefix index until its room is needed (not at all
+with `prefix_cache` off). So a prefix shared by n children is one block list with n owners: it leaves the device once, when the
+last child that runs has left, and it comes back once.
+
+The order in which room is made: free slots, then cached blocks (no owners, least recently used first), then idle blocks
+(owners, but no users), then the scheduler preempts sequences.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from engine.kv.block import Block, BlockPool, Moves, OutOfBlocks
+from engine.kv.prefix import PrefixIndex
+
+
+class BlockStore:
+    """Both pools, the prefix index, and the one place where a block changes home. Written by the scheduler only."""
+
+    def __init__(self, device_blocks: int, host_blocks: int, keep: bool = True) -> None:
+        """keep: blocks without owners stay in the prefix index."""
+        self.device = BlockPool(device_blocks)
+        self.host = BlockPool(host_blocks)
+        self.index = PrefixIndex()
+        self.keep = keep
+        self.cached: OrderedDict[Block, None] = OrderedDict()
+        """on the device, no owners, least recently used first"""
+        self.cached_host: OrderedDict[Block, None] = OrderedDict()
+        """in host memory only, no owners, least recently used first"""
+        self.idle: OrderedDict[Block, None] = OrderedDict()
+        """on the device, owners but no users, oldest first"""
+        self.moves = Moves()
+        self._stale_hosts: dict[Block, None] = {}
+        self._to_host: list[Block] = []
+        self._to_device: list[Block] = []
+
+    # ── counting ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def available(self) -> int:
+        """device slots to be had without touching a block that has owners"""
+        return self.device.free + len(self.cached)
+
+    @property
+    def host_available(self) -> int:
+        return self.host.free + len(self.cached_host)
+
+    @property
+    def used(self) -> int:
+        """device slots of blocks with owners"""
+        return self.device.used - len(self.cached)
+
+    def counts(self) -> dict[str, int]:
+        """For `Engine.status`. total = free + used + cached in each pool."""
+        mirrored = sum(block is not None and block.device is not None for block in self.host.holder)
+        host_cached = sum(block is not None and block.owners == 0 for block in self.host.holder)
+        return {
+            "device_blocks": self.device.size,
+            "device_free": self.device.free,
+            "device_used": self.used,
+            "device_cached": len(self.cached),
+            "device_idle": len(self.idle),
+            "host_blocks": self.host.size,
+            "host_free": self.host.free,
+            "host_used": self.host.used - host_cached,
+            "host_cached": host_cached,
+            "mirrored": mirrored,
+            "indexed": len(self.index),
+        }
+
+    # ── taking and giving back ────────────────────────────────────────────────────────────────────────────────────────
+    def new(self, version: int) -> Block:
+        """A block on the device with one owner that uses it. Raises OutOfBlocks."""
+        block = Block(self._take_device(), version)
+        assert block.device is not None
+        self.device.holder[block.device] = block
+        return block
+
+    def adopt(self, block: Block) -> None:
+        """One more owner, which does not use it yet."""
+        assert not block.lost
+        if block.owners == 0:
+            self.cached.pop(block, None)
+            self.cached_host.pop(block, None)
+            if block.device is not None:
+                self.idle[block] = None
+        block.owners += 1
+
+    def share(self, blocks: Iterable[Block]) -> None:
+        """`adopt` for a fork: the blocks of a sequence that runs."""
+        for block in blocks:
+            block.owners += 1
+
+    def pin(self, block: Block, full: bool) -> None:
+        """One owner starts to run: the block comes to the device if it is not there. A partial block will be written, so its
+        copy in host memory goes once it has been read. Raises OutOfBlocks."""
+        assert block.owners > block.users and not block.lost
+        if block.device is None:
+            slot = self._take_device()
+            assert block.host is not None
+            block.device = slot
+            self.device.holder[slot] = block
+            self.moves.restores.append((block.host, slot))
+            self._to_device.append(block)
+        if not full and block.host is not None:
+            self._stale_hosts[block] = None
+        self.idle.pop(block, None)
+        block.users += 1
+
+    def unpin(self, block: Block) -> None:
+        """One owner stops running but keeps the block."""
+        assert block.users > 0
+        block.users -= 1
+        if block.users == 0:
+            self.idle[block] = None
+
+    def disown(self, block: Block, used: bool) -> None:
+        """One owner, which ran or not, gives the block up. Without owners it stays in the prefix index, or is freed."""
+        assert block.owners > 0 and block.users >= used
+        block.owners -= 1
+        block.users -= used
+        if block.owners:
+            if used and block.users == 0:
+                self.idle[block] = None
+            return
+        self.idle.pop(block, None)
+        if self.keep and self.index.holds(block) and not block.lost:
+            (self.cached if block.device is not None else self.cached_host)[block] = None
+        else:
+            self._destroy(block)
+
+    def take_over(self, block: Block) -> Block:
+        """The only user of a shared block takes its device slot for itself, to write there when no slot is left for a copy. The
+        other owners keep the copy in host memory if there is room for one, and lose the block otherwise."""
+        assert block.users == 1 and block.owners > 1 and block.device is not None
+        if block.host is None and self._host_room():
+            self._copy_to_host(block)
+        self._stale_hosts.pop(block, None)
+        mine = Block(block.device, block.version)
+        mine.mixed = block.mixed
+        self.device.holder[block.device] = mine
+        block.device = None
+        block.users = 0
+        block.owners -= 1
+        if block.lost:
+            self.index.remove(block)
+        return mine
+
+    def copy(self, block: Block) -> Block:
+        """A private copy of a shared block for one of its users, which gives its share up. Raises OutOfBlocks."""
+        assert block.users >= 1 and block.owners > 1
+        mine = self.new(block.version)
+        mine.mixed = block.mixed
+        assert block.device is not None and mine.device is not None
+        self.moves.copies.append((block.device, mine.device))
+        self._to_device.append(mine)
+        self.disown(block, used=True)
+        return mine
+
+    # ── making room ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def offload(self, block: Block) -> bool:
+        """An idle block leaves the device for host memory, without a copy if it is mirrored there. False: no room there."""
+        assert block.users == 0 and block.device is not None
+        if block.host is None:
+            if not self._host_room():
+                return False
+            self._copy_to_host(block)
+        self._leave_device(block)
+        return True
+
+    def drop(self, block: Block) -> None:
+        """An idle block leaves the device for nowhere; its owners find out when they are to run again."""
+        assert block.users == 0
+        self._leave_device(block)
+        if block.lost:
+            self.index.remove(block)
+
+    def mirror(self, block: Block) -> bool:
+        """A full block gets a copy in host memory while it stays on the device. False: no free room there."""
+        assert block.device is not None and block.host is None
+        if not self.host.free:
+            return False
+        self.moves.mirrors.append(self._into_host(block))
+        return True
+
+    def offload_all(self) -> None:
+        """No block stays on the device, where none is in use: they go to host memory, those with owners first, or are lost."""
+        for block in list(self.idle):
+            if not self.offload(block):
+                self.drop(block)
+        while self.cached:
+            self._evict_cached()
+        assert not self.device.used, "a block is in use"
+
+    def forget_cached(self) -> None:
+        """Empty the prefix index of every block without owners."""
+        for block in [*self.cached, *self.cached_host]:
+            self._destroy(block)
+
+    def forget_all(self) -> None:
+        """Nothing that is there now is found again."""
+        self.forget_cached()
+        self.index.clear()
+
+    # ── the step's copies ─────────────────────────────────────────────────────────────────────────────────────────────
+    def begin(self) -> None:
+        """Start collecting the copies of a step."""
+        assert not self.moves and not self._stale_hosts, "the copies of the last step were not closed"
+
+    def moved(self) -> None:
+        """The step's copies are done: outdated copies in host memory go now, when they have been read."""
+        for block in self._stale_hosts:
+            self._drop_host(block)
+        self._reset_moves()
+
+    def move_failed(self) -> set[Block]:
+        """The step's copies stopped in the middle. Returns the blocks whose bytes on the device cannot be trusted any more. The
+        scheduler soft-resets the sequences that use them and then calls `discard`."""
+        for block in self._to_host:
+            self._drop_host(block)
+            if block.owners == 0 and block.device is None:
+                self._destroy(block)
+            elif block.lost:
+                self.index.remove(block)
+        broken = {block for block in self._to_device if block.device is not None}
+        for block in broken:
+            self.index.remove(block)
+        self._reset_moves()
+        return broken
+
+    def discard(self, broken: Iterable[Block]) -> None:
+        """Blocks that hold garbage and that nobody uses any more are lost to the owners that wait."""
+        for block in broken:
+            assert block.users == 0
+            self._drop_host(block)
+            if block.device is not None:
+                self._leave_device(block)
+
+    def _reset_moves(self) -> None:
+        self.moves = Moves()
+        self._stale_hosts = {}
+        self._to_host = []
+        self._to_device = []
+
+    # ── private ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _take_device(self) -> int:
+        if not self.device.free:
+            self._evict_cached()
+        return self.device.take()
+
+    def _evict_cached(self) -> None:
+        if not self.cached:
+            raise OutOfBlocks
+        block, _ = self.cached.popitem(last=False)
+        if block.host is None and self._host_room():
+            self._copy_to_host(block)
+        if block.host is None:
+            self._destroy(block)
+        else:
+            self._leave_device(block)
+            self.cached_host[block] = None
+
+    def _host_room(self) -> bool:
+        """A free slot in host memory, made by forgetting the least recently used cached block there if need be."""
+        if not self.host.free and self.cached_host:
+            block, _ = self.cached_host.popitem(last=False)
+            self._destroy(block)
+        return self.host.free > 0
+
+    def _copy_to_host(self, block: Block) -> None:
+        self.moves.offloads.append(self._into_host(block))
+
+    def _into_host(self, block: Block) -> tuple[int, int]:
+        """Give the block a slot in host memory; the copy that it needs comes back."""
+        assert block.device is not None and block.host is None
+        block.host = self.host.take()
+        self.host.holder[block.host] = block
+        self._to_host.append(block)
+        return block.device, block.host
+
+    def _leave_device(self, block: Block) -> None:
+        assert block.device is not None and block.users == 0
+        self.device.release(block.device)
+        block.device = None
+        self.idle.pop(block, None)
+        self.cached.pop(block, None)
+
+    def _drop_host(self, block: Block) -> None:
+        if block.host is not None:
+            self.host.release(block.host)
+            block.host = None
+            self.cached_host.pop(block, None)
+
+    def _destroy(self, block: Block) -> None:
+        assert block.owners == 0 and block.users == 0
+        self.index.remove(block)
+        self.cached.pop(block, None)
+        self._drop_host(block)
+        if block.device is not None:
+            self._leave_device(block)
+
+    def check(self, owners: dict[Block, int], users: dict[Block, int]) -> None:
+        """Asserts every invariant, given how many sequences hold and use each block. For tests and for idle moments."""
+        homes = [block for block in self.device.holder if block is not None]
+        hosts = [block for block in self.host.holder if block is not None]
+        assert len(homes) + self.device.free == self.device.size and len(set(homes)) == len(homes)
+        assert len(hosts) + self.host.free == self.host.size and len(set(hosts)) == len(hosts)
+        for slot, block in enumerate(self.device.holder):
+            assert block is None or block.device == slot
+        for slot, block in enumerate(self.host.holder):
+            assert block is None or block.host == slot
+        for block in {*homes, *hosts, *owners}:
+            assert block.owners == owners.get(block, 0), "owners are not counted right"
+            assert block.users == users.get(block, 0), "users are not counted right"
+            assert block.users == 0 or block.device is not None, "a block in use is not on the device"
+            cached = block.owners == 0
+            assert (block in self.cached) == (cached and block.device is not None)
+            assert (block in self.cached_host) == (cached and block.device is None)
+            assert (block in self.idle) == (not cached and block.users == 0 and block.device is not None)
+            assert not cached or self.index.holds(block), "a block without owners is not in the index: leaked"
+        assert not self.index.keys() - {block.key for block in {*homes, *hosts}}, "the index holds a block that is gone"

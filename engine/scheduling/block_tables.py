@@ -1,0 +1,110 @@
+"""How a sequence comes by its blocks: found in the prefix index, extended by new ones, indexed once full, cut back."""
+
+from __future__ import annotations
+
+from engine.config import EngineConfig
+from engine.kv.block import Block
+from engine.kv.prefix import block_key
+from engine.kv.store import BlockStore
+from engine.scheduling.counters import Counters
+from engine.scheduling.sequence import Sequence
+
+
+class BlockTables:
+    """A part of the scheduler, with which it writes `Sequence.blocks`."""
+
+    def __init__(self, config: EngineConfig, store: BlockStore, counters: Counters) -> None:
+        self.block_size = config.block_size
+        self.store = store
+        self.counters = counters
+
+    def find_cached(self, seq: Sequence, version: int) -> None:
+        """Full blocks that the prefix index knows are taken over instead of computed. One token stays to be computed, for its
+        logits."""
+        while block := self._next_known(seq, version):
+            if block.device is None and not self.store.available:
+                return
+            self.store.adopt(block)
+            self.store.pin(block, full=True)
+            seq.add_block(block)
+            self._found(seq)
+
+    def find_in_use(self, seq: Sequence, version: int) -> None:
+        """The same for a sequence that waits, as far as these blocks take no room: somebody uses them. It does not use them
+        yet; what follows them is found when it runs."""
+        while block := self._next_known(seq, version):
+            if not block.users:
+                return
+            self.store.adopt(block)
+            seq.blocks.append(block)
+            self._found(seq)
+
+    def _next_known(self, seq: Sequence, version: int) -> Block | None:
+        """The block that continues the full ones of a sequence, if the index has it and a token is left to compute."""
+        size = self.block_size
+        parent = seq.blocks[-1].key if seq.blocks else None
+        if seq.cached % size or seq.cached + size >= seq.length or (seq.blocks and parent is None):
+            return None
+        oldest = seq.state.readable_from(version)
+        return self.store.index.find(parent, seq.tokens(seq.cached, size), version, oldest)
+
+    def _found(self, seq: Sequence) -> None:
+        seq.cached += self.block_size
+        self.counters.prefix_hit_tokens += self.block_size
+
+    def extend(self, seq: Sequence, cached: int, version: int) -> None:
+        """Blocks to write tokens up to `cached`: a shared partial block is copied first, new ones are taken."""
+        size = self.block_size
+        if seq.cached % size:
+            block = seq.blocks[-1]
+            if block.owners > 1:
+                seq.put_block(-1, self.store.copy(block) if self.store.available else self.store.take_over(block))
+            if seq.blocks[-1].version != version:
+                seq.blocks[-1].mixed = True
+        while len(seq.blocks) < -(-cached // size):
+            seq.add_block(self.store.new(version))
+
+    def fill(self, seq: Sequence, start: int) -> None:
+        """Blocks that became full, with tokens that are all known, get their key, and can be found from now on."""
+        size = self.block_size
+        for i in range(start // size, seq.cached // size):
+            block = seq.blocks[i]
+            parent = seq.blocks[i - 1].key if i else None
+            if block.key is not None or block.mixed or (i and parent is None):
+                continue
+            block.key = block_key(parent, seq.tokens(i * size, size), block.version)
+            self.store.index.add(block)
+
+    def drop_older(self, seq: Sequence, oldest: int) -> None:
+        """Give up what was computed by weights before `oldest`, and all that follows it."""
+        for i, block in enumerate(seq.blocks):
+            if block.version < oldest:
+                self.truncate(seq, i)
+                return
+
+    def cut_lost(self, seq: Sequence) -> None:
+        """Give up what left the device for nowhere while it waited, and all that follows it."""
+        for i, block in enumerate(seq.blocks):
+            if block.lost:
+                self.truncate(seq, i)
+                return
+
+    def cut_unused(self, seq: Sequence) -> bool:
+        """Keep the leading blocks that others use. True: there was more to give up."""
+        kept = next((i for i, block in enumerate(seq.blocks) if not block.users), None)
+        if kept is not None:
+            self.truncate(seq, kept)
+        return kept is not None
+
+    def truncate(self, seq: Sequence, blocks: int) -> None:
+        for block in reversed(seq.blocks[blocks:]):
+            self.store.disown(block, used=seq.running)
+        seq.cut_blocks(blocks)
+        seq.cached = min(seq.cached, blocks * self.block_size)
+        seq.mirrored = min(seq.mirrored, blocks)
+
+    def distrust(self, seq: Sequence) -> None:
+        """What this sequence alone holds is never found by the prefix index again."""
+        for block in seq.blocks:
+            if block.owners == 1:
+                self.store.index.remove(block)

@@ -1,0 +1,119 @@
+"""Numbers of the engine since it started: counted where things happen, read by `Engine.status`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.kv.block import Moves
+from engine.kv.copies import Copied
+from engine.scheduling.plan import Plan
+from engine.scheduling.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Rate:
+    """How many a second, over about the last `span` of them: two sums, half of which is forgotten with each `span`. Of a short
+    measurement, which may be mostly noise, little is kept; before an eighth of `span` nothing is said."""
+
+    span: int
+    count: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, count: int, seconds: float) -> float:
+        """Returns the rate; 0 = not known yet."""
+        kept = 0.5 ** (count / self.span)
+        self.count = kept * self.count + count
+        self.seconds = kept * self.seconds + seconds
+        return self.count / self.seconds if self.seconds > 0 and self.count >= self.span / 8 else 0.0
+
+
+@dataclass(slots=True)
+class Counters:
+    steps: int = 0
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    """computed without being drawn: prompts, and prefill after a soft reset"""
+    recomputed_tokens: int = 0
+    """computed a second time"""
+    prefix_hit_tokens: int = 0
+    """taken over from the prefix index"""
+    forks: int = 0
+    fork_saved_tokens: int = 0
+    """prompt tokens that children did not have to prefill"""
+    fork_shared_blocks: int = 0
+    """full prompt blocks that children took by reference"""
+    offloads: int = 0
+    """sequences offloaded to host memory"""
+    offloaded_blocks: int = 0
+    """blocks copied device → host, mirrored ones included"""
+    restored_blocks: int = 0
+    """blocks copied host → device, for sequences that came back and for prefixes that were found there"""
+    soft_resets: int = 0
+    unused_draws: int = 0
+    """made for children that had ended by then: the price of steps that overlap"""
+    failed_moves: int = 0
+    failed_steps: int = 0
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
+    step_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    """of steps in which every row drew from one token"""
+    decode_tokens: int = 0
+    move_seconds: float = 0.0
+    """copies between the pools and copies of a fork; on CUDA by its own clock, mirrors that nothing waits for included"""
+    plan_seconds: float = 0.0
+    build_seconds: float = 0.0
+    """the batch and what the attention prepares for it"""
+    commit_seconds: float = 0.0
+    model_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    copy_blocks_per_second: float = 0.0
+    """measured, 0 = not yet"""
+    prefill_tokens_per_second: float = 0.0
+    """measured, 0 = not yet"""
+    ended: Counter[str] = field(default_factory=Counter)
+    """children by finish reason"""
+    _copies: Rate = field(default_factory=lambda: Rate(512), repr=False)
+    _prefills: Rate = field(default_factory=lambda: Rate(8192), repr=False)
+
+    def computed(self, seq: Sequence, start: int, count: int) -> None:
+        """A row of `count` tokens from `start` on that is not a decode row was launched."""
+        if not seq.state.forked or seq.uncached > 1:
+            self.prefill_tokens += count
+        self.recomputed_tokens += max(0, min(seq.computed, start + count) - start)
+
+    def moved(self, moves: Moves, copied: Copied, block_bytes: int) -> None:
+        """A step's copies of blocks, and those that have ended."""
+        to_host = len(moves.offloads) + len(moves.mirrors)
+        self.offloaded_blocks += to_host
+        self.restored_blocks += len(moves.restores)
+        self.bytes_to_host += to_host * block_bytes
+        self.bytes_to_device += len(moves.restores) * block_bytes
+        self.move_seconds += copied.seconds
+        if copied.blocks:
+            self.copy_blocks_per_second = self._copies.add(copied.blocks, copied.seconds)
+
+    def stepped(self, plan: Plan, seconds: float) -> None:
+        """A step was committed, so long after it was planned, or after the one before was, if that was later."""
+        self.steps += 1
+        self.step_seconds += seconds
+        if plan.num_tokens == plan.num_rows:
+            self.decode_seconds += seconds
+            self.decode_tokens += plan.num_tokens
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """The forward of a step, nearly all of whose tokens were prefill."""
+        self.prefill_tokens_per_second = self._prefills.add(tokens, seconds)
+
+
+def stale_token_frac(sequences: Iterable[Sequence], block_size: int, version: int) -> float:
+    """Share of the sequences' cached tokens in blocks that were begun by other weights than `version`."""
+    cached = stale = 0
+    for seq in sequences:
+        cached += seq.cached
+        for i, block in enumerate(seq.blocks):
+            if block.version != version:
+                stale += min(block_size, seq.cached - i * block_size)
+    return stale / cached if cached else 0.0

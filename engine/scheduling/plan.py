@@ -1,0 +1,143 @@
+"""The plan of one step, a value: what the scheduler decided, in ints and arrays. `Batch.build` turns it into tensors, in this
+process or in another one; `Scheduler.commit` knows by its number which sequences it was made for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.kv.block import Moves
+
+SAMPLING = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("index", np.uint64),
+        ("prompt", np.int64),
+        ("min_tokens", np.int64),
+        ("top_k", np.int64),
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("raw", np.bool_),
+    ]
+)
+"""How a child samples: seed and `Sampling` of its group, its index, tokens of its prompt. `min_tokens` is 0 where no token can
+end it."""
+
+
+class SharedPrefix(NamedTuple):
+    """Rows `first_row` … `first_row + num_rows - 1` have their first `num_blocks` blocks in common, all of them full."""
+
+    first_row: int
+    num_rows: int
+    num_blocks: int
+
+
+class Plan(NamedTuple):
+    """One step: R rows compute T tokens and sample D. A row computes `counts[r]` tokens of one sequence from position
+    `starts[r]` on; prefill, a chunk of it, decode and prefill after a soft reset are the same row with other numbers.
+
+    The newest token of a row may still be *pending*: sampled by the step in flight and not read yet. Its id is the result of
+    draw number `pending_draws[k]` of that step, so T tokens are `token_ids`, with these K put in.
+
+    Holds nothing that lives on: every array is this plan's own."""
+
+    step: int
+    """number of the plan, counted by the scheduler"""
+    starts: np.ndarray
+    """[R] int32: position of the first token that a row computes"""
+    counts: np.ndarray
+    """[R] int32: tokens that a row computes, at least 1"""
+    samples: np.ndarray
+    """[R] int32: tokens to sample from the logits of a row's last token: 0 in the middle of a prefill, n where a group forks"""
+    token_ids: np.ndarray
+    """[T] int32: the tokens to compute, row after row; 0 where a token is pending"""
+    pending_tokens: np.ndarray
+    """[K] int64, ascending: which of the T tokens are pending"""
+    pending_draws: np.ndarray
+    """[K] int64: which draw of the step in flight each of them is"""
+    block_table: np.ndarray
+    """[R, M] int32: device slots of each row's blocks, 0 behind them"""
+    sampling: np.ndarray
+    """[D] SAMPLING: how each token is sampled, the draws of a row side by side"""
+    positions: np.ndarray
+    """[D] int64: tokens of output before the sampled one"""
+    forbidden: tuple[tuple[int, tuple[int, ...]], ...]
+    """(draw, token ids that min_tokens forbids it), draws ascending"""
+    shared: tuple[SharedPrefix, ...]
+    """rows of one group stand side by side"""
+    moves: Moves
+    """copies of KV blocks, to be done before the rows are computed"""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.starts)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+def copies_only(step: int, moves: Moves) -> Plan:
+    """A plan that computes nothing."""
+    none, draws, table = np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros((0, 0), np.int32)
+    return Plan(step, none, none, none, none, draws, draws, table, np.zeros(0, SAMPLING), draws, (), (), moves)
+
+
+def plan_by_hand(
+    token_ids: np.ndarray,
+    starts: np.ndarray,
+    block_table: np.ndarray,
+    shared: tuple[SharedPrefix, ...] = (),
+    seed: int = 0,
+) -> Plan:
+    """A plan without a scheduler, for benchmarks and checks: R rows of C tokens each, which sample one token each at
+    temperature 1. token_ids [R, C], starts [R], block_table [R, M] int32."""
+    rows, count = token_ids.shape
+    sampling = np.zeros(rows, SAMPLING)
+    sampling["seed"], sampling["index"], sampling["temperature"], sampling["top_p"] = seed, np.arange(rows), 1, 1
+    none = np.zeros(0, np.int64)
+    return Plan(
+        step=0,
+        starts=np.asarray(starts, np.int32),
+        counts=np.full(rows, count, np.int32),
+        samples=np.ones(rows, np.int32),
+        token_ids=token_ids.ravel().astype(np.int32),
+        pending_tokens=none,
+        pending_draws=none,
+        block_table=np.array(block_table, np.int32),
+        sampling=sampling,
+        positions=np.zeros(rows, np.int64),
+        forbidden=(),
+        shared=shared,
+        moves=Moves(),
+    )
+
+
+class Drawn(NamedTuple):
+    """What the sampler drew, one entry for each sample of each row in the order of the plan."""
+
+    tokens: np.ndarray
+    """[samples] int32"""
+    logprobs: np.ndarray
+    """[samples] float32, of the distribution drawn from"""
+    raw_logprobs: np.ndarray | None
+    """[samples] float32 at temperature 1 without truncation; None if no row asked"""
+    finite: np.ndarray
+    """[samples] bool: False where the logits held NaN or infinity, so that nothing was drawn"""
+
+
+class Cuts(NamedTuple):
+    """What D draws leave out of their distributions."""
+
+    any: np.ndarray
+    """[D] bool: it leaves something out"""
+    top_k: np.ndarray
+    """[D] int64, 0 = off"""
+    top_p: np.ndarray
+    """[D] float32"""
+    min_p: np.ndarray
+    """[D] float32"""
+    forbidden: list[tuple[int, list[int]]]
+    """(draw, tokens), draws ascending"""

@@ -1,0 +1,217 @@
+"""What happens when KV runs out: who leaves the device, where to, and when there is room to come back.
+
+    offload      a preempted sequence takes along the blocks that nobody else uses now; a shared prefix goes with the last child
+    soft reset   host memory is full, or computing again is cheaper than copying: the KV is dropped
+    mirror       full blocks are copied to host memory ahead of need, so that preempting copies only partial blocks
+
+What a soft reset costs is bounded at the return: a sequence whose KV would be lost again starts when there is room for all that
+it has to compute and for a share of what it then draws, beside the growth of those that run (docs/decisions/pressure.md).
+
+Batched offload and soft reset are ideas of transformers' continuous batching (changes #45184, #43150, #46587).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from engine.config import EngineConfig
+from engine.kv.block import Block
+from engine.kv.store import BlockStore
+from engine.scheduling.counters import Counters
+from engine.scheduling.sequence import Sequence
+
+COMPUTED_PER_DRAWN = 8
+"""tokens of KV that could be lost, for each token that is drawn before they are: what bounds the work of soft resets"""
+
+
+class Pressure:
+    """Policy over the scheduler's `BlockStore`; keeps no state of its own."""
+
+    def __init__(self, config: EngineConfig, store: BlockStore, counters: Counters) -> None:
+        self.config = config
+        self.store = store
+        self.counters = counters
+
+    def need(self, seq: Sequence) -> int:
+        """Blocks that a running sequence must get to compute its next token."""
+        if seq.cached % self.config.block_size == 0:
+            return 0 if len(seq.blocks) * self.config.block_size > seq.cached else 1
+        return int(seq.blocks[-1].owners > 1)
+
+    def must_preempt(self, running: list[Sequence]) -> bool:
+        """There is no room for all of them to take a step."""
+        room = self.store.available + len(self.store.idle)
+        return len(running) > room and sum(map(self.need, running)) > room
+
+    def victims(self, running: list[Sequence]) -> list[Sequence]:
+        """The sequences to preempt so that the others can take a step: none if there is room, else the last in rank, enough of
+        them that the rest can grow by `lookahead_blocks` (together at most a sixteenth of the pool). The first in rank always
+        stays, so something always gets done."""
+        if len(running) <= self.store.available:
+            return []  # nobody needs more than one
+        need = sum(map(self.need, running))
+        if need <= self.store.available or self.reclaim_idle(need) or len(running) <= 1:
+            return []
+        order = sorted(running, key=lambda seq: seq.rank)
+        chosen: list[Sequence] = []
+        gained = 0
+        ahead, most = self.config.lookahead_blocks, self.store.device.size // 16
+        for rested in (True, False):
+            for seq in reversed(order[1:]):
+                stay = len(running) - len(chosen)
+                enough = max(need, min(stay * ahead, most)) if rested else need
+                if self.store.available + gained >= enough or stay == 1:
+                    return chosen
+                if seq not in chosen and (not rested or seq.ran >= seq.least_run):
+                    chosen.append(seq)
+                    need -= self.need(seq)
+                    gained += sum(block.users == 1 for block in seq.blocks)
+        return chosen
+
+    def sequences_over_share(
+        self, client: str, waiting: dict[str, int], running_of: Counter[str], running: list[Sequence]
+    ) -> list[Sequence]:
+        """Of the running sequences those that give their slots to `client`, which waits: none if it has its share of all slots,
+        else the last in rank of whoever has most, down to their own share. `waiting`, `running_of`: counts by client."""
+        has = +running_of
+        share = max(1, self.config.max_num_seqs // len(waiting.keys() | has.keys()))
+        chosen: list[Sequence] = []
+        for _ in range(min(share - has[client], waiting[client])):
+            other, most = max(has.items(), key=lambda item: item[1])
+            rested = [seq for seq in running if seq.state.client == other and seq.ran >= seq.least_run and seq not in chosen]
+            if most <= share or not rested:
+                break
+            chosen.append(max(rested, key=lambda seq: seq.rank))
+            has[other] -= 1
+        return chosen
+
+    def fits(self, seq: Sequence, running: list[Sequence], budget: int) -> bool:
+        """Whether a waiting sequence can run now: there is room for what `_room_for` says, and beside those that run."""
+        room = self._room_for(seq, budget)
+        if self.store.available >= room + self._room_beside(seq, running):
+            return True
+        if running:
+            return False
+        # nothing runs, so nothing will be freed: blocks of others that wait leave, and one block at a time will do
+        absent = _absent(seq)
+        self.reclaim_idle(max(room, absent + 1), set(seq.blocks))
+        return self.store.available >= absent + (1 if room > absent and seq.cached % self.config.block_size == 0 else 0)
+
+    def first_alone(self, seq: Sequence, waiting: Iterable[Sequence]) -> Sequence:
+        """Who starts where nothing runs and it is the turn of `seq`: the first in rank of those whose KV lies idle on the
+        device, if `seq` could only have their room and they would have to compute again. So a turn among clients lasts until
+        a group is done, and not a single child of it."""
+        fresh = sum(block.host is None for block in self.store.idle)
+        beside = self._room_for(seq, self.config.max_batch_tokens) <= self.store.available
+        if not fresh or beside or self._can_leave(fresh, fresh * self.config.block_size):
+            return seq
+        idle = (other for other in waiting if other.begun and other.blocks and other.blocks[0] in self.store.idle)
+        return min(idle, key=lambda other: other.rank, default=seq)
+
+    def make_room(self, seq: Sequence, running: list[Sequence], budget: int) -> None:
+        """Blocks that nobody uses leave for a waiting sequence, if it fits then. For the beginning of a plan: slots that its
+        restores and copies take must stay what they are."""
+        mine = set(seq.blocks)
+        need = self._room_for(seq, budget) + self._room_beside(seq, running)
+        spare = sum(block not in mine for block in self.store.idle)
+        if self.store.available < need <= self.store.available + spare:
+            self.reclaim_idle(need, mine)
+
+    def least_run(self, seq: Sequence) -> int:
+        """Tokens that a waiting sequence draws, if it starts now, before it is parked, unless nothing else makes room."""
+        if not self._could_be_lost(seq):
+            return self.config.min_run_tokens
+        share = -(-seq.uncached // COMPUTED_PER_DRAWN)
+        return max(self.config.min_run_tokens, min(share, seq.limit - seq.length))
+
+    def _could_be_lost(self, seq: Sequence) -> bool:
+        """A waiting sequence has more than a token to compute, and if it is parked then, it is reset."""
+        return seq.uncached > 1 and not self._can_leave(-(-seq.length // self.config.block_size), seq.length)
+
+    def _room_for(self, seq: Sequence, budget: int) -> int:
+        """Slots for the blocks of a waiting sequence that are not on the device, and for new ones: of its next token or chunk
+        if parking it would lose nothing; else of all that it has to compute and of its least run."""
+        if self._could_be_lost(seq):
+            return _absent(seq) + self._growth(seq, self._after(seq, self.least_run(seq)))
+        return _absent(seq) + self._growth(seq, seq.cached + min(seq.uncached, budget))
+
+    def _room_beside(self, seq: Sequence, running: list[Sequence]) -> int:
+        """Slots that stay free for those that run when `seq` starts. Where parking it would lose nothing: one for each of them,
+        so that it is not parked again at once (together at most a thirty-second of the pool), and what is left of the least run
+        of those who would lose something. Else all that they grow by until it is computed and has made its least run."""
+        if not self._could_be_lost(seq):
+            owed = (seq for seq in running if seq.ran < seq.least_run > self.config.min_run_tokens)
+            kept = sum(self._growth(seq, self._after(seq, seq.least_run - seq.ran)) for seq in owed)
+            return min(len(running), 1 + self.store.device.size // 32) + kept
+        to_compute = seq.uncached + sum(other.uncached for other in running if other.uncached > 1)
+        steps = self.least_run(seq) - (-to_compute // (self.config.max_batch_tokens - len(running)))
+        return sum(other.num_next_samples * self._growth(other, self._after(other, steps)) for other in running)
+
+    def _after(self, seq: Sequence, draws: int) -> int:
+        """Tokens that have KV when a sequence has drawn so many more."""
+        return min(seq.length + draws, seq.limit) - 1
+
+    def _growth(self, seq: Sequence, cached: int) -> int:
+        """New slots for KV of so many tokens in all."""
+        size = self.config.block_size
+        copied = seq.cached < cached and seq.cached % size and seq.blocks[-1].owners > 1
+        return max(0, -(-cached // size) - len(seq.blocks)) + bool(copied)
+
+    def reclaim_idle(self, need: int, keep: Collection[Block] = ()) -> bool:
+        """Blocks whose owners all wait leave the device, newest first, until `need` are available."""
+        while self.store.available < need:
+            block = next((block for block in reversed(self.store.idle) if block not in keep), None)
+            if block is None:
+                return False
+            if not self.store.offload(block):
+                self.store.drop(block)
+        return True
+
+    def offload(self, seq: Sequence) -> bool:
+        """Move the idle blocks of a stopped sequence to host memory. False if they do not fit there, or if prefilling them
+        again is cheaper; nothing has been moved then."""
+        leaving = [block for block in seq.blocks if block.users == 0 and block.device is not None]
+        if not self._can_leave(sum(block.host is None for block in leaving), seq.cached):
+            return False
+        for block in leaving:
+            if not self.store.offload(block):
+                self.store.drop(block)
+        seq.offloads += 1
+        self.counters.offloads += 1
+        return True
+
+    def mirror(self, running: list[Sequence]) -> None:
+        """When the pool will run out soon, copy full blocks of the sequences that are preempted first: the last in rank."""
+        size = self.config.block_size
+        soon = 2 * self.config.lookahead_blocks * len(running)
+        if not self.config.mirrors or self.store.available > soon:
+            return
+        left = self.config.mirror_blocks_per_step
+        for seq in sorted(running, key=lambda seq: seq.rank, reverse=True):
+            while left and seq.mirrored < seq.cached // size:
+                block = seq.blocks[seq.mirrored]
+                if block.host is None:
+                    if self.store.host.free <= self.store.host.size // 4 or not self.store.mirror(block):
+                        return
+                    left -= 1
+                seq.mirrored += 1
+            if not left:
+                return
+
+    def _can_leave(self, blocks: int, tokens: int) -> bool:
+        """Blocks with KV of so many tokens would move to host memory, instead of being lost: they fit there, and that pays."""
+        return bool(self.store.host.size) and blocks <= self.store.host_available and self._copy_pays(blocks, tokens)
+
+    def _copy_pays(self, blocks: int, tokens: int) -> bool:
+        """Copying so many blocks out and back takes no longer than prefilling the tokens again, at the measured rates. True
+        while one of them is not known."""
+        copy, prefill = self.counters.copy_blocks_per_second, self.counters.prefill_tokens_per_second
+        if not copy or not prefill:
+            return True
+        return 2 * blocks / copy <= tokens / prefill
+
+
+def _absent(seq: Sequence) -> int:
+    """Its blocks that are not on the device."""
+    return sum(block.device is None for block in seq.blocks)

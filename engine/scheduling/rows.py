@@ -1,0 +1,98 @@
+"""What each running sequence computes next: its row of the step, the blocks that the row writes, and the plan of all rows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.kv.block import Moves
+from engine.kv.store import BlockStore
+from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.plan import Plan, SharedPrefix
+from engine.scheduling.running import RunningTable
+from engine.scheduling.sequence import Row, Sequence
+from engine.scheduling.sharing import computed_by_other
+
+
+class Rows:
+    """A part of the scheduler; keeps no state of its own."""
+
+    def __init__(self, config: EngineConfig, store: BlockStore, tables: BlockTables) -> None:
+        self.config = config
+        self.store = store
+        self.tables = tables
+
+    def decode(self, running: list[Sequence], version: int) -> list[Row]:
+        """Rows of the sequences that have one token to compute and may sample another; there is room for all. Blocks are
+        touched only where one begins, where the last one is still shared after a fork, and where other weights began it."""
+        size, rows = self.config.block_size, list[Row]()
+        for seq in running:
+            cached = seq.cached
+            if seq.length - cached == 1 and seq.length < seq.limit:
+                if cached % size == 0 or (last := seq.blocks[-1]).owners > 1 or last.version != version:
+                    self.tables.extend(seq, cached + 1, version)
+                rows.append((seq, cached, 1, seq.num_next_samples))
+        return rows
+
+    def prefill(self, seq: Sequence, budget: int, planned: set[bytes], version: int) -> Row | None:
+        """The next tokens of a running sequence, at most `budget`. None: it must wait for blocks, or for a row of this very
+        step that computes the same prefix; `planned` has the keys of what this step computes."""
+        size = self.config.block_size
+        if seq.uncached > 1:
+            self.tables.find_cached(seq, version)
+            copied = bool(self.store.available and seq.cached % size and seq.blocks[-1].owners > 1)
+            budget = min(budget, (len(seq.blocks) + self.store.available - copied) * size - seq.cached)
+        count = min(seq.uncached, budget)
+        if count <= 0:
+            return None
+        if seq.uncached > 1 and computed_by_other(seq, count, planned, size, version):
+            return None
+        samples = seq.num_next_samples if count == seq.uncached else 0
+        self.tables.extend(seq, seq.cached + count, version)
+        return seq, seq.cached, count, samples
+
+
+def plan_of(
+    step: int,
+    rows: list[Row],
+    shared: tuple[SharedPrefix, ...],
+    moves: Moves,
+    table: RunningTable,
+    block_size: int,
+    pending: bool,
+) -> Plan:
+    """The plan of at least one row, as a value: copies of what it needs of the sequences and of `table`. `pending`: tokens of
+    a step in flight may be among those to compute."""
+    sequences, *numbers = zip(*rows, strict=True)
+    starts, counts, samples = (np.array(each, np.int32) for each in numbers)
+    places, ends = np.array([seq.place for seq in sequences]), starts + counts
+    first_token = np.cumsum(counts) - counts
+    token_ids = np.empty(int(first_token[-1] + counts[-1]), np.int32)
+    token_ids[first_token] = [seq.last_token for seq in sequences]  # decode; all other rows are written over
+    for i in np.flatnonzero((counts > 1) | (samples == 0)).tolist():
+        token_ids[first_token[i] : first_token[i] + counts[i]] = sequences[i].tokens(starts[i], counts[i])
+    pending_draws = [seq.pending_draw for seq in sequences] if pending else []
+    pending_tokens = first_token[[i for i, draw in enumerate(pending_draws) if draw is not None]]
+    token_ids[pending_tokens] = 0
+    sampled = np.flatnonzero(samples)
+    repeats = samples[sampled]
+    row_of_draw = np.repeat(sampled, repeats)
+    sampling = table.sampling.take(places[row_of_draw])
+    sampling["index"] += (np.arange(len(row_of_draw)) - np.repeat(np.cumsum(repeats) - repeats, repeats)).astype(np.uint64)
+    positions = ends[row_of_draw] - sampling["prompt"]
+    forbids = np.flatnonzero(positions < sampling["min_tokens"]).tolist()
+    return Plan(
+        step=step,
+        starts=starts,
+        counts=counts,
+        samples=samples,
+        token_ids=token_ids,
+        pending_tokens=pending_tokens,
+        pending_draws=np.array([draw for draw in pending_draws if draw is not None], np.int64),
+        block_table=table.table[:, : -(-int(ends.max()) // block_size)][places],
+        sampling=sampling,
+        positions=positions,
+        forbidden=tuple((draw, sequences[row_of_draw[draw]].state.stop_ids) for draw in forbids),
+        shared=shared,
+        moves=moves,
+    )

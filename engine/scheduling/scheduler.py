@@ -1,0 +1,370 @@
+"""The scheduler: which tokens of which sequences the next step computes, and where their KV lives. Policy only, in ints.
+
+`plan()` decides, the engine launches that and says so (`launched()`), `commit()` records what was drawn: at once, or
+after the next step has been planned and launched (`engine.in_flight`). One call of `plan()`:
+
+    1. make room     the running sequences need blocks to grow; if too few, the last in rank are preempted (engine.pressure);
+                     all slots are taken and a client with less than its share waits: others give some up
+    2. decode        one row for each sequence that has one token to compute
+    3. prefill       chunks for the running sequences that have more, while the token budget lasts
+    4. start         waiting sequences: forked, preempted or reset ones, then fresh prompts
+    5. mirror        ahead of pressure, copies of full blocks to host memory
+
+It is the only writer of sequences, groups, both pools and the prefix index.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from engine.config import EngineConfig
+from engine.kv.store import BlockStore
+from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.counters import Counters
+from engine.scheduling.plan import Drawn, Plan, copies_only
+from engine.scheduling.preemption import Pressure
+from engine.scheduling.rows import Rows, plan_of
+from engine.scheduling.running import RunningTable
+from engine.scheduling.sequence import GroupState, Row, Sequence
+from engine.scheduling.sharing import shared_prefixes
+from engine.scheduling.waiting import WaitingQueue
+from engine.types import FinishReason, Group, Sample
+
+
+class Scheduler:
+    """Decides the steps; the module's docstring has the order. `max_blocks`: blocks of the longest sequence of the model."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        device_blocks: int,
+        host_blocks: int,
+        max_blocks: int,
+        counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.block_size = config.block_size
+        self.store = BlockStore(device_blocks, host_blocks, config.prefix_cache)
+        self.running_table = RunningTable(config.max_num_seqs, min(max_blocks, device_blocks))
+        self.running = self.running_table.sequences
+        self.running_of = self.running_table.of_client
+        self.waiting = WaitingQueue()
+        self.groups: dict[str, GroupState] = {}
+        self.version = 0
+        self.admitting = True
+        """False: groups that have not begun stay where they are"""
+        self.counters = counters
+        self.tables = BlockTables(config, self.store, counters)
+        self.rows = Rows(config, self.store, self.tables)
+        self.pressure = Pressure(config, self.store, counters)
+        self._clock = clock
+        self._submitted = 0
+        self._planned = 0
+        self._rows: dict[int, list[Row]] = {}
+        """of the steps that were planned and not committed, by number: the way back from a plan to its sequences"""
+
+    # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def submit(self, group: Group, client: str, seed: int, eos: frozenset[int]) -> None:
+        """Raises ValueError if the id is taken or one child could never fit into the pool."""
+        if group.id in self.groups:
+            raise ValueError(f"group id {group.id!r} is in use by a group that is not finished; choose another")
+        need = -(-(len(group.prompt) + group.sampling.max_tokens) // self.block_size)
+        if need > self.store.device.size:
+            raise ValueError(
+                f"prompt of {len(group.prompt)} + max_tokens {group.sampling.max_tokens} need {need} KV blocks of "
+                f"{self.block_size} tokens, the pool has {self.store.device.size}; lower max_tokens or raise kv_tokens"
+            )
+        state = GroupState(group, client, self._submitted, seed, self._clock(), eos)
+        self._submitted += 1
+        self.groups[group.id] = state
+        state.sequences[0] = Sequence(state, 0)
+        self.waiting.put(state.sequences[0])
+
+    @property
+    def has_work(self) -> bool:
+        """Something runs, or waits and may start."""
+        if self.admitting:
+            return bool(self.groups)
+        return bool(self.running or self.waiting.next(self.running_of, begun=True))
+
+    def abort(self, group_id: str) -> list[Sample]:
+        """The children that are not finished, with what they have. [] for an unknown id."""
+        state = self.groups.get(group_id)
+        return [] if state is None else self._end_group(state, "aborted")
+
+    def plan(self) -> Plan:
+        """Decide the next step. No rows: nothing can be done now."""
+        self.store.begin()
+        self._preempt(self.pressure.victims(self.running))
+        self._yield_to_starved()
+        planned: set[bytes] = set()
+        rows = self.rows.decode(self.running, self.version)
+        decoding = len(rows)
+        budget = self.config.max_batch_tokens - decoding
+        unfinished = [seq for seq in self.running if seq.uncached > 1] if decoding < len(self.running) else []
+        for seq in unfinished:
+            if budget and (row := self.rows.prefill(seq, budget, planned, self.version)):
+                rows.append(row)
+                budget -= row[2]
+        while budget and len(self.running) < self.config.max_num_seqs:
+            seq = self._next()
+            if seq is None or not self._start(seq, budget, planned):
+                break
+            if row := self.rows.prefill(seq, budget, planned, self.version):
+                rows.append(row)
+                budget -= row[2]
+        self.pressure.mirror(self.running)
+        if len(rows) > decoding:
+            rows.sort(key=lambda row: row[0].age)
+        self._planned += 1
+        if not rows:
+            return copies_only(self._planned, self.store.moves)
+        shared = tuple(shared_prefixes(rows, self.block_size)) if self.config.share_prefix else ()
+        pending, self._rows[self._planned] = bool(self._rows), rows
+        return plan_of(self._planned, rows, shared, self.store.moves, self.running_table, self.block_size, pending)
+
+    def sequences_of(self, plan: Plan) -> list[Sequence]:
+        """The sequence of each row of a plan that is not committed."""
+        return [row[0] for row in self._rows[plan.step]]
+
+    @property
+    def must_preempt(self) -> bool:
+        """True if the next plan would stop a sequence. The step in flight must be committed first: it may end some, and no
+        sequence stops while a token of it is pending."""
+        seq = self.waiting.next(self.running_of, begun=not self.admitting)
+        return self.pressure.must_preempt(self.running) or bool(seq and self._sequences_over_share(seq))
+
+    def offload_all(self) -> Plan:
+        """Stop every sequence and offload its blocks, the first in rank first, as far as host memory has room. Returns a plan
+        of copies."""
+        self.store.begin()
+        for seq in sorted(self.running, key=lambda seq: seq.rank):
+            self._stop(seq)
+        self.store.offload_all()
+        self._planned += 1
+        return copies_only(self._planned, self.store.moves)
+
+    def moved(self) -> None:
+        """Note that the plan's copies are done."""
+        self.store.moved()
+
+    def move_failed(self, plan: Plan) -> None:
+        """Reset the sequences whose blocks cannot be trusted, as the plan's copies stopped in the middle; the plan is void."""
+        self.counters.failed_moves += 1
+        broken = self.store.move_failed()
+        for seq, *_ in self._rows.pop(plan.step, []):
+            self.tables.truncate(seq, -(-seq.cached // self.block_size))
+        for seq in list(self.running):
+            if any(block in broken for block in seq.blocks):
+                self._stop(seq)
+                self.tables.truncate(seq, 0)
+                self.counters.soft_resets += 1
+        self.store.discard(broken)
+
+    def launched(self, plan: Plan) -> None:
+        """Note that the step is in flight: from here on its KV counts as computed, since whatever reads it comes later on the
+        device, and the tokens that it samples are pending."""
+        size, at = self.block_size, 0
+        for seq, start, count, draws in self._rows[plan.step]:
+            forked = seq.state.forked
+            if count > 1 or not draws or not forked:
+                self.counters.computed(seq, start, count)
+            seq.cached = cached = start + count
+            if cached > seq.computed:
+                seq.computed = cached
+            if cached // size > start // size and not seq.pending:
+                self.tables.fill(seq, start)
+            if draws and forked:
+                seq.expect(at)
+            at += draws
+
+    def commit(self, plan: Plan, drawn: Drawn) -> list[Sample]:
+        """Record what the oldest step in flight drew: tokens, forks, ends. Returns the children that ended. Rows of those
+        that ended while the step was under way are passed over."""
+        samples: list[Sample] = []
+        tokens, logprobs, finite = drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.finite.tolist()
+        raws = drawn.raw_logprobs
+        size, at = self.block_size, 0
+        for seq, start, count, draws in self._rows.pop(plan.step):
+            if seq.ended:
+                self.counters.unused_draws += draws
+                at += draws
+            elif draws:
+                for child in (seq,) if seq.state.forked else self._fork(seq):
+                    raw = None if raws is None else float(raws[at])
+                    if ended := self._take_token(child, tokens[at], logprobs[at], raw, finite[at]):
+                        samples.append(ended)
+                    elif child.pending and child.cached % size == 0:
+                        self.tables.fill(child, start + count)  # the next step computes the token that is known only now
+                    at += 1
+        assert at == len(tokens)
+        return samples
+
+    def launch_failed(self, plan: Plan, reason: str) -> list[Sample]:
+        """End the groups of a plan that could not be launched with an error; the plan is void."""
+        return self._fail([row[0] for row in self._rows.pop(plan.step)], reason)
+
+    def step_failed(self, plan: Plan, reason: str) -> list[Sample]:
+        """End every group that runs with an error, clear the prefix index and drop the KV of those that wait: a launched step
+        failed, and any of them may have taken over KV that it wrote. The plan is void."""
+        del self._rows[plan.step]
+        self.store.forget_all()
+        for seq in self.waiting:
+            self.tables.truncate(seq, 0)
+        return self._fail(list(self.running), reason)
+
+    def _fail(self, sequences: list[Sequence], reason: str) -> list[Sample]:
+        """End the groups of these with an error. What their blocks hold is not reused."""
+        states = {seq.state.number: seq.state for seq in sequences if not seq.ended}
+        for seq in sequences:
+            self.tables.distrust(seq)
+        return [sample for state in states.values() for sample in self._end_group(state, "error", reason)]
+
+    def fail_stuck(self) -> list[Sample]:
+        """Nothing runs, nothing can start: end the group that is next with an error rather than wait for ever."""
+        seq = self.waiting.next(self.running_of, begun=not self.admitting)
+        assert seq is not None
+        need = -(-seq.length // self.block_size)
+        reason = f"{need} KV blocks are needed to go on and cannot be freed from a pool of {self.store.device.size}"
+        return self._end_group(seq.state, "error", reason)
+
+    def refresh(self, version: int, kv: str) -> list[Sample]:
+        """The weights are another version now. `kv`: "keep" the KV of live sequences, "recompute" it, or "abort" them.
+        Recomputed is all KV of groups that have begun, whatever their `max_kv_lag`. A prompt of which nothing was drawn
+        yet keeps KV as old as that allows. Returns the samples that end, aborted or made stale by the refresh."""
+        assert kv in ("keep", "recompute", "abort")
+        self.version = version
+        samples: list[Sample] = []
+        for state in list(self.groups.values()):
+            begun = any(seq.begun for seq in state.sequences.values())
+            if kv == "abort" and begun:
+                samples += self._end_group(state, "aborted")
+                continue
+            if kv == "recompute" and begun:
+                state.oldest_kv = version
+            for seq in list(state.sequences.values()):
+                lag = state.group.sampling.max_version_lag
+                if lag is not None and seq.spans and seq.spans[0][1] < version - lag:
+                    samples.append(self._end(seq, "stale"))
+                elif kv == "recompute" or not state.forked:
+                    self.tables.drop_older(seq, state.readable_from(version))
+        return samples
+
+    def _next(self) -> Sequence | None:
+        """Who waits and is next to start. If nothing runs, that is whoever has KV on the device that another would take."""
+        seq = self.waiting.next(self.running_of, begun=not self.admitting)
+        return seq if seq is None or self.running else self.pressure.first_alone(seq, self.waiting)
+
+    # ── starting and stopping ─────────────────────────────────────────────────────────────────────────────────────────
+    def _start(self, seq: Sequence, budget: int, planned: set[bytes]) -> bool:
+        """Let a waiting sequence run if its blocks and the next chunk fit beside what runs."""
+        self.tables.cut_lost(seq)
+        self.tables.find_in_use(seq, self.version)
+        if not self.pressure.fits(seq, self.running, budget):
+            return False
+        least_run = self.pressure.least_run(seq)
+        self.waiting.remove(seq, served=True)
+        for i, block in enumerate(seq.blocks):
+            self.store.pin(block, full=i < seq.cached // self.block_size)
+        self.running_table.enter(seq, least_run)
+        return True
+
+    def _stop(self, seq: Sequence) -> None:
+        """From running to waiting. It keeps its blocks."""
+        assert not seq.pending, "a sequence stops whose last token is not known yet"
+        self.running_table.leave(seq)
+        for block in seq.blocks:
+            self.store.unpin(block)
+        self.waiting.put(seq)
+
+    def _preempt(self, victims: list[Sequence]) -> None:
+        """Stop the victims: their blocks move to host memory, or are dropped (soft reset)."""
+        for seq in victims:
+            self._stop(seq)
+            if not self.pressure.offload(seq):
+                self._soft_reset(seq)
+        if victims:
+            self.pressure.reclaim_idle(sum(self.pressure.need(seq) for seq in self.running))
+
+    def _yield_to_starved(self) -> None:
+        """Every slot is taken and another client's turn has come: some stop. Their KV stays until its room is needed."""
+        seq = self._next()
+        if seq is None:
+            return
+        for last in self._sequences_over_share(seq):
+            self._stop(last)
+        if self.store.idle and len(self.running) < self.config.max_num_seqs:
+            self.pressure.make_room(seq, self.running, self.config.max_batch_tokens - len(self.running))
+
+    def _sequences_over_share(self, seq: Sequence) -> list[Sequence]:
+        """Who gives its slot to the client of `seq`, which waits."""
+        if len(self.running) < self.config.max_num_seqs:
+            return []
+        return self.pressure.sequences_over_share(seq.state.client, self.waiting.counts(), self.running_of, self.running)
+
+    def _soft_reset(self, seq: Sequence) -> None:
+        """Give the KV up but for the leading blocks that others use; the rest is prefilled again from whatever the prefix index
+        still has."""
+        self.counters.soft_resets += self.tables.cut_unused(seq)
+
+    # ── after a step ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def _fork(self, seq: Sequence) -> list[Sequence]:
+        """The prompt is cached: n children share its blocks. Those that find no place to run wait like anyone else."""
+        seq.state.forked = True
+        seq.num_next_samples = 1
+        children = [seq, *seq.fork()]
+        for child in children[1:]:
+            seq.state.sequences[child.index] = child
+            self.store.share(child.blocks)
+            if len(self.running) < self.config.max_num_seqs:
+                for block in child.blocks:
+                    self.store.pin(block, full=True)
+                self.running_table.enter(child, self.config.min_run_tokens)
+            else:
+                self.waiting.put(child)
+        self.counters.forks += len(children) - 1
+        self.counters.fork_saved_tokens += (len(children) - 1) * seq.num_prompt
+        self.counters.fork_shared_blocks += (len(children) - 1) * (seq.num_prompt // self.block_size)
+        return children
+
+    def _take_token(self, seq: Sequence, token: int, logprob: float, raw: float | None, finite: bool) -> Sample | None:
+        """Append what was drawn; the sample if that ends the child."""
+        if not finite:
+            self.tables.distrust(seq)
+            return self._end(seq, "error", seq.not_finite())
+        seq.append(token, logprob, raw, self.version)
+        self.counters.generated_tokens += 1
+        if token in seq.state.eos and len(seq.output) > seq.state.group.sampling.min_tokens:
+            return self._end(seq, "stop")
+        if seq.num_prompt + len(seq.output) == seq.limit:
+            return self._end(seq, "length")
+        return None
+
+    def _end(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> Sample:
+        seq_ran = seq.running
+        if seq_ran:
+            self.running_table.leave(seq)
+        else:
+            self.waiting.remove(seq)
+        for block in reversed(seq.blocks):  # so that the least recently used end of a chain is its tail, not its root
+            self.store.disown(block, used=seq_ran)
+        seq.blocks.clear()
+        seq.ended = True
+        state = seq.state
+        del state.sequences[seq.index]
+        if not state.sequences:
+            del self.groups[state.group.id]
+        self.counters.ended[reason] += 1
+        return seq.sample(reason, self._clock() - state.arrived, error)
+
+    def _end_group(self, state: GroupState, reason: FinishReason, error: str | None = None) -> list[Sample]:
+        """End every child that is not finished; before the fork that is all n of them."""
+        if not state.forked:
+            only = self._end(state.sequences[0], reason, error)
+            n = state.group.sampling.n
+            self.counters.ended[reason] += n - 1
+            return [only, *(Sequence(state, i).sample(reason, only.seconds, error) for i in range(1, n))]
+        return [self._end(seq, reason, error) for seq in list(state.sequences.values())]

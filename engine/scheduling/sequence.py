@@ -1,0 +1,233 @@
+"""A sequence: one child of a group (or the group's prompt before the fork), its tokens and its blocks of KV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from engine.kv.block import Block
+from engine.types import FinishReason, Group, Sample
+
+
+class GroupState:
+    """A group while the engine works on it. Written by the scheduler only."""
+
+    __slots__ = ("group", "client", "number", "seed", "arrived", "sequences", "forked", "eos", "stop_ids", "oldest_kv")
+
+    def __init__(self, group: Group, client: str, number: int, seed: int, arrived: float, eos: frozenset[int]) -> None:
+        self.group = group
+        self.client = client
+        self.number = number
+        """counts up with submission: a smaller one is older"""
+        self.seed = seed
+        self.arrived = arrived
+        self.eos = eos
+        """tokens that end a child with "stop" """
+        self.stop_ids = tuple(sorted(eos))
+        """the same, in order"""
+        self.sequences: dict[int, Sequence] = {}
+        """the children not yet finished by index; before the fork only 0, which prefills the prompt for all"""
+        self.forked = False
+        self.oldest_kv = 0
+        """version of the last refresh that had its KV computed again: what older weights computed is not read any more"""
+
+    def readable_from(self, version: int) -> int:
+        """The oldest version whose KV it may take over while `version` is live: as old as its `max_kv_lag` allows a new sample,
+        but none from before its KV was to be computed again."""
+        return max(self.oldest_kv, version - self.group.sampling.max_kv_lag)
+
+
+class Sequence:
+    """Tokens of one child and the KV computed for them.
+
+        tokens   p p p p p p o o o o o ?         p prompt, o output, ? the one that the next step draws
+                 └───── cached ────┘ └ to compute
+        blocks   [ 0  ][ 1  ][ 2  ][             ceil(cached / block_size) blocks
+
+    `cached` tokens have their KV in `blocks`; a sequence that decodes has exactly one token more than that. From the launch of
+    a step until its draws are read, that token is pending: it counts in `length`, and `pending_draw` says where it will be.
+    While the sequence runs it has a place in the `RunningTable`, where `table` repeats the device slots of `blocks`.
+    """
+
+    __slots__ = (
+        "state",
+        "index",
+        "age",
+        "num_prompt",
+        "length",
+        "limit",
+        "num_next_samples",
+        "last_token",
+        "pending",
+        "pending_draw",
+        "output",
+        "logprobs",
+        "raw_logprobs",
+        "spans",
+        "version",
+        "blocks",
+        "cached",
+        "computed",
+        "begun",
+        "running",
+        "ended",
+        "num_output_at_start",
+        "least_run",
+        "offloads",
+        "mirrored",
+        "place",
+        "table",
+    )
+
+    def __init__(self, state: GroupState, index: int) -> None:
+        self.state = state
+        self.index = index
+        self.age = state.number, index
+        """sorts oldest first; children of a group stand together"""
+        self.num_prompt = len(state.group.prompt)
+        self.length = self.num_prompt
+        """tokens it has, prompt and output, pending ones included"""
+        self.limit = self.num_prompt + state.group.sampling.max_tokens
+        """the length that ends it"""
+        self.num_next_samples = 1 if state.forked else state.group.sampling.n
+        """tokens to draw once everything it has is cached: n where the group forks"""
+        self.last_token = int(state.group.prompt[-1])
+        """the newest token that is known"""
+        self.pending = 0
+        """tokens whose draws are not read yet"""
+        self.pending_draw: int | None = None
+        """which draw of the step in flight the newest token is; None: it is known"""
+        self.output: list[int] = []
+        self.logprobs: list[float] = []
+        self.raw_logprobs: list[float] = []
+        self.spans: list[tuple[int, int]] = []
+        """(first output token, weight version)"""
+        self.version: int | None = None
+        """of the last span"""
+        self.blocks: list[Block] = []
+        self.cached = 0
+        self.computed = 0
+        """most tokens that were ever cached: what lies below is computed a second time"""
+        self.begun = False
+        """ran before"""
+        self.running = False
+        self.ended = False
+        """its sample was made"""
+        self.num_output_at_start = 0
+        """tokens drawn when it last started to run"""
+        self.least_run = 0
+        """tokens to draw from there on before it is parked, unless nothing else can make room"""
+        self.offloads = 0
+        self.mirrored = 0
+        """leading full blocks known to have a copy in host memory"""
+        self.place: int | None = None
+        """its place in the `RunningTable` while it runs"""
+        self.table: np.ndarray | None = None
+        """[max_blocks] int32, a view of that place"""
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Who goes first where KV is scarce: the oldest group, and in it the child that has come least far, since a group is
+        done with its last child."""
+        return self.state.number, len(self.output), self.index
+
+    @property
+    def ran(self) -> int:
+        """tokens drawn since it started to run"""
+        return len(self.output) - self.num_output_at_start
+
+    @property
+    def uncached(self) -> int:
+        """tokens to compute before the next one can be drawn"""
+        return self.length - self.cached
+
+    def add_block(self, block: Block) -> None:
+        """Append a block that is on the device. For this and the next one: it runs."""
+        assert block.device is not None and self.table is not None
+        self.table[len(self.blocks)] = block.device
+        self.blocks.append(block)
+
+    def put_block(self, at: int, block: Block) -> None:
+        """Replace a block by one that is on the device."""
+        assert block.device is not None and self.table is not None
+        at %= len(self.blocks)
+        self.table[at] = block.device
+        self.blocks[at] = block
+
+    def cut_blocks(self, blocks: int) -> None:
+        """Keep the first `blocks`."""
+        if self.table is not None:
+            self.table[blocks : len(self.blocks)] = 0
+        del self.blocks[blocks:]
+
+    def tokens(self, start: int, count: int) -> np.ndarray:
+        """[count] int32 token ids from position `start` on."""
+        prompt = self.state.group.prompt
+        if start >= len(prompt):
+            first = start - len(prompt)
+            return np.array(self.output[first : first + count], np.int32)
+        head = prompt[start : start + count]
+        if len(head) == count:
+            return head
+        return np.concatenate([head, np.array(self.output[: count - len(head)], np.int32)])
+
+    def fork(self) -> Iterator[Sequence]:
+        """The children 1 … n - 1 of a sequence that has the whole prompt cached. They hold its blocks; the caller counts."""
+        for index in range(1, self.state.group.sampling.n):
+            child = Sequence(self.state, index)
+            child.blocks = self.blocks.copy()
+            child.cached = child.computed = self.cached
+            child.begun = True
+            yield child
+
+    def expect(self, draw: int) -> None:
+        """Count the token that a launched step samples, as its draw number `draw`."""
+        self.pending += 1
+        self.length += 1
+        self.pending_draw = draw
+
+    def append(self, token: int, logprob: float, raw_logprob: float | None, version: int) -> None:
+        """Append the oldest pending token, now known, or the first one of a child that was just forked. `raw_logprob` is kept
+        if the group asks for it."""
+        if version != self.version:
+            self.version = version
+            self.spans.append((len(self.output), version))
+        self.output.append(token)
+        self.logprobs.append(logprob)
+        if raw_logprob is not None and self.state.group.sampling.raw_logprobs:
+            self.raw_logprobs.append(raw_logprob)
+        self.last_token = token
+        if not self.pending:
+            self.length += 1
+            return
+        self.pending -= 1
+        if not self.pending:
+            self.pending_draw = None
+
+    def not_finite(self) -> str:
+        """Why nothing can be drawn where the largest logit that is left is no number."""
+        reason = f"the logits of token {len(self.output)} hold NaN or infinity: the weights or the KV are not finite"
+        if self.state.eos and len(self.output) < self.state.group.sampling.min_tokens:
+            reason += ", or min_tokens forbids every token that could be drawn"
+        return reason
+
+    def sample(self, reason: FinishReason, seconds: float, error: str | None = None) -> Sample:
+        return Sample(
+            group_id=self.state.group.id,
+            index=self.index,
+            token_ids=np.array(self.output, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            raw_logprobs=np.array(self.raw_logprobs, np.float32) if self.state.group.sampling.raw_logprobs else None,
+            finish_reason=reason,
+            weight_versions=list(self.spans),
+            prompt_tokens=self.num_prompt,
+            error=error,
+            seconds=seconds,
+            offloads=self.offloads,
+        )
+
+
+Row = tuple[Sequence, int, int, int]
+"""(sequence, start, count, samples): a row of a plan and its sequence, kept by the scheduler; see `Plan`. A bare tuple: one is
+made for each sequence in each step."""

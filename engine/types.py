@@ -1,0 +1,233 @@
+"""What goes into the engine and what comes out: value types, no torch.
+
+A `Group` is a prompt and `sampling.n` children; a `Sample` is one finished child. `transport` and `rollout.client.api` import
+this module and nothing else of the engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+FinishReason = Literal["stop", "length", "aborted", "stale", "error"]
+KVPolicy = Literal["keep", "recompute", "abort"]
+"""what a refresh does with the KV of the groups that run: go on over it, prefill it again, or end the groups"""
+
+SEED_LIMIT = 2**63
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a client can make large, checked before anything is allocated. The table in docs/limits.md is this struct."""
+
+    max_n: int = 1024
+    """children of one group"""
+    max_tokens: int = 131_072
+    """`Sampling.max_tokens` of one child"""
+    max_prompt_tokens: int = 131_072
+    """token ids in one prompt"""
+    max_stop_token_ids: int = 64
+    """entries of `Sampling.stop_token_ids`"""
+    max_id_bytes: int = 128
+    """UTF-8 bytes of a group id or a client name"""
+    max_groups_per_client: int = 4096
+    """groups of one client that are not finished"""
+    max_samples_per_client: int = 65_536
+    """samples (n of each group, summed) of one client that are not finished"""
+    max_clients: int = 256
+    """client sessions at a time"""
+    max_header_bytes: int = 65_536
+    """the first frame of a message"""
+    max_frame_bytes: int = 16_777_216
+    """any other frame"""
+    max_frames: int = 64
+    """frames of one message"""
+    max_kv_lag: int = 1_000_000
+    """`Sampling.max_kv_lag` and `Sampling.max_version_lag`"""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field and what it accepts."""
+        for name in self.__struct_fields__:
+            least = 2 if name == "max_frames" else 0 if name == "max_kv_lag" else 1
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the children of a group are drawn.
+
+    Example:
+        Sampling(n=8, temperature=1.0, top_p=0.95, max_tokens=2048, seed=7)
+    """
+
+    n: int = 1
+    """children of the group (`num_return_sequences`)"""
+    max_tokens: int = 256
+    """a child ends with "length" after this many tokens"""
+    min_tokens: int = 0
+    """stop tokens cannot be drawn before this many tokens exist"""
+    temperature: float = 1.0
+    """0 = greedy"""
+    top_k: int = 0
+    """0 = off. Order and ties of truncation: docs/decisions/logprobs.md"""
+    top_p: float = 1.0
+    """in (0, 1]"""
+    min_p: float = 0.0
+    """in [0, 1): tokens less likely than min_p x the likeliest are cut"""
+    stop_token_ids: tuple[int, ...] = ()
+    """end a child with "stop", besides the model's own end tokens"""
+    ignore_eos: bool = False
+    """the model's own end tokens do not end a child (`stop_token_ids` still do)"""
+    seed: int | None = None
+    """None: the engine gives the group one of its own"""
+    raw_logprobs: bool = False
+    """also return log-probs at temperature 1 without truncation"""
+    max_kv_lag: int = 0
+    """the first tokens may be drawn from KV of the prompt that weights at most this many versions older computed: found in the
+    cache, or left by a refresh with kv="keep" in the middle of its prefill. A refresh with kv="recompute" has all KV of a group
+    that has begun computed again, whatever this says"""
+    max_version_lag: int | None = None
+    """a child whose first token is further behind the live weights than this ends as "stale"; None = no bound"""
+
+    def validate(self, limits: Limits, vocab_size: int) -> None:
+        """Raises ValueError naming the field, its value and what would be accepted."""
+        if not 1 <= self.n <= limits.max_n:
+            raise ValueError(f"n={self.n}: must be between 1 and {limits.max_n} (Limits.max_n)")
+        if not 1 <= self.max_tokens <= limits.max_tokens:
+            raise ValueError(f"max_tokens={self.max_tokens}: must be between 1 and {limits.max_tokens} (Limits.max_tokens)")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens}: must be between 0 and max_tokens={self.max_tokens}")
+        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
+            raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or a finite number up to 100")
+        if 0.0 < self.temperature < 1e-3:
+            raise ValueError(f"temperature={self.temperature}: too small to divide by; use 0 for greedy or at least 0.001")
+        if not 0 <= self.top_k <= 2**31 - 1:
+            raise ValueError(f"top_k={self.top_k}: must be 0 (off) or a positive 32-bit integer")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
+        if not 0.0 <= self.min_p < 1.0:
+            raise ValueError(f"min_p={self.min_p}: must be in [0, 1)")
+        if len(self.stop_token_ids) > limits.max_stop_token_ids:
+            raise ValueError(
+                f"{len(self.stop_token_ids)} stop_token_ids: at most {limits.max_stop_token_ids} (Limits.max_stop_token_ids)"
+            )
+        for token in self.stop_token_ids:
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"stop_token_ids holds {token}: the model's token ids are 0 to {vocab_size - 1}")
+        if self.seed is not None and not 0 <= self.seed < SEED_LIMIT:
+            raise ValueError(f"seed={self.seed}: must be between 0 and 2**63 - 1, or None")
+        if not 0 <= self.max_kv_lag <= limits.max_kv_lag:
+            raise ValueError(f"max_kv_lag={self.max_kv_lag}: must be between 0 and {limits.max_kv_lag} (Limits.max_kv_lag)")
+        if self.max_version_lag is not None and not 0 <= self.max_version_lag <= limits.max_kv_lag:
+            raise ValueError(f"max_version_lag={self.max_version_lag}: must be None or between 0 and {limits.max_kv_lag}")
+
+
+class Group(msgspec.Struct, frozen=True, eq=False):
+    """One prompt and how its children are sampled.
+
+    Example:
+        Group(id="step3/17", prompt=np.array([1, 42, 7], np.int32), sampling=Sampling(n=8))
+    """
+
+    id: str
+    prompt: np.ndarray
+    """[prompt_tokens] int32 token ids"""
+    sampling: Sampling
+
+    def validate(self, limits: Limits, vocab_size: int, context: int) -> None:
+        """Raises ValueError with the reason. `vocab_size`: rows of the embedding; `context`: positions of the model."""
+        size = len(self.id.encode())
+        if not 1 <= size <= limits.max_id_bytes:
+            raise ValueError(f"group id of {size} bytes: must be 1 to {limits.max_id_bytes} bytes (Limits.max_id_bytes)")
+        if self.prompt.ndim != 1 or self.prompt.dtype != np.int32:
+            raise ValueError(f"prompt is {self.prompt.dtype} of shape {self.prompt.shape}: must be int32 [prompt_tokens]")
+        if not 1 <= len(self.prompt) <= limits.max_prompt_tokens:
+            raise ValueError(
+                f"prompt of {len(self.prompt)} tokens: must be 1 to {limits.max_prompt_tokens} (Limits.max_prompt_tokens)"
+            )
+        low, high = int(self.prompt.min()), int(self.prompt.max())
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(f"prompt holds token id {bad}: the model's token ids are 0 to {vocab_size - 1}")
+        self.sampling.validate(limits, vocab_size)
+        if len(self.prompt) + self.sampling.max_tokens > context:
+            left = context - len(self.prompt)
+            fix = f"lower max_tokens to {left}" if left > 0 else f"shorten the prompt to less than {context}"
+            raise ValueError(
+                f"prompt of {len(self.prompt)} + max_tokens {self.sampling.max_tokens} exceeds the context of {context} "
+                f"tokens; {fix}"
+            )
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One finished child.
+
+    Example:
+        Sample(group_id="step3/17", index=2, token_ids=array([11, 5], int32), logprobs=array([-0.1, -2.3], float32),
+               finish_reason="stop", weight_versions=[(0, 4), (1, 5)], prompt_tokens=3)
+        # token 0 was made by version 4 of the weights, token 1 and everything after it by version 5
+    """
+
+    group_id: str
+    index: int
+    """0 to n - 1"""
+    token_ids: np.ndarray
+    """[tokens] int32, the stop token included"""
+    logprobs: np.ndarray
+    """[tokens] float32: log-probability under the distribution each token was drawn from (temperature and truncation
+    included). At temperature 0 that distribution is a point mass, so the value is the one at temperature 1 instead."""
+    finish_reason: FinishReason
+    weight_versions: list[tuple[int, int]]
+    """(first token, version) spans, ascending"""
+    prompt_tokens: int
+    raw_logprobs: np.ndarray | None = None
+    """[tokens] float32 at temperature 1 without truncation, if `Sampling.raw_logprobs`"""
+    error: str | None = None
+    """why, when finish_reason is "error" """
+    seconds: float = 0.0
+    """from the arrival of the group to the end of this child"""
+    offloads: int = 0
+    """times its KV left the device for host memory"""
+
+
+class TensorInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One entry of a manifest: what is known of a tensor before its bytes come.
+
+    Example:
+        TensorInfo("model.norm.weight", "bfloat16", (576,), "5a1f…")
+    """
+
+    name: str
+    dtype: str
+    """as torch names it, e.g. "bfloat16": the one it is sent in, whatever the model's is"""
+    shape: tuple[int, ...]
+    digest: str
+    """xxh3-128, 32 hex digits, of its elements in C order, little-endian"""
+
+
+def manifest_digest(tensors: Iterable[TensorInfo]) -> str:
+    """SHA-256 hex of a manifest, whatever its order."""
+    lines = sorted(f"{len(t.name)}:{t.name}\t{t.dtype}\t{t.shape}\t{t.digest}\n" for t in tensors)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+class Refreshed(msgspec.Struct, frozen=True, kw_only=True):
+    """A refresh that is live."""
+
+    version: int
+    via: str
+    """how the tensors came: memory, shm, inline, files, cuda_ipc, gloo or nccl"""
+    bytes: int
+    """of the tensors, as they were sent"""
+    seconds: float
+    """from the call to the answer"""
+    staged_seconds: float
+    """from the manifest to the last checked byte, beside generation"""
+    paused_seconds: float
+    """without a step: the exchange of the weights"""
+    digest: str
+    """`manifest_digest` of all live weights in the model's dtype"""

@@ -1,0 +1,321 @@
+"""Weights: the one writer of the parameters and of their version. A refresh is a transaction.
+
+    staging = weights.begin(manifest)    names, shapes, dtypes and version are checked; nothing is written yet
+    staging.take(source) …               see `engine.weights.staging`; generation goes on
+    weights.commit(staging)              between two steps: live ⇄ staged, then the version; or nothing at all
+
+    live       [parameters of the module]   same storage, whatever is refreshed; another one after `leave`
+    staged     ┌ embed ──────┬ q ──┬ k ─┬ … ┐   one buffer in the model's dtypes, each tensor at a multiple of 64 bytes;
+               the first refresh allocates it, all others use it again
+    scratch    one slice, where the live tensors are
+
+The exchange goes slice by slice: scratch ← live, live ← staged, staged ← scratch. So the staging buffer ends up with the old
+weights, and a failure at tensor k restores tensors 0 … k from there: undo costs a slice of memory, whatever the model's size.
+
+Of a parameter in a layer that is offloaded (`engine.weights.offload`), "live" is the master in host memory; the slots on the
+device are filled from the masters again, inside the same transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+from engine.memory import host_buffer, placed, side_by_side, storage_bytes
+from engine.types import TensorInfo, manifest_digest
+from engine.weights.offload import Streamed
+from engine.weights.staging import (
+    DTYPES,
+    SLICE_BYTES,
+    InvalidWeights,
+    Part,
+    Staging,
+    checkpoint_tensors,
+    dtype_name,
+    tensor_bytes,
+)
+
+VERSION_LIMIT = 2**63
+READ_BYTES = 8 << 20
+"""read at once by `Weights.read_live`"""
+DEVICE_SLICE_BYTES = 64 << 20
+"""of the exchange with tensors on a device: a copy over its bus costs some ten microseconds to begin"""
+
+
+class WeightsTorn(RuntimeError):
+    """Undoing a failed refresh failed: the weights are of no version any more, and nothing may be sampled from them."""
+
+
+class Weights:
+    """Parameters and persistent buffers of a module. `module=None` (a model without tensors) only has a version. `streamed`:
+    the offload of its layers, if it is on. `lay_out`: called when tensors have moved, lays some of them side by side."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module | None,
+        streamed: Streamed | None = None,
+        lay_out: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.version = 0
+        self.torn = False
+        self._module = module
+        self._streamed = streamed
+        self._lay_out = lay_out
+        self._tensors, self._first_name = ({}, {}) if module is None else checkpoint_tensors(module)
+        masters = {} if streamed is None else streamed.masters
+        self._offloaded = {name for name, tensor in self._tensors.items() if id(tensor) in masters}
+        self._tensors = {name: masters.get(id(tensor), tensor) for name, tensor in self._tensors.items()}
+        self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+        self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self._digests: dict[str, str] = {}
+        """of the live tensors, as they were committed; of version 0 those that somebody asked for"""
+        starts, self._size = side_by_side(self._tensors.values())
+        self._places = dict(zip(self._tensors, starts, strict=True))
+        """first byte of each in the staging buffer"""
+        self._buffer: torch.Tensor | None = None
+        self._scratch = torch.empty(SLICE_BYTES, dtype=torch.uint8)
+        self._device_scratch: torch.Tensor | None = None
+        self._staging: Staging | None = None
+        self.dropped = False
+        """they were given away and hold nothing until a whole refresh has come"""
+        self._away: dict[str, torch.Tensor] = {}
+
+    @property
+    def staging(self) -> bool:
+        """A refresh is being staged."""
+        return self._staging is not None
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of the parameters on the model's device, slots included."""
+        return 0 if self._module is None else storage_bytes(self._module.parameters())
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Of the decoder layers that live in host memory."""
+        return 0 if self._streamed is None else self._streamed.offloaded_bytes
+
+    def leave(self, keep: bool) -> None:
+        """Give the memory of the tensors back, and that for staging; `come_back` takes it again. `keep`: what they hold moves
+        to host memory, where tensors of the CPU are already; otherwise it is gone."""
+        assert self._staging is None and not self._away
+        self._buffer = self._device_scratch = None
+        if not keep:
+            _ = self.digest  # while it can be read
+        if self._streamed is not None:
+            self._streamed.leave(keep)
+        away = self._allocate() if keep and any(tensor.is_cuda for tensor in self._tensors.values()) else None
+        for name, tensor in self._tensors.items():
+            if name in self._offloaded:
+                continue
+            if not keep:
+                self._away[name] = tensor.data.new_empty(0)
+            elif tensor.is_cuda:
+                self._away[name] = placed(away, self._places[name], tensor).copy_(tensor.data)
+        self.dropped |= not keep
+        for name in self._away:
+            self._tensors[name].data = self._tensors[name].data.new_empty(0)
+
+    def come_back(self) -> None:
+        """Undo `leave`. The tensors lie elsewhere than before."""
+        dropped = {}
+        for name, kept in self._away.items():
+            tensor = self._tensors[name]
+            if kept.numel():
+                tensor.data = kept.to(tensor.device)
+            elif tensor.is_cuda:
+                tensor.data = tensor.data.new_zeros(self._shapes[name])
+            else:
+                dropped[name] = tensor.data.new_empty(self._shapes[name], device="meta")
+        starts, size = side_by_side(dropped.values())
+        memory = host_buffer(size, pin=False)  # in huge pages, as they were
+        for (name, like), start in zip(dropped.items(), starts, strict=True):
+            self._tensors[name].data = placed(memory, start, like)
+        self._away.clear()
+        if self._streamed is not None:
+            self._streamed.come_back()
+        self._lay_out()
+        self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+
+    def begin(self, manifest: Sequence[TensorInfo], *, version: int | None = None, partial: bool = False) -> Staging:
+        """Check a manifest and open the staging for it. `version` must be above the live one; None = the next. `partial`:
+        tensors that are not in the manifest stay as they are.
+
+        Raises InvalidWeights; RuntimeError while another staging is open."""
+        if self.torn:
+            raise WeightsTorn("the weights are torn; restart the engine")
+        if self._staging is not None:
+            raise RuntimeError("another refresh is being staged; close it first")
+        version = self.version + 1 if version is None else version
+        if not self.version < version < VERSION_LIMIT:
+            raise InvalidWeights(f"version {version} is not above the live one, {self.version}: versions only grow")
+        if self.dropped and partial:
+            raise InvalidWeights("the weights were dropped by sleep(level=2): a refresh of all tensors must come first")
+        targets = self._check(manifest, partial)
+        if partial:
+            self._know_digests(self._tensors.keys() - set(targets))  # now: at the exchange it would lengthen the pause
+        if self._buffer is None:
+            self._buffer = self._allocate()
+        parts = [
+            Part(info, getattr(torch, info.dtype), target, None if target is None else self._place(target).view(-1))
+            for info, target in zip(manifest, targets, strict=True)
+        ]
+        self._staging = Staging(version, manifest, parts, self._scratch.numpy(), self._close_staging)
+        return self._staging
+
+    def _allocate(self) -> torch.Tensor:
+        """[bytes] uint8 to stage in, pinned if the model is on CUDA."""
+        return host_buffer(self._size, any(tensor.is_cuda for tensor in self._tensors.values()))
+
+    def _check(self, manifest: Sequence[TensorInfo], partial: bool) -> list[str | None]:
+        """For each entry the tensor that it writes; None: it repeats one under its other name."""
+        if self._tensors and not manifest:
+            raise InvalidWeights("no tensors at all: was the iterator used before?")
+        names: set[str] = set()
+        writes: dict[str, TensorInfo] = {}
+        targets: list[str | None] = []
+        for info in manifest:
+            name = self._first_name.get(info.name)
+            if name is None:
+                raise InvalidWeights("the model has no tensor of this name", info.name)
+            if info.name in names:
+                raise InvalidWeights("it comes twice", info.name)
+            names.add(info.name)
+            live = self._tensors[name]
+            if info.shape != tuple(live.shape):
+                raise InvalidWeights(f"its shape is {info.shape}, the model's is {tuple(live.shape)}", info.name)
+            if info.dtype != dtype_name(live) and not (live.is_floating_point() and info.dtype in DTYPES):
+                raise InvalidWeights(f"its dtype {info.dtype!r:.40} cannot be cast to {dtype_name(live)}", info.name)
+            if not live.is_contiguous():
+                raise InvalidWeights("it does not lie contiguously in this engine and cannot be refreshed", info.name)
+            twin = writes.setdefault(name, info)
+            if (twin.dtype, twin.digest) != (info.dtype, info.digest):
+                raise InvalidWeights(f"the model ties it to {twin.name!r}, which is sent with other bytes", info.name)
+            targets.append(name if twin is info else None)
+        missing = [name for name in self._tensors if name not in writes]
+        if missing and not partial:
+            raise self._missing(missing)
+        return targets
+
+    def _missing(self, names: list[str]) -> InvalidWeights:
+        buffers = [name for name in names if not isinstance(self._tensors[name], torch.nn.Parameter)]
+        reason = f"it is missing ({len(names)} are); a refresh of some tensors must say partial"
+        if not buffers:
+            return InvalidWeights(reason, names[0])
+        some = ", ".join(buffers[:4]) + ", …" * (len(buffers) > 4)
+        fix = "the checkpoint holds them and named_parameters() leaves them out: give the model itself, or its state_dict()"
+        return InvalidWeights(f"{reason}. Buffers among these: {some}; {fix}", names[0])
+
+    def commit(self, staging: Staging) -> None:
+        """Exchange what is staged with what is live, then change the version. For the time between two steps.
+
+        Raises what went wrong, after everything is as it was; WeightsTorn if that cannot be."""
+        assert staging is self._staging and staging.complete
+        self._check_addresses()
+        if self._streamed is not None:
+            self._streamed.ring.settle()
+        done: list[tuple[Any, Any]] = []
+        saved: tuple[Any, Any] | None = None
+        try:
+            for live, staged, scratch in (views for name in staging.names for views in self._slices(name)):
+                saved = None
+                scratch[...] = live
+                saved = live, scratch  # from here on, whatever happens, the old bytes of this slice are in the scratch
+                live[...] = staged
+                staged[...] = scratch
+                done.append((live, staged))
+            self._fill_slots()
+            self._check_addresses()
+        except BaseException as error:
+            self._undo([*done, saved] if saved else done, error)
+            raise
+        self._digests.update(staging.digests)
+        self.dropped = False
+        self.version = staging.version
+        staging.close()
+
+    def _undo(self, done: list[tuple[Any, Any]], error: BaseException) -> None:
+        try:
+            for live, old in done:
+                live[...] = old
+            self._fill_slots()
+        except BaseException as failure:
+            self.torn = True
+            raise WeightsTorn(f"undoing a refresh that failed with {error!r} failed as well: {failure!r}") from error
+
+    def _fill_slots(self) -> None:
+        if self._streamed is not None:
+            self._streamed.ring.fill()
+
+    def _close_staging(self) -> None:
+        self._staging = None
+
+    def _place(self, name: str) -> torch.Tensor:
+        """The staged twin of a live tensor."""
+        assert self._buffer is not None
+        return placed(self._buffer, self._places[name], self._tensors[name])
+
+    def _slices(self, name: str) -> Iterator[tuple[Any, Any, Any]]:
+        """[slice] uint8 views of a live tensor, its staged twin and the scratch. On the CPU they are numpy's, whose memcpy has
+        no other threads to wait for."""
+        live, staged = (tensor.detach().view(-1).view(torch.uint8) for tensor in (self._tensors[name], self._place(name)))
+        if live.device.type == "cpu":
+            live, staged, scratch = live.numpy(), staged.numpy(), self._scratch.numpy()
+        else:
+            if self._device_scratch is None:
+                self._device_scratch = torch.empty(DEVICE_SLICE_BYTES, dtype=torch.uint8, device=live.device)
+            scratch = self._device_scratch
+        for start in range(0, len(live), len(scratch)):
+            end = min(start + len(scratch), len(live))
+            yield live[start:end], staged[start:end], scratch[: end - start]
+
+    @property
+    def digest(self) -> str:
+        """`manifest_digest` of all tensors as they were committed; of those never refreshed, as they are."""
+        self._know_digests(self._tensors)
+        return self._manifest_digest(self._digests)
+
+    def _know_digests(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._digests:
+                self._digests[name] = _digest(self._tensors[name])
+
+    def live_digest(self) -> str:
+        """The same of the bytes that lie there now. Reads every tensor."""
+        *_, digest = self.read_live()
+        assert digest is not None
+        return digest
+
+    def read_live(self) -> Iterator[str | None]:
+        """`live_digest` in small portions: None after each of READ_BYTES, the digest at last. For between two steps; a refresh
+        in the middle makes it meaningless."""
+        digests: dict[str, str] = {}
+        for name, tensor in self._tensors.items():
+            state, portion = xxhash.xxh3_128(), max(1, READ_BYTES // max(1, tensor.element_size()))
+            for start in range(0, tensor.numel(), portion):
+                state.update(tensor_bytes(tensor.detach().reshape(-1)[start : start + portion]))
+                yield None
+            digests[name] = state.hexdigest()
+        yield self._manifest_digest(digests)
+
+    @property
+    def names(self) -> int:
+        """Names that a manifest may list: those of tied parameters all count."""
+        return len(self._first_name)
+
+    def _manifest_digest(self, digests: Mapping[str, str]) -> str:
+        tensors = self._tensors.items()
+        return manifest_digest(TensorInfo(name, dtype_name(t), tuple(self._shapes[name]), digests[name]) for name, t in tensors)
+
+    def _check_addresses(self) -> None:
+        for name, tensor in self._tensors.items():
+            assert tensor.data_ptr() == self._addresses[name], f"{name} has another storage than at the start"
+        if self._streamed is not None:
+            self._streamed.check()
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor))

@@ -1,0 +1,271 @@
+"""Staging: the bytes of a refresh come in slice by slice, are cast, digested and looked through, while generation goes on.
+
+    payload    the tensors' bytes, one after the other in the manifest's order, in the dtype they are sent in
+               ┌ embed ──────┬ q ───┬ k ─┬ … ┐
+    slice      at most SLICE_BYTES of one tensor, the unit of all work here: copied, then read again while it is in the cache
+    staged     the same tensors in the model's dtype (`Weights.place`); a slice that must be cast waits in the scratch first
+
+Whatever the transport, a payload is read through a `Source`, which fills the memory it is given: one copy from where the
+trainer put the bytes to where they are staged. The digest is taken of that copy, so nothing that happens to the original
+later can matter. xxh3-128 for each tensor: slime's delta refresh.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from engine.types import TensorInfo, manifest_digest
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+}
+"""what a tensor may be sent in: floats, which can be cast to the model's dtype"""
+
+SLICE_BYTES = 1 << 20
+GRAIN = 32_768
+"""elements up to which torch works in the calling thread alone (at::internal::GRAIN_SIZE)"""
+_INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+NamedTensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+Source = Callable[[np.ndarray], int]
+"""fills the beginning of a [bytes] uint8 array with the next bytes of the payload; returns how many, 0 = none have come yet"""
+
+
+class InvalidWeights(ValueError):
+    """A refresh that cannot be applied; the weights are what they were. `tensor` names the one at fault, if it is one."""
+
+    def __init__(self, message: str, tensor: str | None = None) -> None:
+        super().__init__(message if tensor is None else f"tensor {tensor!r}: {message}")
+        self.tensor = tensor
+
+
+class Part:
+    """A tensor of the payload. `target`: the model's name for it; None: a second name of a tensor that is there already.
+    `place`: [elements] its staged twin."""
+
+    __slots__ = ("info", "dtype", "target", "place", "nbytes")
+
+    def __init__(self, info: TensorInfo, dtype: torch.dtype, target: str | None, place: torch.Tensor | None) -> None:
+        self.info = info
+        self.dtype = dtype
+        self.target = target
+        self.place = place
+        self.nbytes = math.prod(info.shape) * dtype.itemsize
+
+
+class Staging:
+    """Takes a payload in. Made by `Weights.begin`; ends by `Weights.commit` or `close`."""
+
+    def __init__(
+        self, version: int, manifest: Sequence[TensorInfo], parts: list[Part], scratch: np.ndarray, on_close: Callable[[], None]
+    ) -> None:
+        self.version = version
+        self.manifest_digest = manifest_digest(manifest)
+        self.total = sum(part.nbytes for part in parts)
+        """bytes of the payload"""
+        self.received = 0
+        self.complete = False
+        """everything is here and is what the manifest says"""
+        self.digests: dict[str, str] = {}
+        """of each staged tensor, in the model's dtype"""
+        self.seconds = 0.0
+        """from `begin` to the last byte"""
+        self._started = time.perf_counter()
+        self._parts = parts
+        self._scratch = scratch
+        self._on_close = on_close
+        self._closed = False
+        self._source: Source | None = None
+        self._failure: str | None = None
+        self._work = self._take_all()
+        self._advance()
+
+    @property
+    def names(self) -> list[str]:
+        """The model's names of the tensors that a commit writes."""
+        return [part.target for part in self._parts if part.target is not None]
+
+    def take(self, source: Source) -> int:
+        """The next bytes of the payload, at most a slice. Returns how many, 0 if the source has none now.
+
+        Raises InvalidWeights for bytes that are not what the manifest says, NaN and infinity, and what `source` raises. A
+        staging that has failed only fails again."""
+        if self._failure is not None:
+            raise InvalidWeights(f"this refresh has failed: {self._failure}")
+        before = self.received
+        self._source = source
+        try:
+            self._advance()
+        except BaseException as error:
+            self._failure = str(error)
+            raise
+        finally:
+            self._source = None
+        return self.received - before
+
+    def close(self) -> None:
+        """Give the staging memory free. May be repeated."""
+        self._failure = self._failure or "it was closed"
+        if not self._closed:
+            self._closed = True
+            self._on_close()
+
+    def _advance(self) -> None:
+        if not self.complete:
+            self.complete = next(self._work)
+            self.seconds = time.perf_counter() - self._started
+
+    def _take_all(self) -> Iterator[bool]:
+        """From the first slice to the last; yields False where bytes are wanted, and True at the end."""
+        for part in self._parts:
+            sent, cast = xxhash.xxh3_128(), xxhash.xxh3_128()
+            for start in range(0, part.nbytes, SLICE_BYTES):
+                raw, staged = self._slice(part, start)
+                yield from self._fill(raw)
+                sent.update(raw)
+                if staged is None:
+                    continue
+                if staged.dtype != part.dtype:
+                    cast_into(staged, torch.from_numpy(raw).view(part.dtype))
+                    cast.update(tensor_bytes(staged))
+                if staged.is_floating_point() and not finite(staged):
+                    raise _not_finite(part, raw)
+            if sent.hexdigest() != part.info.digest:
+                raise InvalidWeights("the bytes are not those of the manifest's digest: damaged, or changed", part.info.name)
+            if part.place is not None:
+                self.digests[str(part.target)] = (sent if part.place.dtype == part.dtype else cast).hexdigest()
+        assert self.received == self.total
+        yield True
+
+    def _slice(self, part: Part, start: int) -> tuple[np.ndarray, torch.Tensor | None]:
+        """Where the payload from byte `start` of a tensor goes, [slice] uint8, and the staged elements that it becomes."""
+        count = min(SLICE_BYTES, part.nbytes - start)
+        if part.place is None:
+            return self._scratch[:count], None
+        first, size = start // part.dtype.itemsize, count // part.dtype.itemsize
+        staged = part.place[first : first + size]
+        return (tensor_bytes(staged) if staged.dtype == part.dtype else self._scratch[:count]), staged
+
+    def _fill(self, raw: np.ndarray) -> Iterator[bool]:
+        filled = 0
+        while filled < len(raw):
+            yield False
+            assert self._source is not None
+            count = self._source(raw[filled:])
+            assert 0 <= count <= len(raw) - filled
+            filled += count
+            self.received += count
+
+
+def cast_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """target.copy_(source) in pieces that torch does not spread over threads: beside a trainer that uses the cores, threads
+    that wait for each other take many times as long."""
+    for to, piece in zip(target.split(GRAIN), source.split(GRAIN), strict=True):
+        to.copy_(piece)
+
+
+def finite(values: torch.Tensor) -> bool:
+    """No NaN and no infinity among [elements] floats of 2, 4 or 8 bytes on the CPU.
+
+    Read as signed integers, everything from +infinity on is the largest; read as unsigned ones, everything from -infinity on.
+    So two maxima decide, without a temporary."""
+    if not values.numel():
+        return True
+    size = values.dtype.itemsize
+    infinity = torch.tensor(math.inf, dtype=values.dtype).view(_INTS[size]).item()
+    raw = values.view(_INTS[size]).numpy()
+    return bool(raw.max() < infinity and raw.view(f"u{size}").max() < infinity + (1 << (8 * size - 1)))
+
+
+def _not_finite(part: Part, raw: np.ndarray) -> InvalidWeights:
+    sent = torch.from_numpy(raw).view(part.dtype).double()
+    if torch.isfinite(sent).all():
+        return InvalidWeights(f"a value of {sent.abs().max():.3g} overflows the model's dtype", part.info.name)
+    return InvalidWeights(f"it holds {'NaN' if sent.isnan().any() else 'infinity'}", part.info.name)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """[bytes] uint8: the elements of a tensor in C order. A view if it lies so on the CPU, else a copy."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def info_of(name: str, tensor: torch.Tensor) -> TensorInfo:
+    """The manifest entry of a tensor, its digest left empty. Raises InvalidWeights for what is no dense tensor."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+        raise InvalidWeights(f"cannot be sent: give a dense tensor with data, not a {type(tensor).__name__} without", name)
+    return TensorInfo(name, dtype_name(tensor), tuple(tensor.shape), "")
+
+
+def describe(name: str, tensor: torch.Tensor) -> tuple[TensorInfo, np.ndarray]:
+    """`info_of` a tensor and its [bytes] uint8."""
+    return info_of(name, tensor), tensor_bytes(tensor)
+
+
+def with_digest(info: TensorInfo, data: np.ndarray) -> TensorInfo:
+    return msgspec.structs.replace(info, digest=xxhash.xxh3_128_hexdigest(data))
+
+
+def named_pairs(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
+    """A module's `checkpoint_tensors`, a state dict, or any iterable of (name, tensor), as a list. Raises InvalidWeights."""
+    wanted = "a refresh takes the model, its state_dict(), or pairs of name and tensor as model.named_parameters() gives them"
+    if isinstance(named_tensors, torch.nn.Module):
+        named_tensors, _ = checkpoint_tensors(named_tensors)
+    if not isinstance(named_tensors, Iterable):
+        raise InvalidWeights(f"{wanted}, not a {type(named_tensors).__name__}")
+    pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
+    for pair in pairs:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise InvalidWeights(f"{wanted}, not {type(pair).__name__}")
+    return pairs
+
+
+def checkpoint_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """What a checkpoint of a module holds, parameters and persistent buffers: every tensor once under its first name, and every
+    name's first name, since tied tensors have several."""
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    named |= persistent_buffers(module)
+    owner: dict[int, str] = {}
+    first_name = {name: owner.setdefault(id(tensor), name) for name, tensor in named.items()}
+    return {name: tensor for name, tensor in named.items() if first_name[name] == name}, first_name
+
+
+def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that are in its state dict, found without making one, which gathers shards."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, part in module.named_modules(remove_duplicate=False)
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False)
+        if name not in part._non_persistent_buffers_set
+    }
+
+
+def source_of(arrays: Iterable[np.ndarray]) -> Source:
+    """Reads [bytes] uint8 arrays one after the other."""
+    left = iter(arrays)
+    current = np.zeros(0, np.uint8)
+
+    def read(buffer: np.ndarray) -> int:
+        nonlocal current
+        while not len(current):
+            following = next(left, None)
+            if following is None:
+                return 0
+            current = following
+        count = min(len(buffer), len(current))
+        buffer[:count] = current[:count]
+        current = current[count:]
+        return count
+
+    return read

@@ -1,0 +1,344 @@
+"""The parts of `rollout.bench.gpu`: each takes a `Bench` and yields rows."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import transformers
+
+from engine.config import WeightOffload
+from engine.engine import Engine
+from engine.forward.batch import Batch
+from engine.forward.compiled import compile_layers
+from engine.forward.model import Model
+from engine.forward.sampling import sample
+from engine.kv.block import Moves
+from engine.types import Group, Sampling
+from engine.weights.offload import Streamed
+from rollout.bench import sharing as sharing_by_hand
+from rollout.bench.against import PeerFailed, parse, peer
+from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed, warm_graphs
+from rollout.bench.runner import BenchFailed, one_run, peer_run, peer_setup
+from rollout.bench.target import EngineTarget
+from rollout.bench.workloads import Workload
+
+if TYPE_CHECKING:
+    from rollout.bench.gpu import Bench
+
+Rows = Iterator[dict[str, Any]]
+OFFLOAD = WeightOffload(group_size=4, num_in_group=1, prefetch_step=1)
+SETTLE = 8
+"""decode steps that do not count yet"""
+PEER_START_S, PEER_RUN_S = 120.0, 150.0
+
+
+def machine(bench: Bench) -> Rows:
+    """What everything else is compared with."""
+    cuda = bench.device.type == "cuda"
+    yield {
+        "device": torch.cuda.get_device_name(bench.device) if cuda else "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "dtype": bench.dtype,
+        "weight_bytes": sum(parameter.nbytes for parameter in bench.module.parameters()),
+        "kv_bytes_per_token": bench.model().geometry.bytes_per_token,
+        **bench.rates,
+    }
+
+
+def decode(bench: Bench) -> Rows:
+    """A decode step of many sequences: the forward alone at some lengths, and whole steps of the engine, overlapped and one
+    after the other; beside the time that reading the weights and the KV takes."""
+    engine = bench.engine(kv_tokens=bench.sizes.rows * max(bench.sizes.contexts))
+    yield from kept(forwards(bench, engine))
+    for overlap in (True, False):
+        yield from kept(whole_steps(bench, engine, overlap))
+
+
+def kept(rows: Rows) -> Rows:
+    """The rows. What goes wrong is one with an `error`, and ends nothing that comes after."""
+    try:
+        yield from rows
+    except Exception as error:
+        traceback.print_exc()
+        yield {"error": f"{type(error).__name__}: {error}"}
+
+
+def compiled(bench: Bench) -> Rows:
+    """`decode` again, with `compile_layers`."""
+    try:
+        model = Model(bench.module, bench.name, native=False)
+        began = time.perf_counter()
+        compile_layers(model)
+        yield {"what": "compilation", "compile_seconds": time.perf_counter() - began}
+        settings = bench.settings(kv_tokens=bench.sizes.rows * max(bench.sizes.contexts), compile_layers=True)
+        engine = Engine(settings, model)
+        yield from kept(forwards(bench, engine))
+        yield from kept(whole_steps(bench, engine, True))
+    finally:
+        bench.forget_module()  # its layers are compiled
+
+
+def forwards(bench: Bench, engine: Engine) -> Rows:
+    rows, size = bench.sizes.rows, engine.config.block_size
+    fill(engine.kv)
+    for context in bench.sizes.contexts:
+        batch = prepared(engine, batch_of(engine, own_blocks(rows, context, size), context))
+        logits = forward_of(engine, batch)
+        kv = rows * context * engine.model.geometry.bytes_per_token
+        yield {
+            "what": "forward",
+            "context": context,
+            **beside_limit(bench, kv, median_ms(bench.device, partial(forward_of, engine, batch), bench.sizes.turns)),
+            "prepare_ms": median_ms(bench.device, partial(prepared, engine, batch), bench.sizes.turns),
+            "sample_ms": median_ms(bench.device, partial(sample, logits, batch.sampling), bench.sizes.turns),
+            "rows": rows,
+            "attention": engine.backend.name,
+            "graphs": replayed(engine, batch),
+        }
+
+
+def whole_steps(bench: Bench, engine: Engine, overlap: bool) -> Rows:
+    """Sequences with a prompt each, `Engine.step` until all of them decode, then `steps` of those."""
+    engine.overlap = overlap
+    rows, prompt, wanted = bench.sizes.rows, bench.sizes.prompt, bench.sizes.steps
+    longest = max(bench.sizes.contexts) - prompt
+    for i, ids in enumerate(bench.text.slices(0, rows, prompt)):
+        engine.submit(Group(f"decode{i}", ids, Sampling(n=1, max_tokens=longest, ignore_eos=True, seed=i)))
+    seconds: list[float] = []
+    read, marks, decoding = [], [], 0
+    drawn_before = engine.counters.generated_tokens
+    try:
+        while len(seconds) < wanted:
+            before, held = msgspec.to_builtins(engine.counters), rows * prompt + engine.counters.generated_tokens - drawn_before
+            started = time.perf_counter()
+            if engine.step() or not engine.has_work:
+                raise RuntimeError(f"samples ended after {len(seconds)} of {wanted} steps of {rows} sequences")
+            elapsed = time.perf_counter() - started
+            decoding += engine.counters.decode_tokens == before["decode_tokens"] + rows
+            if decoding > SETTLE:
+                seconds.append(elapsed)
+                read.append(held * engine.model.geometry.bytes_per_token)
+                marks.append((before, msgspec.to_builtins(engine.counters)))
+    finally:
+        for i in range(rows):
+            engine.abort(f"decode{i}")
+        engine.step()  # what is in flight lands
+    parts = ("plan_seconds", "build_seconds", "commit_seconds", "model_seconds", "sample_seconds")
+    figures = {
+        name.replace("_seconds", "_ms"): 1e3 * statistics.median(after[name] - before[name] for before, after in marks)
+        for name in parts
+    }
+    yield {
+        "what": "engine",
+        "overlap": overlap,
+        **beside_limit(bench, statistics.mean(read), 1e3 * statistics.median(seconds)),
+        "host_ms": figures["plan_ms"] + figures["build_ms"] + figures["commit_ms"],
+        **figures,
+        "tokens_per_second": rows / statistics.median(seconds),
+        "steps": len(seconds),
+    }
+
+
+def beside_limit(bench: Bench, kv_bytes: float, ms: float) -> dict[str, float]:
+    """Beside reading the weights or multiplying them with the rows of a decode step, whichever takes longer, and then reading
+    the KV."""
+    rates, itemsize = bench.rates, getattr(torch, bench.dtype).itemsize
+    flops = 2 * bench.sizes.rows * bench.read_bytes / itemsize
+    weights = max(bench.read_bytes / rates["bytes_per_second"], flops / rates["flops_per_second"])
+    limit = 1e3 * (weights + kv_bytes / rates["bytes_per_second"])
+    read = bench.read_bytes + kv_bytes
+    return {"ms": ms, "read_bytes": read, "flops": flops, "limit_ms": limit, "fraction_of_limit": limit / ms}
+
+
+def sharing(bench: Bench) -> Rows:
+    """`rollout bench sharing` for these shapes."""
+    for shape in bench.sizes.shapes:
+        yield from kept(sharing_by_hand.measure(bench.model(), bench.settings(), shape, bench.sizes.turns))
+        release(bench.device)
+
+
+def workloads(bench: Bench) -> Rows:
+    """Named workloads through the engine, in turn with another one in a process of its own."""
+    for workload in bench.sizes.workloads:
+        yield from kept(in_turn(bench, workload))
+
+
+def in_turn(bench: Bench, workload: Workload) -> Rows:
+    at_once = min(bench.sizes.workload_rows, workload.prompts * workload.n)
+    ours = run_workload(bench, workload, kv_tokens=workload.kv_tokens(32), max_num_seqs=at_once)
+    yield ours
+    for name, python in parse(bench.against).items():
+        try:
+            theirs, version = other_engine(bench, workload, name, python)
+        except (PeerFailed, BenchFailed, OSError) as error:
+            yield {"workload": workload.name, "error": f"{name}: {error}"}
+            continue
+        yield theirs
+        speed = ours["tokens_per_second"] / theirs["tokens_per_second"]
+        yield {"workload": workload.name, "summary": True, f"ratio_to_{name}": speed, "peer": version}
+
+
+def other_engine(bench: Bench, workload: Workload, name: str, python: str) -> tuple[dict[str, Any], str]:
+    """Its row and its version. Raises PeerFailed; BenchFailed for samples that are not what was asked for; OSError."""
+    settings = bench.settings(kv_tokens=workload.kv_tokens(32))
+    with bench.folder() as folder:
+        setup = peer_setup(workload, msgspec.structs.replace(settings, model=folder), random_weights=True)
+        with peer(name, python, setup, min(PEER_START_S, max(1.0, bench.seconds_left))) as one:
+            limit = min(PEER_RUN_S, max(1.0, bench.seconds_left))
+            return peer_run(workload, bench.text, one, 0, limit), one.version
+
+
+def run_workload(
+    bench: Bench, workload: Workload, change: Callable[[Engine], None] = lambda engine: None, **config: Any
+) -> dict[str, Any]:
+    """One run in an engine of its own, warm: captures are no part of it. `change`: something else about the engine."""
+    engine = bench.engine(**config)
+    warm_graphs(engine)
+    change(engine)
+    target = EngineTarget(engine)
+    for _ in target.generate(bench.text.slices(10**6, 1, 64), Sampling(n=2, max_tokens=8, ignore_eos=True)):
+        pass
+    row = one_run(workload, bench.text, target, 0)
+    del engine, target
+    release(bench.device)
+    return row
+
+
+def offload(bench: Bench) -> Rows:
+    """KV for half of the need, the rest in host memory. Beside it the same without the copies, over blocks that hold anything:
+    if the schedule is the same, which `steps` and `offloads` show, the difference is what the copies cost. Then a roomy pool,
+    copies ahead, no offload."""
+    workload = bench.sizes.pressure
+    needed = workload.needed_kv_tokens(32) * bench.model().geometry.bytes_per_token
+    tight: dict[str, Any] = {
+        "kv_tokens": workload.kv_tokens(32),
+        "max_num_seqs": workload.prompts * workload.n,
+        "cpu_offload_gib": needed / 2**30,
+    }
+    alone = {**tight, "cpu_offload_gib": 0}
+    speeds: dict[str, float] = {}
+
+    def run(name: str, config: dict[str, Any]) -> Rows:
+        row = run_workload(bench, workload, **config)
+        speeds[name] = row["tokens_per_second"]
+        yield row | {"variant": name}
+
+    for name, config in {
+        "offload": tight,
+        "no_copies": {**tight, "change": without_copies},
+        "roomy": {**alone, "kv_tokens": workload.roomy().kv_tokens(32)},
+        "mirror_ahead": {**tight, "mirror_ahead": True},
+        "no_offload": alone,
+    }.items():
+        yield from kept(run(name, config))
+    if own := speeds.pop("offload", None):
+        yield {"summary": True, **{f"ratio_to_{name}": own / speed for name, speed in speeds.items()}}
+
+
+def without_copies(engine: Engine) -> None:
+    """The pools move nothing but the copies of forks; what is drawn means nothing."""
+    move = engine.kv.move
+    engine.kv.move = lambda moves: move(Moves(copies=moves.copies))  # type: ignore[method-assign]
+
+
+def refresh(bench: Bench) -> Rows:
+    """New weights from a state dict on the device, while sequences run."""
+    engine = bench.engine(kv_tokens=bench.sizes.rows * 1024, max_num_seqs=bench.sizes.rows)
+    new = {name: tensor.detach().clone() for name, tensor in bench.module.named_parameters()}
+    plain = plain_copy_ms(bench.device, list(new.values()))
+    for i, ids in enumerate(bench.text.slices(0, 2, bench.sizes.prompt)):
+        engine.submit(Group(f"run{i}", ids, Sampling(n=bench.sizes.rows // 2, max_tokens=256, ignore_eos=True, seed=i)))
+    for _ in range(SETTLE):
+        engine.step()
+    for turn in range(bench.sizes.refreshes):
+        steady = step_ms(engine)
+        refreshed = engine.refresh(new)
+        after = step_ms(engine)
+        assert engine.has_work, "no sequence was running"
+        yield {
+            "turn": turn,
+            "bytes": refreshed.bytes,
+            "seconds": refreshed.seconds,
+            "staged_seconds": refreshed.staged_seconds,
+            "paused_seconds": refreshed.paused_seconds,
+            "copy_to_device_seconds": refreshed.bytes / bench.rates["to_device_per_second"],
+            "plain_copy_seconds": plain / 1e3,
+            "step_ms_before": steady,
+            "step_ms_after": after,
+        }
+
+
+def step_ms(engine: Engine, steps: int = 8) -> float:
+    """Mean of the next ones, as they follow each other."""
+    counters = engine.counters
+    began, done = counters.step_seconds, counters.steps
+    for _ in range(steps):
+        engine.step()
+    return 1e3 * (counters.step_seconds - began) / (counters.steps - done)
+
+
+def plain_copy_ms(device: torch.device, tensors: list[torch.Tensor]) -> float:
+    """Of all tensors into others of the same kind, on the device."""
+    targets = [torch.empty_like(tensor) for tensor in tensors]
+
+    def work() -> None:
+        for target, tensor in zip(targets, tensors, strict=True):
+            target.copy_(tensor)
+
+    return median_ms(device, work, 3)
+
+
+def weights(bench: Bench) -> Rows:
+    """Some layers in host memory: a decode step and a prefill, beside what bounds them: the forward with all layers on the
+    device, or the copies, whichever takes longer."""
+    rows, (prefills, tokens) = bench.sizes.rows, bench.sizes.prefill
+    context = bench.sizes.contexts[0]
+    config = {"max_num_seqs": rows, "kv_tokens": (rows * (-(-context // 32)) + prefills * -(-tokens // 32)) * 32}
+
+    def times(engine: Engine) -> dict[str, tuple[float, torch.Tensor]]:
+        fill(engine.kv)
+        made: dict[str, Batch] = {
+            "decode": batch_of(engine, own_blocks(rows, context, 32), context),
+            "prefill": batch_of(engine, own_blocks(prefills, tokens, 32), tokens, count=tokens),
+        }
+        timed: dict[str, tuple[float, torch.Tensor]] = {}
+        for name, batch in made.items():
+            work: Callable[[], torch.Tensor] = partial(forward_of, engine, prepared(engine, batch))
+            logits = work().clone()
+            timed[name] = median_ms(bench.device, work, bench.sizes.turns), logits
+        return timed
+
+    resident = times(bench.engine(**config))
+    release(bench.device)
+    try:
+        streamed = Streamed(bench.module, bench.name, OFFLOAD, bench.device)
+        assert len(streamed.indices) > streamed.ring.slots, "each layer has a slot of its own"
+        engine = Engine(bench.settings(**config, weight_offload=OFFLOAD), Model(bench.module, bench.name, streamed))
+        for name, (ms, logits) in times(engine).items():
+            copies = 1e3 * streamed.offloaded_bytes / bench.rates["to_device_per_second"]
+            yield {
+                "what": name,
+                "ms": ms,
+                "resident_ms": resident[name][0],
+                "copies_ms": copies,
+                "fraction_of_limit": max(copies, resident[name][0]) / ms,
+                "same_logits": torch.equal(logits, resident[name][1]),
+                "offloaded_bytes": streamed.offloaded_bytes,
+                "resident_bytes": engine.weights.resident_bytes,
+                **msgspec.to_builtins(OFFLOAD),
+            }
+    finally:
+        bench.forget_module()  # its layers lie in the slots
+
+
+PARTS: dict[str, Callable[[Bench], Rows]] = {
+    part.__name__: part for part in (machine, decode, compiled, sharing, offload, weights, refresh, workloads)
+}

@@ -1,0 +1,335 @@
+"""The trainer's end. Imports neither torch nor the engine.
+
+with RolloutClient("tcp://127.0.0.1:5655") as client:
+    for sample in client.generate([[1, 2, 3], [4, 5]], Sampling(n=8, max_tokens=256)):
+        print(sample.group_id, sample.index, sample.token_ids, sample.finish_reason)
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Literal, cast
+
+import msgspec
+import numpy as np
+
+from engine.types import KVPolicy, Limits, Refreshed, Sample, Sampling
+from rollout.client.handle import Handle
+from rollout.client.link import Link
+from rollout.client.refresh import NamedTensors, Pusher, RefreshHandle, Via, answer
+from transport.errors import InvalidRequest, LimitExceeded, ProtocolError, RequestTimeout, ServiceLost
+from transport.frames import Decoder, pack
+from transport.messages import Asleep, Control, Sleep, StatusRequest, Submit, Wake, WeightsRequest, Welcome, digest
+from transport.sockets import ClientEnd, ClientTransport
+
+__all__ = ["Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
+
+Prompt = Sequence[int] | np.ndarray
+
+
+class RolloutClient:
+    """A connection to a rollout service. Thread-safe; one background thread does all the talking, heartbeats included, so a
+    trainer may be busy for as long as it likes.
+
+    Args:
+        address: as `rollout serve` prints it, e.g. tcp://127.0.0.1:5655.
+        name: for people, in logs and in the status.
+        transport: another end instead of a socket, e.g. `LoopbackService().connect()`.
+        connect_timeout_s: how long to wait for the service here. ServiceLost after that, saying what to check.
+        link_timeout_s: without a connection for so long, open groups and calls fail with ServiceLost. The first that comes
+            when the link is lost already waits as long for it, and what comes meanwhile ends with that one. A link that heals
+            sooner loses nothing. A stopped process is noticed 4 s before that clock starts.
+        stall_timeout_s: connected, but the service's loop says nothing for so long (a single engine step may take minutes):
+            open groups fail with ServiceLost.
+        require_version: oldest weights to sample from. A service with older ones, e.g. after a restart, refuses groups of this
+            client with StaleWeights. May be set later, e.g. to what `refresh` returned.
+        refresh_host: an address of this machine that the service can reach, where refreshes via gloo and nccl meet it.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        name: str = "",
+        transport: ClientTransport | None = None,
+        connect_timeout_s: float = 10.0,
+        link_timeout_s: float = 4.0,
+        stall_timeout_s: float = 300.0,
+        require_version: int = 0,
+        refresh_host: str = "127.0.0.1",
+    ) -> None:
+        if (address is None) == (transport is None):
+            raise ValueError("give an address or a transport, one of the two")
+        end = transport if transport is not None else ClientEnd(str(address), Limits())
+        self._ids = itertools.count()
+        self._serials = itertools.count(1)
+        self.require_version = require_version
+        self._link = Link(end, secrets.token_hex(16), name, link_timeout_s, stall_timeout_s)
+        self._pusher = Pusher(self._link, refresh_host)
+        try:
+            self._link.first_welcome.result(connect_timeout_s)
+        except TimeoutError:
+            connected = end.connected
+            self.close()
+            raise ServiceLost(
+                f"{end.address} accepts connections but did not answer within {connect_timeout_s} s: it is in a long step, it "
+                "is stopped, or it is not a rollout service"
+                if connected
+                else f"no service at {end.address} within {connect_timeout_s} s: is `rollout serve` running, and is this the "
+                "endpoint that it printed?"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def info(self) -> Welcome:
+        """What the service said of itself when this client last connected: model, vocab_size, context, eos_token_ids, version,
+        limits, incarnation."""
+        welcome = self._link.welcome
+        assert welcome is not None, "the constructor waits for it"
+        return welcome
+
+    def submit(self, prompt: Prompt, sampling: Sampling | None = None, group_id: str | None = None) -> Handle:
+        """Send one group; returns at once.
+
+        Args:
+            prompt: [prompt_tokens] token ids, as a list of int or an integer array (copied).
+            group_id: any text that no live group of this client has; made up if None.
+
+        Raises InvalidRequest or LimitExceeded for what cannot even be sent. What the service refuses is raised by the handle.
+        """
+        return self._submit(prompt, sampling if sampling is not None else Sampling(), group_id, None)
+
+    def _submit(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        group_id: str | None,
+        on_change: Callable[[Handle, Sample | None], None] | None,
+    ) -> Handle:
+        if not isinstance(sampling, Sampling):
+            raise InvalidRequest(f"sampling is a {type(sampling).__name__}: give Sampling(n=…, max_tokens=…, …)")
+        of_numpy = {name: value for name, value in msgspec.structs.asdict(sampling).items() if isinstance(value, np.generic)}
+        sampling = msgspec.structs.replace(sampling, **{name: value.item() for name, value in of_numpy.items()})
+        group_id = group_id if group_id is not None else f"#{next(self._ids)}"
+        tokens = token_array(prompt)
+        submit = Submit(group_id, tokens, sampling, next(self._serials), self.require_version)
+        limits = self.info.limits
+        try:
+            frames, content = pack(submit), digest(submit)
+            for what, size, most, name in (
+                ("a group id", len(str(group_id).encode()), limits.max_id_bytes, "max_id_bytes"),
+                ("a header", len(frames[0]), limits.max_header_bytes, "max_header_bytes"),
+                ("a prompt", tokens.nbytes, limits.max_frame_bytes, "max_frame_bytes"),
+            ):
+                if size > most:
+                    raise LimitExceeded(f"{what} of {size} bytes: at most {most} (Limits.{name})")
+            Decoder[Submit](Submit, limits).unpack(frames)  # as the service will: a field of a wrong type is told here
+        except LimitExceeded:
+            raise
+        except (ProtocolError, TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequest(f"this group cannot be sent: {error}") from None
+        handle = Handle(group_id, sampling.n, len(tokens), frames, content)
+        handle.on_cancel, handle.on_change = self._link.cancel, on_change
+        self._link.submit(handle)
+        return handle
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        group_ids: Sequence[str] | None = None,
+        timeout: float | None = None,
+    ) -> Iterator[Sample]:
+        """Samples of all groups as they finish. Groups are sent when the iteration starts; ending it early cancels them.
+
+        Args:
+            prompts: one group each.
+            sampling: for all of them, or one for each.
+            group_ids: one for each; made up if None.
+            timeout: seconds between two samples, at most.
+
+        Raises the typed error of the first group that fails (the others are cancelled), RequestTimeout."""
+        arrived: queue.SimpleQueue[tuple[Handle, Sample | None]] = queue.SimpleQueue()
+        handles = self._submit_all(prompts, sampling, group_ids, lambda handle, sample: arrived.put((handle, sample)))
+        left = sum(max(handle.n, 1) for handle in handles)  # n < 1 is refused, which is one event as well
+        try:
+            while left:
+                try:
+                    handle, sample = arrived.get(timeout=timeout)
+                except queue.Empty:
+                    raise RequestTimeout(f"no sample in {timeout} s; {left} are missing") from None
+                if sample is None:
+                    handle.result(0)  # raises why it failed
+                else:
+                    left -= 1
+                    yield sample
+        finally:
+            _cancel(handles)
+
+    def generate_groups(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        group_ids: Sequence[str] | None = None,
+        timeout: float | None = None,
+    ) -> Iterator[list[Sample]]:
+        """Whole groups (n samples, sorted by index) in the order of the prompts. Otherwise as `generate`; `timeout` is the
+        longest wait for one group."""
+        handles = self._submit_all(prompts, sampling, group_ids)
+        try:
+            for handle in handles:
+                yield handle.result(timeout)
+        finally:
+            _cancel(handles)
+
+    def status(self, timeout: float = 10.0) -> dict[str, Any]:
+        """The service's status. Raises RequestTimeout, ServiceLost."""
+        status: dict[str, Any] = answer(self._link.request(StatusRequest), timeout, "status")
+        return status
+
+    def refresh(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        version: int | None = None,
+        kv: KVPolicy = "keep",
+        via: Via = "auto",
+        partial: bool = False,
+        timeout: float = 600.0,
+    ) -> Refreshed:
+        """New weights for the service, in place and all or nothing, while it goes on generating. Returns when they are live.
+
+        Args:
+            named_tensors: the model, its state dict or any iterable of (name, tensor), on any device, of any
+                float dtype (cast to the model's). Or the path of a folder of safetensors that the service sees as well.
+            version: above the live one; None = the next.
+            kv: running samples "keep" their KV and go on over it (their version spans say so), "recompute" it under the new
+                weights, or end ("abort").
+            via: "shm" (same host: written once, read there), "inline" (any host), "files" (a folder), "cuda_ipc" (same host:
+                read where it lies on the GPU), "gloo" or "nccl" (torch.distributed, any host; nccl from one GPU to another).
+                "auto" takes cuda_ipc for tensors on GPUs that a service on CUDA sees as well, shm where both ends see the same
+                memory, else inline.
+            partial: tensors that are not given stay as they are; without it a missing one is an error.
+
+        Raises WeightsRefused naming the tensor, Busy naming the owner while another refresh is staged, SourceUnreachable,
+        RequestTimeout, ServiceLost. The old weights serve on then; after the last two `weights_status` tells which ones do."""
+        return self.refresh_async(named_tensors, version=version, kv=kv, via=via, partial=partial, timeout=timeout).result()
+
+    def refresh_async(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        version: int | None = None,
+        kv: KVPolicy = "keep",
+        via: Via = "auto",
+        partial: bool = False,
+        timeout: float = 600.0,
+    ) -> RefreshHandle:
+        """As `refresh`, but returns when the tensors have been read. With shm they may change from then on. With all others
+        they must not until the handle is done: if they do, the refresh is refused, because the digests no longer fit."""
+        return self._pusher.start(named_tensors, version, kv, via, partial, timeout)
+
+    def weights_status(self, verify: bool = False, timeout: float = 60.0) -> dict[str, Any]:
+        """The live version and digest, and what is being staged by whom. `verify`: also `live_digest`, of the bytes as they lie
+        there. That costs the service a pass over its weights, as does the first digest of those that were never refreshed."""
+        if not isinstance(verify, bool):
+            raise InvalidRequest(f"verify={verify!r}: must be True or False")
+        request = self._link.request(lambda id: WeightsRequest(id, verify))
+        status: dict[str, Any] = answer(request, timeout, "status of the weights")
+        return status
+
+    def pause(self, timeout: float = 60.0) -> None:
+        """Stop the service between two steps, for all clients; a refresh may still come. Ends by `resume` of any client, or
+        when all clients that paused it are gone."""
+        answer(self._link.request(lambda id: Control(id, "pause")), timeout, "pause")
+
+    def resume(self, timeout: float = 60.0) -> None:
+        """Undo `pause` and `drain`."""
+        answer(self._link.request(lambda id: Control(id, "resume")), timeout, "resumption")
+
+    def drain(self, timeout: float = 3600.0) -> None:
+        """Finish every group that has begun, of all clients, and start no other until `resume`. Returns when nothing runs.
+        After a RequestTimeout the service goes on draining: wait again, or `resume`."""
+        answer(self._link.request(lambda id: Control(id, "drain")), timeout, "end of what runs")
+
+    def abort_all(self, timeout: float = 60.0) -> None:
+        """End every group of every client as "aborted", with the tokens it has."""
+        answer(self._link.request(lambda id: Control(id, "abort_all")), timeout, "end of all groups")
+
+    def sleep(self, level: int = 1, timeout: float = 300.0) -> int:
+        """Let the service give its memory back, for a trainer on the same device; between two steps, for all clients. Returns
+        the bytes that went back. What runs goes on after `wake`, from its KV in host memory as far as that has room.
+
+        Level 1 moves the weights to host memory; level 2 drops them, so that after `wake` a refresh of all tensors must come
+        before the next token. A refresh while asleep is refused. A client that goes away wakes what it sent to sleep.
+
+        Raises InvalidRequest while asleep, Busy while a refresh is staged, RequestTimeout, ServiceLost."""
+        if type(level) is not int or level not in (1, 2):
+            raise InvalidRequest(f"level={level!r}: must be 1 (weights to host memory) or 2 (weights dropped)")
+        slept: Asleep = answer(self._link.request(lambda id: Sleep(id, cast(Literal[1, 2], level))), timeout, "sleep")
+        return slept.freed_bytes
+
+    def wake(self, timeout: float = 300.0) -> None:
+        """Undo `sleep`. Raises InvalidRequest if the service is not asleep."""
+        answer(self._link.request(Wake), timeout, "waking")
+
+    def close(self) -> None:
+        """Ends the session: the service aborts what is still open, waiting callers get ClientClosed. May be repeated."""
+        self._link.close()
+        self._pusher.close()
+
+    def __enter__(self) -> RolloutClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _submit_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None,
+        group_ids: Sequence[str] | None,
+        on_change: Callable[[Handle, Sample | None], None] | None = None,
+    ) -> list[Handle]:
+        samplings = [sampling or Sampling()] * len(prompts) if isinstance(sampling, Sampling | None) else list(sampling)
+        ids: list[str | None] = [None] * len(prompts) if group_ids is None else list(group_ids)
+        if not len(prompts) == len(samplings) == len(ids):
+            raise ValueError(f"{len(prompts)} prompts, {len(samplings)} samplings, {len(ids)} group_ids: must be as many")
+        handles: list[Handle] = []
+        try:
+            for prompt, one, group_id in zip(prompts, samplings, ids, strict=True):
+                handles.append(self._submit(prompt, one, group_id, on_change))
+        except BaseException:
+            _cancel(handles)
+            raise
+        return handles
+
+
+def _cancel(handles: list[Handle]) -> None:
+    for handle in handles:
+        if not handle.done:
+            handle.cancel()
+
+
+def token_array(prompt: Prompt) -> np.ndarray:
+    """[prompt_tokens] int32, a copy. Raises InvalidRequest for anything that is not integers of 32 bits, in one dimension."""
+    try:
+        array = np.asarray(prompt)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidRequest(f"prompt: {error}") from None
+    if array.size == 0 and array.ndim == 1:
+        return np.zeros(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidRequest(f"prompt is {array.dtype} of shape {array.shape}: must be integer token ids [prompt_tokens]")
+    low, high = int(array.min()), int(array.max())
+    if low < -(2**31) or high >= 2**31:
+        raise InvalidRequest(f"prompt holds {low if low < -(2**31) else high}: token ids are 32-bit integers")
+    return np.array(array, np.int32)

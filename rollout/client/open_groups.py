@@ -1,0 +1,79 @@
+"""The groups that somebody waits for, as the client's I/O thread keeps them.
+
+add -> unsent, in order -> send_next -> sent -> remove (whole, failed or cancelled)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from engine.types import Limits
+from rollout.client.handle import Handle
+from transport.messages import digests
+
+
+class OpenGroups:
+    """For one thread."""
+
+    def __init__(self) -> None:
+        self.sent: dict[str, Handle] = {}
+        """by group id, in the order of sending"""
+        self._all: dict[str, Handle] = {}
+        self._unsent: deque[Handle] = deque()
+        self._sent_samples = 0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, handle: Handle) -> bool:
+        """False if its id is taken."""
+        if handle.group_id in self._all:
+            return False
+        self._all[handle.group_id] = handle
+        self._unsent.append(handle)
+        return True
+
+    def has(self, handle: Handle) -> bool:
+        return self._all.get(handle.group_id) is handle
+
+    def send_next(self, limits: Limits) -> Handle | None:
+        """The next group that the service takes besides those sent; the others wait, so that a trainer may submit any number.
+        One that it will refuse anyway need not wait for room."""
+        while self._unsent and not self.has(self._unsent[0]):  # ended while it waited
+            self._unsent.popleft()
+        if not self._unsent:
+            return None
+        handle = self._unsent[0]
+        room = len(self.sent) < limits.max_groups_per_client
+        room = room and self._sent_samples + handle.n <= limits.max_samples_per_client
+        if self.sent and not room and 1 <= handle.n <= limits.max_n:
+            return None
+        self._unsent.popleft()
+        self.sent[handle.group_id] = handle
+        self._sent_samples += handle.n
+        return handle
+
+    def remove(self, handle: Handle) -> None:
+        del self._all[handle.group_id]
+        if self.sent.pop(handle.group_id, None) is not None:
+            self._sent_samples -= handle.n
+
+    def clear(self) -> list[Handle]:
+        """Forgets all of them and returns them, in the order of adding."""
+        handles = list(self._all.values())
+        self._all.clear()
+        self._unsent.clear()
+        self.sent.clear()
+        self._sent_samples = 0
+        return handles
+
+    def digests(self) -> np.ndarray:
+        """[groups, DIGEST_BYTES] uint8, of those sent: what Hello tells."""
+        return digests(handle.digest for handle in self.sent.values())
+
+    def missing(self, held: np.ndarray | None) -> list[Handle]:
+        """Those sent that are not among `held`, digests as Welcome tells them."""
+        known = set() if held is None else {row.tobytes() for row in held}
+        return [handle for handle in self.sent.values() if handle.digest not in known]

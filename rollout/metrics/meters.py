@@ -1,0 +1,232 @@
+"""Numbers of a service: what its samples were, and what its engine did. No sinks, no sockets, no clock of their own.
+
+    each sample that ends      -> SampleMeter ┐
+                                              ├-> row: {name: number}; docs/metrics.md has every name
+    engine status, now and then -> EngineMeter ┘
+
+Rates are sums over the window, Σ numerator / Σ denominator, never means of ratios (the reduction rule of TRL's asynchronous
+GRPO). Totals count from the start. A figure without data is left out of the row, so nobody takes it for a zero.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from engine.types import Group, Sample
+
+Row = dict[str, float]
+Counts = Mapping[str, Any]
+
+RATES: dict[str, Callable[[Counts], tuple[float, float]]] = {
+    "rollout/tokens_per_s": lambda d: (d["generated_tokens"], d["elapsed"]),
+    "engine/prefill_tokens_per_s": lambda d: (d["prefill_tokens"], d["elapsed"]),
+    "engine/batch_size": lambda d: (d["generated_tokens"], d["steps"]),
+    "engine/step_s": lambda d: (d["step_seconds"], d["steps"]),
+    "engine/busy_share": lambda d: (d["step_seconds"], d["elapsed"]),
+    "engine/host_share": lambda d: (
+        d["step_seconds"] - d["model_seconds"] - d["sample_seconds"] - d["move_seconds"],
+        d["step_seconds"],
+    ),
+    "engine/recomputed_ratio": lambda d: (d["recomputed_tokens"], d["prefill_tokens"] + d["generated_tokens"]),
+    "kv/stall_share": lambda d: (d["move_seconds"], d["step_seconds"]),
+    "kv/prefix_hit_ratio": lambda d: (d["prefix_hit_tokens"], d["prefix_hit_tokens"] + d["prefill_tokens"]),
+}
+"""numerator and denominator from what the engine's counters grew by in the window; `elapsed` is its length in seconds"""
+
+TOTALS: dict[str, str] = {
+    "engine/steps": "steps",
+    "engine/failed_steps": "failed_steps",
+    "engine/unused_draws": "unused_draws",
+    "engine/generated_tokens": "generated_tokens",
+    "engine/prefill_tokens": "prefill_tokens",
+    "engine/recomputed_tokens": "recomputed_tokens",
+    "engine/fork_saved_tokens": "fork_saved_tokens",
+    "kv/prefix_hit_tokens": "prefix_hit_tokens",
+    "kv/offloads": "offloads",
+    "kv/soft_resets": "soft_resets",
+    "kv/offloaded_blocks": "offloaded_blocks",
+    "kv/restored_blocks": "restored_blocks",
+    "kv/bytes_to_host": "bytes_to_host",
+    "kv/bytes_to_device": "bytes_to_device",
+    "kv/stall_s": "move_seconds",
+    "kv/failed_moves": "failed_moves",
+}
+"""counters of the engine's status, as they stand"""
+
+GAUGES: dict[str, Callable[[Counts], float]] = {
+    "engine/running": lambda s: s["running"],
+    "engine/waiting": lambda s: s["waiting"],
+    "engine/offloaded": lambda s: s["offloaded"],
+    "engine/groups": lambda s: s["groups"],
+    "kv/device_blocks": lambda s: s["kv"]["device_blocks"],
+    "kv/host_blocks": lambda s: s["kv"]["host_blocks"],
+    "kv/device_free": lambda s: s["kv"]["device_free"],
+    "kv/host_free": lambda s: s["kv"]["host_free"],
+    "kv/device_used": lambda s: s["kv"]["device_used"] / s["kv"]["device_blocks"],
+    "kv/device_cached": lambda s: s["kv"]["device_cached"] / s["kv"]["device_blocks"],
+    "kv/host_used": lambda s: s["kv"]["host_used"] / s["kv"]["host_blocks"],
+    "kv/host_cached": lambda s: s["kv"]["host_cached"] / s["kv"]["host_blocks"],
+    "kv/mirrored_blocks": lambda s: s["kv"]["mirrored"],
+    "kv/stale_token_frac": lambda s: s["kv"]["stale_token_frac"],
+    "weights/version": lambda s: s["version"],
+    "weights/refreshes": lambda s: s["weights"]["refreshes"],
+    "weights/pause_s": lambda s: s["weights"]["pause_s"],
+    "weights/stage_s": lambda s: s["weights"]["stage_s"],
+    "weights/bytes": lambda s: s["weights"]["bytes"],
+    "weights/resident_bytes": lambda s: s["weights"]["resident_bytes"],
+    "weights/offloaded_bytes": lambda s: s["weights"]["offloaded_bytes"],
+}
+"""values of the moment"""
+
+
+class EngineMeter:
+    """Rates over the last `window_s` seconds of engine statuses, gauges and totals of the last one."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._seen: deque[tuple[float, Counts]] = deque()
+
+    def add(self, status: Counts, now: float) -> None:
+        """Record an engine's status. The oldest one kept is just outside the window, so that it is covered whole."""
+        self._seen.append((now, status))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - self._window_s:
+            self._seen.popleft()
+
+    @property
+    def empty(self) -> bool:
+        """It has seen no status."""
+        return not self._seen
+
+    def row(self) -> Row:
+        """An engine that does not count something (a smaller one than ours) has no figure for it."""
+        (began, first), (ended, last) = self._seen[0], self._seen[-1]
+        row: Row = {}
+        for name, key in TOTALS.items():
+            if key in last:
+                row[name] = float(last[key])
+        for name, gauge in GAUGES.items():
+            try:
+                row[name] = float(gauge(last))
+            except (KeyError, ZeroDivisionError):  # not told, or a pool that does not exist
+                continue
+        grown = {key: last[key] - first[key] for key in last.keys() & first.keys() if type(last[key]) in (int, float)}
+        grown["elapsed"] = ended - began
+        for name, rate in RATES.items():
+            try:
+                numerator, denominator = rate(grown)
+            except KeyError:
+                continue
+            if denominator > 0:
+                row[name] = numerator / denominator
+        return row
+
+
+@dataclass(slots=True, frozen=True)
+class _Ended:
+    at: float
+    tokens: int
+    reason: str
+    seconds: float
+    logprobs: float
+    """sum over its tokens"""
+    lag: int
+    """sum over its tokens of the versions between the weights that made it and those live at its end"""
+    lag_max: int
+    mixed: bool
+    """its tokens are of several versions"""
+
+
+@dataclass(slots=True)
+class _Live:
+    n: int
+    seconds: list[float] = field(default_factory=list)
+    """of the children that have ended"""
+
+
+class SampleMeter:
+    """What the samples of the last `window_s` seconds were like."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._ended: deque[_Ended] = deque()
+        self._groups: deque[tuple[float, list[float]]] = deque()
+        self._live: dict[str, _Live] = {}
+        self._samples = self._tokens = self._whole_groups = 0
+
+    def begin(self, group: Group) -> None:
+        self._live[group.id] = _Live(group.sampling.n)
+
+    def forget(self, group_id: str) -> None:
+        """Nobody waits for this group any more. Unknown ids are nothing to do."""
+        self._live.pop(group_id, None)
+
+    def is_live(self, group_id: str) -> bool:
+        """Not all children of this group have been seen."""
+        return group_id in self._live
+
+    def add(self, sample: Sample, version: int, now: float) -> None:
+        """A child has ended while the weights were at `version`."""
+        count = len(sample.token_ids)
+        starts = [*(start for start, _ in sample.weight_versions), count]
+        lags = [version - made for _, made in sample.weight_versions]
+        lag = sum(behind * (end - start) for behind, start, end in zip(lags, starts, starts[1:], strict=False))
+        summed = float(np.sum(sample.logprobs, dtype=np.float64))
+        self._ended.append(
+            _Ended(now, count, sample.finish_reason, sample.seconds, summed, lag, max(lags, default=0), len(lags) > 1)
+        )
+        self._samples += 1
+        self._tokens += count
+        live = self._live.get(sample.group_id)
+        if live is None:
+            return
+        live.seconds.append(sample.seconds)
+        if len(live.seconds) == live.n:
+            self._groups.append((now, live.seconds))
+            self._whole_groups += 1
+            del self._live[sample.group_id]
+
+    def row(self, now: float) -> Row:
+        while self._ended and self._ended[0].at < now - self._window_s:
+            self._ended.popleft()
+        while self._groups and self._groups[0][0] < now - self._window_s:
+            self._groups.popleft()
+        totals = {"samples": self._samples, "sample_tokens": self._tokens, "groups": self._whole_groups}
+        row = {f"rollout/{name}": float(total) for name, total in totals.items()}
+        return row | self._sample_row() | self._group_row()
+
+    def _sample_row(self) -> Row:
+        row: Row = {}
+        ended = self._ended
+        whole = [one for one in ended if one.reason in ("stop", "length")]
+        if ended:
+            row["rollout/unfinished_ratio"] = 1 - len(whole) / len(ended)
+            row["off_policy/mixed_ratio"] = sum(one.mixed for one in ended) / len(ended)
+            row["off_policy/lag_max"] = float(max(one.lag_max for one in ended))
+        if whole:
+            lengths = [one.tokens for one in whole]
+            row["rollout/length_mean"] = sum(lengths) / len(lengths)
+            row["rollout/length_min"] = float(min(lengths))
+            row["rollout/length_max"] = float(max(lengths))
+            row["rollout/clipped_ratio"] = sum(one.reason == "length" for one in whole) / len(whole)
+            row["rollout/sample_s"] = sum(one.seconds for one in whole) / len(whole)
+        tokens = sum(one.tokens for one in ended)
+        if tokens:
+            row["rollout/logprob_mean"] = sum(one.logprobs for one in ended) / tokens
+            row["off_policy/lag_mean"] = sum(one.lag for one in ended) / tokens
+        return row
+
+    def _group_row(self) -> Row:
+        if not self._groups:
+            return {}
+        longest = [max(seconds) for _, seconds in self._groups]
+        spreads = [statistics.pstdev(seconds) / statistics.fmean(seconds) for _, seconds in self._groups if any(seconds)]
+        row: Row = {"rollout/group_s_mean": sum(longest) / len(longest), "rollout/group_s_max": max(longest)}
+        if spreads:
+            row["rollout/group_spread"] = sum(spreads) / len(spreads)
+        return row

@@ -1,0 +1,71 @@
+"""What is checked before the service does anything: each function raises the typed error that goes back to the client."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.types import Group, Limits
+from rollout.service.engine_api import EngineLike
+from rollout.service.session import Session
+from transport import messages as m
+from transport.errors import Busy, InvalidRequest, LimitExceeded, VersionMismatch
+from transport.weights import capabilities
+
+
+def check_hello(hello: m.Hello, limits: Limits) -> set[bytes]:
+    """Digests of the groups that the client still wants."""
+    if hello.protocol != m.PROTOCOL:
+        raise VersionMismatch(
+            f"the client speaks protocol {hello.protocol}, the service {m.PROTOCOL}: install the same version at both ends"
+        )
+    if len(hello.name.encode()) > limits.max_id_bytes:
+        raise LimitExceeded(f"client name: at most {limits.max_id_bytes} bytes (Limits.max_id_bytes)")
+    groups = hello.groups if hello.groups is not None else np.zeros((0, m.DIGEST_BYTES), np.uint8)
+    if groups.dtype != np.uint8 or groups.ndim != 2 or groups.shape[1] != m.DIGEST_BYTES:
+        raise InvalidRequest(f"Hello.groups is {groups.dtype} {groups.shape}: must be uint8 [groups, {m.DIGEST_BYTES}]")
+    if len(groups) > limits.max_groups_per_client:
+        raise LimitExceeded(f"Hello names {len(groups)} groups (Limits.max_groups_per_client)")
+    return {row.tobytes() for row in groups}
+
+
+def check_group(submit: m.Submit, limits: Limits, vocab_size: int, context: int) -> None:
+    size = len(submit.group_id.encode())
+    if size > limits.max_id_bytes:  # without the id: it is not echoed
+        raise LimitExceeded(f"a group id of {size} bytes: at most {limits.max_id_bytes} (Limits.max_id_bytes)")
+    try:
+        Group(submit.group_id, submit.prompt, submit.sampling).validate(limits, vocab_size, context)
+    except ValueError as error:
+        raise InvalidRequest(str(error), submit.group_id) from None
+
+
+def check_room(session: Session, submit: m.Submit, limits: Limits, max_outbox_bytes: int) -> None:
+    """`submit` has passed `check_group` and is new to the session."""
+    group_id, n = submit.group_id, submit.sampling.n
+    if session.unacked_bytes > max_outbox_bytes:
+        raise Busy(f"{session.unacked_bytes} bytes of samples wait to be read; read them and submit again", group_id)
+    if len(session.groups) >= limits.max_groups_per_client:
+        raise LimitExceeded(f"{len(session.groups)} groups are live (Limits.max_groups_per_client)", group_id)
+    if session.samples + n > limits.max_samples_per_client:
+        raise LimitExceeded(
+            f"{session.samples} samples are live and {n} more asked: at most {limits.max_samples_per_client} "
+            "(Limits.max_samples_per_client)",
+            group_id,
+        )
+
+
+def welcome(hello: m.Hello, session: Session, engine: EngineLike, incarnation: str, limits: Limits) -> m.Welcome:
+    """What a client that is let in is told."""
+    return m.Welcome(
+        protocol=m.PROTOCOL,
+        hello=hello.number,
+        incarnation=incarnation,
+        model=engine.model.name,
+        vocab_size=engine.vocab_size,
+        context=engine.context,
+        eos_token_ids=tuple(sorted(engine.model.eos_token_ids)),
+        version=engine.version,
+        limits=limits,
+        capabilities=(m.TAKEN, *capabilities(engine.model.device)),
+        arithmetic=engine.arithmetic,
+        groups=m.digests(held.digest for held in session.groups.values()),
+    )

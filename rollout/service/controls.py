@@ -1,0 +1,119 @@
+"""Pause, resume, drain, sleep and wake, asked by clients for the service as a whole.
+
+A client that holds the service and goes away lets go: nobody is left waiting for a resume or a wake that cannot come.
+"""
+
+from __future__ import annotations
+
+from rollout.logs import logger
+from rollout.service.engine_api import EngineLike
+from rollout.service.session import Session
+from transport import messages as m
+from transport.errors import Busy, InvalidRequest
+from transport.frames import pack
+
+MAX_WAITING = 1024
+"""requests that may wait for one event"""
+
+log = logger("rollout.service.loop")
+
+
+class Controls:
+    """Written by the service's loop only."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
+        self._holders: list[Session] = []
+        self._drains: list[tuple[Session, int]] = []
+        """(who waits, request)"""
+        self._aborts: list[tuple[Session, int]] = []
+        """(who waits for the end of all groups, request)"""
+        self._sleeper: Session | None = None
+        """who sent the service to sleep"""
+        self._asleep = m.Asleep(0, 0)
+        self._woken: tuple[Session, int] | None = None
+        """answers to the last sleep and wake, which are asked for again after a reconnect"""
+
+    def take(self, session: Session, control: m.Control) -> None:
+        if control.action == "resume":
+            self._resume()
+        elif control.action == "drain" and self._engine.paused:
+            raise Busy("the service is paused, so nothing runs to its end: resume first")
+        elif control.action == "drain" and self._engine.asleep:
+            raise Busy("the service is asleep, so nothing runs to its end: wake it first")
+        elif control.action == "drain" and self._engine.weights.dropped:
+            raise Busy("the service is without weights, so nothing runs to its end: refresh first")
+        elif control.action == "abort_all":
+            _wait(self._aborts, session, control.request_id)
+            return
+        else:
+            if session not in self._holders:
+                self._holders.append(session)
+            if control.action == "drain":
+                _wait(self._drains, session, control.request_id)
+                return
+            self._engine.paused = True
+        session.reply(pack(m.Done(control.request_id)))
+
+    def sleep(self, session: Session, message: m.Sleep, pushing: str | None) -> None:
+        """`pushing`: whose refresh is being staged. Raises Busy, InvalidRequest."""
+        if pushing is not None:
+            raise Busy(f"{pushing} is staging a refresh: sleep when it is done")
+        if not self._engine.asleep:
+            freed = self._engine.sleep(message.level)
+            log.info("asleep (level %d) for client %d: %.2f GiB free again", message.level, session.number, freed / 2**30)
+            self._sleeper, self._asleep = session, m.Asleep(message.request_id, freed)
+        elif (self._sleeper, self._asleep.request_id) != (session, message.request_id):
+            raise InvalidRequest("the service is asleep already: wake it first")
+        session.reply(pack(self._asleep))
+
+    def wake(self, session: Session, message: m.Wake) -> None:
+        """Raises InvalidRequest."""
+        if self._engine.asleep:
+            self._wake()
+            self._woken = session, message.request_id
+        elif self._woken != (session, message.request_id):
+            raise InvalidRequest("the service is not asleep")
+        session.reply(pack(m.Done(message.request_id)))
+
+    def work(self) -> None:
+        """Tell those who wait for the end of all groups, and for the drain. Called when no group is left that is to end."""
+        for session, request_id in self._aborts:
+            session.reply(pack(m.Done(request_id)))
+        self._aborts.clear()
+        if self._drains and self._engine.drain():
+            for session, request_id in self._drains:
+                session.reply(pack(m.Done(request_id)))
+            self._drains.clear()
+
+    def forget(self, session: Session) -> None:
+        held = session in self._holders
+        self._holders = [holder for holder in self._holders if holder is not session]
+        for waiting in (self._drains, self._aborts):
+            waiting[:] = [(one, request_id) for one, request_id in waiting if one is not session]
+        if held and not self._holders:
+            self._resume()
+        if session is self._sleeper and self._engine.asleep:
+            self._wake()
+            if self._engine.weights.dropped:
+                log.warning("client %d dropped the weights and is gone: nothing is sampled before a refresh", session.number)
+
+    def _wake(self) -> None:
+        self._sleeper = None
+        self._engine.wake()
+
+    def _resume(self) -> None:
+        self._holders.clear()
+        self._engine.resume()
+        for session, request_id in self._drains:
+            session.reply(pack(m.Refused(Busy.kind, "the service was resumed before it was drained", None, request_id)))
+        self._drains.clear()
+
+
+def _wait(waiting: list[tuple[Session, int]], session: Session, request_id: int) -> None:
+    """Note that the session waits; once, however often it asks. Raises Busy."""
+    if (session, request_id) in waiting:
+        return
+    if len(waiting) >= MAX_WAITING:
+        raise Busy(f"{len(waiting)} requests wait for this already")
+    waiting.append((session, request_id))

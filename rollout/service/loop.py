@@ -1,0 +1,315 @@
+"""The service: one loop, one thread.
+
+    receive, take (validate, submit, abort, ack, answer)  ->  engine.step()  ->  deliver  ->  send  ->  tend (time)
+
+What clients ask for has a share of the time: messages are taken in turn from all connections for at most TAKE_S, or TAKE_SHARE
+of a step, and groups end for as long. The rest waits, so that no peer keeps the others' samples from being made.
+
+Who asked for what is kept here and in `rollout.service.session` only; the engine knows groups by names of the service's making.
+Nothing a client sends stops the loop: what is wrong with a message goes back to its sender as a typed refusal.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from time import perf_counter
+from typing import Any
+
+from engine.types import Limits
+from rollout.config import MIN_GRACE_S
+from rollout.logs import logger
+from rollout.metrics.tracker import Tracker
+from rollout.service.admission import check_hello, welcome
+from rollout.service.as_json import to_json
+from rollout.service.closing import say_closing
+from rollout.service.controls import Controls
+from rollout.service.engine_api import EngineLike
+from rollout.service.refresh import Pushes
+from rollout.service.running import Running, told
+from rollout.service.session import Session, Sessions
+from transport import messages as m
+from transport.errors import GroupFailed, NoSession, RolloutError
+from transport.frames import Decoder, Frame, frame_bytes, pack
+from transport.sockets import ServiceEnd, ServiceTransport
+
+IDLE_POLL_S = 0.1
+SOON_POLL_S = 0.005
+HEARTBEAT_S = 1.0
+TAKE_S = 0.04
+"""longest that taking messages, and ending groups, hold the loop up at once"""
+TAKE_SHARE, TAKE_LEAST_S = 0.25, 0.002
+"""of the time of a step, while groups run"""
+
+log = logger("rollout.service.loop")
+
+
+class Service:
+    """Serves one engine to any number of clients until `stop`.
+
+    Example:
+        service = Service(engine, "tcp://127.0.0.1:*")
+        print(service.endpoint)
+        service.run()
+
+    Args:
+        endpoint: tcp://127.0.0.1:PORT (0 or *: any free one), tcp://[::1]:PORT or ipc://PATH. ValueError for any address that
+            other hosts can reach, and for one that cannot be bound.
+        limits: what clients may ask for; the engine's own by default.
+        transport: another end instead of a socket, e.g. `transport.loopback.LoopbackService()`.
+        client_grace_s: a client not heard from for so long has its groups aborted and is forgotten. At least MIN_GRACE_S.
+        max_outbox_bytes: finished samples of one client that wait for its acks. Over it the client's groups end as "error" and
+            it gets Busy until it has read.
+        linger_s: longest that `stop` waits for clients to take the last messages.
+        lease_s: a client that has begun a refresh and says nothing about it for so long has given it up.
+        tracker: gets the metrics; closed with the service. By default one without sinks.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        endpoint: str | None = None,
+        *,
+        limits: Limits | None = None,
+        transport: ServiceTransport | None = None,
+        client_grace_s: float = 10.0,
+        max_outbox_bytes: int = 1 << 28,
+        linger_s: float = 2.0,
+        lease_s: float = 30.0,
+        tracker: Tracker | None = None,
+    ) -> None:
+        if (endpoint is None) == (transport is None):
+            raise ValueError("give an endpoint or a transport, one of the two")
+        if client_grace_s < MIN_GRACE_S:
+            raise ValueError(f"client_grace_s={client_grace_s}: at least {MIN_GRACE_S}, clients send a heartbeat every second")
+        self.incarnation = secrets.token_hex(8)
+        self._engine = engine
+        self._limits = limits or engine.limits
+        self._transport = transport if transport is not None else ServiceEnd(str(endpoint), self._limits)
+        self._decoder: Decoder[m.ClientMessage] = Decoder(m.ClientMessage, self._limits)
+        self._grace_s = client_grace_s
+        self._linger_s = linger_s
+
+        self._sessions = Sessions(self._limits.max_clients)
+        self._pushes = Pushes(engine, lease_s)
+        self._controls = Controls(engine)
+        self._tracker = tracker if tracker is not None else Tracker()
+        self._running = Running(engine, self._tracker, self._limits, max_outbox_bytes)
+        self._steps = 0
+        self._step_s = 0.0
+        """of the last step"""
+        self._malformed = 0
+        self._stop_reason: str | None = None
+        self._started = self._turned = time.monotonic()
+        self._clock = 0.0
+        """seconds the loop has been turning: see `_tend`"""
+        self._caught_up = 0.0
+        """when, on that clock, everything received was taken"""
+
+    @property
+    def endpoint(self) -> str:
+        """The bound address, with the real port."""
+        return self._transport.endpoint
+
+    def run(self) -> None:
+        """Serve until `stop`, then end every group as "aborted", tell the clients, and close. Raises what the engine raises if
+        it cannot step any more, after telling the clients."""
+        try:
+            while self._stop_reason is None:
+                self.turn()
+        except BaseException as error:
+            self._stop_reason = f"the service failed: {told(error)}"
+            raise
+        finally:
+            self._close(self._stop_reason or "")
+
+    def stop(self, reason: str = "stopped") -> None:
+        """Makes `run` return, within one step. Safe from a signal handler and from any thread."""
+        self._stop_reason = reason
+
+    def turn(self) -> None:
+        """Once around the loop. Waits up to IDLE_POLL_S if there is nothing to do."""
+        soon = self._pushes.unannounced or any(session.pending for session in self._sessions)
+        at_once = self._engine.has_work or self._pushes.has_work or self._running.ending
+        self._receive(0.0 if at_once else SOON_POLL_S if soon else IDLE_POLL_S)
+        self._running.end_some(self._dose())
+        self._pushes.work(self._clock, busy=self._engine.has_work)
+        if not self._running.ending:
+            self._controls.work()
+        self._transport.expect(self._pushes.window_bytes)
+        self._flush()  # answers need not wait for the step
+        if self._engine.has_work:
+            self._step()
+            self._flush()
+        self._tend()
+
+    def _dose(self) -> float:
+        """Seconds of this turn for what peers ask."""
+        return min(TAKE_S, max(TAKE_LEAST_S, TAKE_SHARE * self._step_s)) if self._engine.has_work else TAKE_S
+
+    def _flush(self) -> None:
+        for session in list(self._sessions):
+            session.flush(self._transport.send)
+            if session.flooded:
+                self._forget(session, "it does not read the answers to its requests")
+
+    # receive
+
+    def _receive(self, wait: float) -> None:
+        """Take messages, one from each connection in turn, until none waits or the time is over."""
+        received = self._transport.receive(wait, 1)
+        until = perf_counter() + self._dose()
+        while received:
+            for peer, frames in received:
+                self._take(peer, frames)
+            if perf_counter() >= until:
+                return
+            received = self._transport.receive(0.0, 1)
+        self._caught_up = self._clock
+
+    def _take(self, peer: bytes, frames: list[Frame]) -> None:
+        request_id = None
+        if session := self._sessions.at(peer):
+            session.taken_bytes += frame_bytes(frames)
+        try:
+            try:
+                message = self._decoder.unpack(frames)
+            except RolloutError:
+                self._malformed += 1
+                raise
+            request_id = getattr(message, "request_id", None)
+            self._handle(peer, message)
+        except RolloutError as error:
+            self._refuse(peer, error, request_id)
+        except Exception as error:
+            log.exception("a message could not be served")
+            self._refuse(peer, GroupFailed(f"the service failed on this message: {told(error)}"), request_id)
+
+    def _refuse(self, peer: bytes, error: RolloutError, request_id: int | None) -> None:
+        refused = pack(m.Refused(error.kind, error.message, error.group_id, request_id))
+        session = self._sessions.at(peer)
+        if session is not None:
+            session.reply(refused)
+        else:
+            self._transport.send(peer, refused)  # no session, nothing to keep it in: a stranger that does not read loses it
+
+    def _handle(self, peer: bytes, message: m.ClientMessage) -> None:
+        if isinstance(message, m.Hello):
+            return self._hello(peer, message)
+        session = self._sessions.at(peer)
+        if session is None:
+            raise NoSession("the service does not know this session (any more): send Hello first")
+        session.heard = self._clock
+        match message:
+            case m.Submit():
+                self._running.submit(session, message)
+            case m.Abort():
+                for group_id in message.group_ids:
+                    self._running.abort(session, group_id)
+            case m.Ack():
+                session.ack(message.samples)
+            case m.StatusRequest():
+                session.reply(pack(m.StatusReply(message.request_id, to_json(self.status()))))
+            case m.Begin() | m.Chunk() | m.Commit() | m.Abandon():
+                self._pushes.take(session, message, self._clock)
+            case m.WeightsRequest():
+                self._pushes.ask_status(session, message)
+            case m.Control():
+                if message.action == "abort_all":
+                    self._running.abort_all(self._sessions)
+                self._controls.take(session, message)
+            case m.Sleep():
+                self._controls.sleep(session, message, self._pushes.owner)
+            case m.Wake():
+                self._controls.wake(session, message)
+            case m.Heartbeat():
+                pass
+            case m.Goodbye():
+                self._forget(session, "it said goodbye")
+
+    def _hello(self, peer: bytes, hello: m.Hello) -> None:
+        wanted = check_hello(hello, self._limits)
+        session = self._sessions.open(hello.session, hello.name)
+        for held in [held for held in session.groups.values() if held.digest not in wanted]:
+            self._running.drop(session, held)
+        session.heard = session.told = self._clock
+        session.paced = m.TAKEN in hello.capabilities
+        answer = pack(welcome(hello, session, self._engine, self.incarnation, self._limits))
+        self._sessions.connect(session, peer, hello.number, answer)
+
+    # step and deliver
+
+    def _step(self) -> None:
+        """The engine turns what goes wrong with a forward into "error" samples by itself. Here is for what it did not expect:
+        which group it was cannot be told, so all end, and the service goes on with an empty engine."""
+        started = perf_counter()
+        try:
+            samples = self._engine.step()
+        except Exception as error:
+            log.exception("engine.step failed")
+            if not self._running:
+                raise  # it holds nobody's group and fails: no request caused this, and none will mend it
+            self._running.fail_all(f"engine.step failed: {told(error)}")
+            return
+        self._steps += 1
+        self._step_s = perf_counter() - started
+        self._running.deliver(samples, self._sessions)
+
+    def _forget(self, session: Session, reason: str) -> None:
+        log.info("client %d (%s) forgotten with %d running samples: %s", session.number, session.name, session.running, reason)
+        for held in list(session.groups.values()):
+            self._running.drop(session, held)
+        self._pushes.forget(session)
+        self._controls.forget(session)
+        self._sessions.close(session)
+
+    # time
+
+    def _tend(self) -> None:
+        """Heartbeats to the clients, and judgement of those not heard from.
+
+        Heartbeats that queued up during a long step count: nobody is judged before everything received was taken, or twice the
+        grace time has passed, in which each connection had its turn many times. The clock moves at most half the grace time a
+        turn: a process that was itself suspended gives its clients time to come back."""
+        now = time.monotonic()
+        self._clock += min(now - self._turned, self._grace_s / 2)
+        self._turned = now
+        behind = self._clock - self._caught_up  # since before this turn if nothing was left over
+        patience = self._grace_s if behind <= self._grace_s / 2 else 2 * self._grace_s
+        for session in list(self._sessions):
+            if self._clock - session.heard > patience:
+                self._forget(session, f"not heard from for {self._grace_s} s")
+            elif self._clock - session.told >= HEARTBEAT_S or session.taken_bytes - session.told_bytes > m.UNTAKEN_BYTES // 4:
+                session.told, session.told_bytes = self._clock, session.taken_bytes
+                taken = session.taken_bytes if session.paced else 0
+                session.reply(pack(m.Alive(self._steps, self._engine.version, taken)))
+                session.flush(self._transport.send)
+        self._tracker.tend(self._engine.status, self._engine.version)
+
+    def status(self) -> dict[str, Any]:
+        """The engine's status, the last `metrics` and a `service` object of our own."""
+        return {
+            **self._engine.status(),
+            "metrics": self._tracker.row,
+            "service": {
+                "endpoint": self.endpoint,
+                "incarnation": self.incarnation,
+                "uptime_s": round(time.monotonic() - self._started, 3),
+                "steps": self._steps,
+                "malformed": self._malformed,
+                "clients": [session.status(self._clock) for session in self._sessions],
+            },
+        }
+
+    def _close(self, reason: str) -> None:
+        deadline = time.monotonic() + self._linger_s
+        try:
+            try:
+                self._running.abort_all(self._sessions)
+                self._running.end_some(None)
+            except Exception:  # a broken engine: its clients are told that the service closes, at least
+                log.exception("engine.abort failed")
+            say_closing(self._sessions, self._transport, self._decoder, reason, deadline)
+        finally:
+            self._transport.close(max(0.1, deadline - time.monotonic()))
+            self._tracker.close(self._engine.status)

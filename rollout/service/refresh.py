@@ -1,0 +1,300 @@
+"""The service's side of a refresh: at most one at a time, from Begin to Applied or to a typed refusal.
+
+    Begin   names, shapes, dtypes, version → Lease         Busy(owner) while another one is open
+    Chunk   inline only → Staged, when staged              renews the lease, as everything about the push does
+    Commit  → Applied, at the first boundary between two steps at which all is staged and checked
+    Abandon, a lease that runs out, a client that goes, any error: the staging is free again, the old weights serve on
+
+Staging is done by `work`, between steps and in small doses, so that generation goes on. Every request may be repeated: what
+became of the last pushes is kept, and answered again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from engine.types import Refreshed
+from rollout.logs import logger
+from rollout.service.as_json import to_json
+from rollout.service.engine_api import EngineLike, StagingLike
+from rollout.service.live_reads import LiveReads
+from rollout.service.session import Session
+from transport import messages as m
+from transport.errors import Busy, GroupFailed, RolloutError, WeightsRefused
+from transport.frames import pack
+from transport.weights import Payload, open_payload
+from transport.weights.inline import WINDOW_BYTES, InlinePayload
+from transport.weights.manifest import unpack_manifest
+from transport.weights.shm import SegmentView
+
+DOSE_S = 0.1
+"""longest that staging holds the loop up at once"""
+SHARE = 0.25
+"""of the time that staging takes while groups run, doses apart"""
+MAX_REQUESTS = 1024
+"""about one refresh that wait for their answer"""
+REMEMBERED = 64
+"""pushes that have ended and still get their answer again"""
+
+log = logger("rollout.service.loop")
+
+
+class Push:
+    """One refresh. Open while it has a staging; then it was applied, or it has an error."""
+
+    def __init__(self, begin: m.Begin, session: Session, staging: StagingLike, payload: Payload, now: float) -> None:
+        self.id = begin.push_id
+        self.kv = begin.kv
+        self.session = session
+        self.staging = staging
+        self.payload = payload
+        self.heard = now
+        self.open = True
+        self.applied: Refreshed | None = None
+        self.error: RolloutError | None = None
+        self.chunks: deque[tuple[int, int]] = deque()
+        """(end in the payload, request) of those that are not staged yet"""
+        self.commits: list[int] = []
+        """requests"""
+
+    def reply(self, message: msgspec.Struct) -> None:
+        self.session.reply(pack(message))
+
+    def refuse(self, request_id: int, error: RolloutError) -> None:
+        self.reply(m.Refused(error.kind, error.message, None, request_id))
+
+    @property
+    def ready(self) -> bool:
+        """There is something to do for `work`."""
+        if self.staging.complete:
+            return bool(self.commits)
+        return self.payload.ready
+
+
+class Pushes:
+    """Written by the service's loop only. `lease_s`: a client that says nothing about its push for so long has given it up."""
+
+    def __init__(self, engine: EngineLike, lease_s: float) -> None:
+        self._engine = engine
+        self._lease_s = lease_s
+        self._open: Push | None = None
+        self._segment = SegmentView()
+        self._ended: OrderedDict[str, Push] = OrderedDict()
+        self._reads = LiveReads(engine)
+        self._credit = DOSE_S
+        self._credited = time.perf_counter()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._reads) or (self._open is not None and self._open.ready)
+
+    @property
+    def unannounced(self) -> bool:
+        """Bytes may come of which no message tells."""
+        return self._open is not None and self._open.payload.unannounced and not self._open.staging.complete
+
+    @property
+    def window_bytes(self) -> int:
+        """That the owner of a refresh may send ahead."""
+        return WINDOW_BYTES if self._open is not None and isinstance(self._open.payload, InlinePayload) else 0
+
+    @property
+    def owner(self) -> str | None:
+        """Whose refresh is being staged."""
+        return None if self._open is None else _owner(self._open.session)
+
+    def take(self, session: Session, message: m.Push, now: float) -> None:
+        """Serve a request; what takes time is answered by `work`. Raises the typed error that goes back for it."""
+        push = self._find(session, message.push_id)
+        if push is None:
+            if isinstance(message, m.Begin):
+                self._begin(session, message, now)
+            elif isinstance(message, m.Abandon):
+                session.reply(pack(m.Done(message.request_id)))
+            else:
+                raise WeightsRefused("no such refresh: its lease ran out, or the service has forgotten it")
+            return
+        push.heard = now
+        if push.error is not None and not isinstance(message, m.Abandon):
+            raise type(push.error)(push.error.message)
+        match message:
+            case m.Begin():
+                push.reply(self._lease(push, message.request_id))
+            case m.Chunk():
+                self._chunk(push, message)
+            case m.Commit():
+                self._commit(push, message)
+            case m.Abandon():
+                if push.applied is not None:
+                    raise WeightsRefused(f"version {push.applied.version} is live already")
+                if push.open:
+                    self._fail(push, WeightsRefused("the client has abandoned this refresh"))
+                push.reply(m.Done(message.request_id))
+
+    def work(self, now: float, busy: bool) -> None:
+        """A dose of staging or of reading the live weights, the commit if its time has come, and the end of a lease. For the
+        time between two steps."""
+        if self._reads:
+            self._dose(busy, self._reads.work)
+        push = self._open
+        if push is None:
+            return
+        try:
+            self._dose(busy, lambda end: self._stage(push, end))
+            if push.staging.complete and push.commits:
+                push.applied = self._engine.commit(push.staging, push.kv, push.payload.via)
+                log.info("version %d is live, from client %d", push.applied.version, push.session.number)
+                self._close(push)
+                for request_id in push.commits:
+                    push.reply(m.Applied(request_id, push.applied))
+        except Exception as error:
+            self._fail(push, _typed(error))
+        if push.open and not push.commits and not push.chunks and now - push.heard > self._lease_s:
+            self._fail(push, WeightsRefused(f"its lease ran out: nothing was heard of it for {self._lease_s} s"))
+
+    def forget(self, session: Session) -> None:
+        """The session ends, and with it its push."""
+        if self._open is not None and self._open.session is session:
+            self._fail(self._open, WeightsRefused("its client is gone"))
+        if self._open is None:
+            self._segment.close()  # the memory may have been this client's, and lives as long as it is mapped
+        self._reads.forget(session)
+        self._ended = OrderedDict((id, push) for id, push in self._ended.items() if push.session is not session)
+
+    def ask_status(self, session: Session, request: m.WeightsRequest) -> None:
+        """Tell what is live, what is staged and whose it is. `verify`: with the digest of the live bytes as they lie there,
+        which comes later, in doses. Raises Busy."""
+
+        def reply(**live_digest: str) -> None:
+            status = {
+                "version": self._engine.version,
+                "digest": self._engine.weights.digest,
+                **live_digest,
+                "staged": self._staged(),
+            }
+            session.reply(pack(m.StatusReply(request.request_id, to_json(status))))
+
+        if request.verify:
+            self._reads.ask(session, request.request_id, lambda digest: reply(live_digest=digest))
+        else:
+            reply()
+
+    def _staged(self) -> dict[str, Any] | None:
+        push = self._open
+        if push is None:
+            return None
+        return {
+            "version": push.staging.version,
+            "owner": _owner(push.session),
+            "via": push.payload.via,
+            "received": push.staging.received,
+            "total": push.staging.total,
+        }
+
+    # requests
+
+    def _find(self, session: Session, push_id: str) -> Push | None:
+        push = self._open if self._open is not None and self._open.id == push_id else self._ended.get(push_id)
+        return push if push is not None and push.session is session else None
+
+    def _begin(self, session: Session, begin: m.Begin, now: float) -> None:
+        if self._open is not None:
+            owner = self._open
+            raise Busy(f"{_owner(owner.session)} is staging version {owner.staging.version}; try again when it is done")
+        manifest = unpack_manifest(begin.manifest, 2 * self._engine.weights.names + 64)
+        try:
+            staging = self._engine.stage(manifest, version=begin.version, partial=begin.partial)
+        except Exception as error:
+            raise _typed(error) from None
+        try:
+            payload = open_payload(begin.offer, manifest, staging.total, self._segment, self._engine.model.device)
+        except BaseException:
+            staging.close()
+            raise
+        push = self._open = Push(begin, session, staging, payload, now)
+        push.reply(self._lease(push, begin.request_id))
+
+    def _lease(self, push: Push, request_id: int) -> m.Lease:
+        return m.Lease(request_id, push.staging.version, self._lease_s, WINDOW_BYTES)
+
+    def _chunk(self, push: Push, chunk: m.Chunk) -> None:
+        if not isinstance(push.payload, InlinePayload):
+            raise WeightsRefused(f"a chunk in a refresh via {push.payload.via}")
+        end = push.payload.put(chunk.offset, chunk.data)
+        if end <= push.staging.received:
+            push.reply(m.Staged(chunk.request_id))
+        else:
+            push.chunks.append((end, chunk.request_id))
+
+    def _commit(self, push: Push, commit: m.Commit) -> None:
+        if commit.digest != push.staging.manifest_digest:
+            raise WeightsRefused("the commit is about another manifest than the begin")
+        if push.applied is not None:
+            push.reply(m.Applied(commit.request_id, push.applied))
+            return
+        if isinstance(push.payload, InlinePayload) and push.payload.came < push.staging.total:
+            raise WeightsRefused(f"commit after {push.payload.came} of {push.staging.total} bytes")
+        if commit.request_id in push.commits:
+            return
+        if len(push.commits) >= MAX_REQUESTS:
+            raise Busy(f"{len(push.commits)} commits of this refresh wait for their answer")
+        push.commits.append(commit.request_id)
+
+    # work
+
+    def _dose(self, busy: bool, work: Callable[[float], None]) -> None:
+        """Do work until the time (of time.perf_counter) that it is given. Groups that run pay for it with SHARE of their time,
+        saved up to DOSE_S."""
+        started = time.perf_counter()
+        self._credit = min(DOSE_S, self._credit + SHARE * (started - self._credited))
+        self._credited = started
+        if busy and self._credit <= 0:
+            return
+        work(started + (self._credit if busy else DOSE_S))
+        self._credit -= time.perf_counter() - started
+
+    def _stage(self, push: Push, end: float) -> None:
+        staging = push.staging
+        while not staging.complete and staging.take(push.payload.read):
+            while push.chunks and push.chunks[0][0] <= staging.received:
+                push.reply(m.Staged(push.chunks.popleft()[1]))
+            if time.perf_counter() >= end:
+                break
+
+    def _fail(self, push: Push, error: RolloutError) -> None:
+        """The push is over, with this error for everybody who waits or asks."""
+        log.warning("refresh to version %d from client %d failed: %s", push.staging.version, push.session.number, error)
+        push.error = error
+        self._close(push)
+        for request_id in [*(request_id for _, request_id in push.chunks), *push.commits]:
+            push.refuse(request_id, error)
+
+    def _close(self, push: Push) -> None:
+        assert push.open
+        push.open = False
+        push.staging.close()
+        push.payload.close()
+        if self._open is push:
+            self._open = None
+        self._ended[push.id] = push
+        while len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+
+
+def _typed(error: Exception) -> RolloutError:
+    """InvalidWeights is a ValueError; anything else is the engine's or the machine's fault, and has been undone."""
+    if isinstance(error, RolloutError):
+        return error
+    if isinstance(error, ValueError):
+        return WeightsRefused(str(error))
+    log.exception("a refresh failed")
+    return GroupFailed(f"the service failed on this refresh: {type(error).__name__}: {error}")
+
+
+def _owner(session: Session) -> str:
+    return f"client {session.number} ({session.name})" if session.name else f"client {session.number}"

@@ -1,0 +1,152 @@
+"""The groups that the engine holds, and whose they are.
+
+    submit -> engine -> sample ends -> session          abort, drop -> ending -> engine.abort, in its turn
+
+Ending a thousand samples takes time, and one turn of the loop has little of it: what is to end waits here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter
+
+import msgspec
+
+from engine.types import Group, Limits, Sample
+from rollout.logs import logger
+from rollout.metrics.tracker import Tracker
+from rollout.service.admission import check_group, check_room
+from rollout.service.engine_api import EngineLike
+from rollout.service.session import Held, Session, without_tokens
+from transport import messages as m
+from transport.errors import GroupFailed, IdConflict, InvalidRequest, StaleWeights
+from transport.frames import pack
+
+log = logger("rollout.service.loop")
+
+
+class Running:
+    """Written by the service's loop only. True while the engine holds a group of somebody's."""
+
+    def __init__(self, engine: EngineLike, tracker: Tracker, limits: Limits, max_outbox_bytes: int) -> None:
+        self._engine = engine
+        self._tracker = tracker
+        self._limits = limits
+        self._max_outbox_bytes = max_outbox_bytes
+        self._groups: dict[str, tuple[Session, Held]] = {}
+        """by the engine's name"""
+        self._ending: dict[str, None] = {}
+        """engine's names of groups that are to end, in the order in which that was asked for"""
+        self._made = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    @property
+    def ending(self) -> bool:
+        """Some groups are to end and have not yet."""
+        return bool(self._ending)
+
+    def submit(self, session: Session, submit: m.Submit) -> None:
+        """Raises the typed error that goes back to the client."""
+        group_id, engine = submit.group_id, self._engine
+        check_group(submit, self._limits, engine.vocab_size, engine.context)
+        if engine.version < submit.require_version:
+            raise StaleWeights(f"the weights are version {engine.version}, {submit.require_version} is required", group_id)
+        digest, held = m.digest(submit), session.groups.get(group_id)
+        if held is not None:
+            if held.digest != digest:
+                raise IdConflict("this id is live with another prompt or other sampling; use a new id", group_id)
+            return
+        check_room(session, submit, self._limits, self._max_outbox_bytes)
+        self._made += 1
+        group = Group(f"{session.number}.{self._made}", submit.prompt, submit.sampling)
+        try:
+            engine.submit(group, client=str(session.number))
+        except ValueError as error:
+            raise InvalidRequest(str(error), group_id) from None
+        except Exception as error:
+            log.exception("engine.submit failed")
+            raise GroupFailed(f"the engine failed on this group: {told(error)}", group_id) from None
+        held = Held(group_id, group.id, digest, group.sampling.n)
+        session.hold(held)
+        self._groups[group.id] = (session, held)
+        self._tracker.begin(group)
+
+    def deliver(self, samples: Iterable[Sample], sessions: Iterable[Session]) -> None:
+        """What a step has ended goes to its sessions. Groups of those that do not read are to end."""
+        for sample in samples:
+            self._deliver(sample)
+        for session in sessions:
+            if session.unacked_bytes > self._max_outbox_bytes:
+                for held in session.groups.values():
+                    self._end(held)
+
+    def abort(self, session: Session, group_id: str) -> None:
+        """End the group, if there is such; the client gets its samples."""
+        held = session.groups.get(group_id)
+        if held is not None:
+            self._end(held)
+
+    def abort_all(self, sessions: Iterable[Session]) -> None:
+        for session in sessions:
+            for held in session.groups.values():
+                self._end(held)
+
+    def drop(self, session: Session, held: Held) -> None:
+        """Nobody wants this group any more: it ends, and its samples are thrown away."""
+        if self._groups.pop(held.engine_id, None):
+            self._ending[held.engine_id] = None
+            self._tracker.forget(held.engine_id)
+        session.drop(held.group_id)
+
+    def end_some(self, seconds: float | None) -> None:
+        """End groups for so long, one at least if there is one; None: all that are to end."""
+        until = None if seconds is None else perf_counter() + seconds
+        while self._ending:
+            engine_id = next(iter(self._ending))
+            try:
+                for sample in self._engine.abort(engine_id):
+                    self._deliver(sample)
+            finally:
+                del self._ending[engine_id]
+            if until is not None and perf_counter() >= until:
+                return
+
+    def fail_all(self, reason: str) -> None:
+        """Every group ends as "error", with what the engine still has of it."""
+        for session, held in list(self._groups.values()):
+            try:
+                ended = self._engine.abort(held.engine_id)
+            except Exception:
+                log.exception("engine.abort failed")
+                ended = []
+            for sample in ended:
+                self._deliver(msgspec.structs.replace(sample, finish_reason="error", error=reason))
+            if held.running:  # the engine has lost children of it
+                del self._groups[held.engine_id]
+                self._tracker.forget(held.engine_id)
+                session.drop(held.group_id)
+                session.reply(pack(m.Refused(GroupFailed.kind, reason, held.group_id)))
+
+    def _end(self, held: Held) -> None:
+        if held.running:
+            self._ending[held.engine_id] = None
+
+    def _deliver(self, sample: Sample) -> None:
+        if sample.group_id not in self._groups:
+            if sample.group_id not in self._ending:
+                log.error("the engine ended a sample of group %s, which nobody waits for", sample.group_id)
+            return
+        session, held = self._groups[sample.group_id]
+        self._tracker.observe(sample, self._engine.version)
+        sample = msgspec.structs.replace(sample, group_id=held.group_id)
+        if session.unacked_bytes > self._max_outbox_bytes:
+            sample = without_tokens(sample, f"over {self._max_outbox_bytes} bytes of samples wait for this client to read them")
+        session.deliver(held, sample)
+        if not held.running:
+            del self._groups[held.engine_id]
+
+
+def told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

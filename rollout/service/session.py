@@ -1,0 +1,213 @@
+"""What the service keeps of one client: its groups, and what it has not taken yet.
+
+    Submit -> Held (in the engine) -> sample ends -> unacked + queue -> sent -> Ack -> forgotten
+
+A session outlives its connection: after a reconnect everything unacked is queued again, so a broken link loses nothing. No
+sockets and no clock in here; `rollout.service.loop` moves the messages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from engine.types import Sample
+from rollout.logs import logger
+from transport.errors import Busy
+from transport.frames import Frame, frame_bytes, pack
+from transport.messages import SampleDone
+
+log = logger("rollout.service.loop")
+
+MAX_REPLY_BYTES = 1 << 24
+"""of replies (refusals, status, heartbeats) that may wait for a client that does not read"""
+
+
+@dataclass(slots=True)
+class Held:
+    """A group that the service has taken and the client has not wholly acked."""
+
+    group_id: str
+    engine_id: str
+    """the engine's name for it, unique over all sessions"""
+    digest: bytes
+    n: int
+    ended: int = 0
+    acked: int = 0
+    unacked: dict[int, list[Frame]] = field(default_factory=dict)
+    """frames of the ended children, by index, until the client has them"""
+
+    @property
+    def running(self) -> bool:
+        return self.ended < self.n
+
+
+class Session:
+    """One client. `peer` is its connection at the moment, None while it has none."""
+
+    def __init__(self, id: str, name: str, number: int) -> None:
+        self.id = id
+        self.name = name
+        self.number = number
+        self.peer: bytes | None = None
+        self.greeted: tuple[bytes, int] | None = None
+        """connection and number of the last Hello"""
+        self.heard = 0.0
+        self.told = 0.0
+        self.paced = False
+        """it waits to be told what was taken"""
+        self.taken_bytes = self.told_bytes = 0
+        """of messages taken from this connection since Welcome, and how much of that the client was told"""
+        self.groups: dict[str, Held] = {}
+        self.samples = 0
+        """sum of n over `groups`"""
+        self.unacked_bytes = 0
+        self._queue: deque[tuple[tuple[Held, int] | None, list[Frame]]] = deque()
+        self._reply_bytes = 0
+
+    @property
+    def running(self) -> int:
+        """Children that have not ended."""
+        return sum(held.n - held.ended for held in self.groups.values())
+
+    @property
+    def pending(self) -> bool:
+        """Something waits to be sent, and there is a connection to send it on."""
+        return bool(self._queue) and self.peer is not None
+
+    @property
+    def flooded(self) -> bool:
+        """It asks without reading the answers."""
+        return self._reply_bytes > MAX_REPLY_BYTES
+
+    def status(self, clock: float) -> dict[str, object]:
+        """For people and dashboards; `clock` is the service's."""
+        return {
+            "name": self.name,
+            "number": self.number,
+            "connected": self.peer is not None,
+            "groups": len(self.groups),
+            "running_samples": self.running,
+            "unacked_bytes": self.unacked_bytes,
+            "silent_s": round(clock - self.heard, 3),
+        }
+
+    def hold(self, held: Held) -> None:
+        self.groups[held.group_id] = held
+        self.samples += held.n
+
+    def drop(self, group_id: str) -> None:
+        """Forget a group and its samples."""
+        held = self.groups.pop(group_id)
+        self.samples -= held.n
+        self.unacked_bytes -= sum(map(frame_bytes, held.unacked.values()))
+        held.unacked.clear()
+
+    def reply(self, frames: list[Frame]) -> None:
+        """Queue a message that is not repeated after a reconnect: the client asks again."""
+        self._queue.append((None, frames))
+        self._reply_bytes += frame_bytes(frames)
+
+    def deliver(self, held: Held, sample: Sample) -> None:
+        """Queue a sample of `held`; it is kept until acked."""
+        frames = pack(SampleDone(sample))
+        held.ended += 1
+        held.unacked[sample.index] = frames
+        self._queue.append(((held, sample.index), frames))
+        self.unacked_bytes += frame_bytes(frames)
+
+    def ack(self, samples: Iterable[tuple[str, int]]) -> None:
+        """Forget samples that have arrived, and a group with its last one. Acks of anything else are old: nothing to do."""
+        for group_id, index in samples:
+            held = self.groups.get(group_id)
+            frames = held.unacked.pop(index, None) if held else None
+            if held is None or frames is None:
+                continue
+            self.unacked_bytes -= frame_bytes(frames)
+            held.acked += 1
+            if held.acked == held.n:
+                self.drop(group_id)
+
+    def attach(self, peer: bytes, welcome: list[Frame]) -> None:
+        """A (new) connection: the Welcome goes first, then whatever it has not acked is sent again."""
+        self.peer = peer
+        self.taken_bytes = self.told_bytes = 0
+        self._queue = deque([(None, welcome)])
+        self._reply_bytes = frame_bytes(welcome)
+        for held in self.groups.values():
+            self._queue.extend(((held, index), frames) for index, frames in held.unacked.items())
+
+    def flush(self, send: Callable[[bytes, list[Frame]], bool]) -> None:
+        """Send what the connection takes now."""
+        while self._queue and self.peer is not None:
+            key, frames = self._queue[0]
+            wanted = key is None or key[1] in key[0].unacked
+            if wanted and not send(self.peer, frames):
+                return
+            self._queue.popleft()
+            if key is None:
+                self._reply_bytes -= frame_bytes(frames)
+
+
+class Sessions:
+    """All clients, by session id and by connection."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._by_id: dict[str, Session] = {}
+        self._by_peer: dict[bytes, Session] = {}
+        self._made = 0
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._by_id.values())
+
+    def at(self, peer: bytes) -> Session | None:
+        return self._by_peer.get(peer)
+
+    def open(self, id: str, name: str) -> Session:
+        """The session of this id, a new one if there is none. Raises Busy."""
+        if id not in self._by_id:
+            if len(self._by_id) >= self._most:
+                raise Busy(f"{len(self._by_id)} clients are connected, the most allowed (Limits.max_clients)")
+            self._made += 1
+            self._by_id[id] = Session(id, name, self._made)
+            log.info("client %d (%s) connected", self._made, name)
+        return self._by_id[id]
+
+    def connect(self, session: Session, peer: bytes, hello: int, welcome: list[Frame]) -> None:
+        """`peer` is the session's connection from now on, and nobody else's. `hello`: number of the Hello that says so. One
+        that is repeated, because its answer was slow, changes nothing: what was sent on this connection arrives, and a sample
+        that came twice might be taken for one of a new group of the same id."""
+        if session.peer == peer and session.greeted == (peer, hello):
+            session.reply(welcome)
+            return
+        session.greeted = peer, hello
+        previous = self._by_peer.get(peer)
+        if previous is not None:
+            previous.peer = None
+        if session.peer is not None:
+            del self._by_peer[session.peer]
+        self._by_peer[peer] = session
+        session.attach(peer, welcome)
+
+    def close(self, session: Session) -> None:
+        del self._by_id[session.id]
+        if session.peer is not None:
+            del self._by_peer[session.peer]
+
+
+def without_tokens(sample: Sample, reason: str) -> Sample:
+    """What is delivered in place of a sample that there is no room to keep."""
+    return msgspec.structs.replace(
+        sample,
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        raw_logprobs=None,
+        weight_versions=[],
+        finish_reason="error",
+        error=reason,
+    )
