@@ -42,7 +42,7 @@ def forbidden(source: str, module: str) -> set[str]:
     allowed = (room, *MAY_IMPORT[room])
 
     def fine(name: str) -> bool:
-        # `from engine import request` gives "engine" as well: the longer name decides
+        # `from engine import types` gives "engine" as well: the longer name decides
         inside = any(name == prefix or name.startswith(prefix + ".") for prefix in allowed)
         return inside or any(prefix.startswith(name + ".") for prefix in allowed)
 
@@ -63,16 +63,45 @@ def test_imports_point_down() -> None:
     assert not wrong
 
 
+def arrows(package: str) -> set[tuple[str, str]]:
+    """(importer, imported) among the rooms of a package: its folders, and the files beside them."""
+    found = set()
+    for path in (ROOT / package).rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for name in imported(path.read_text(), module):
+            if name.startswith(f"{package}."):
+                found.add((f"{module}.".split(".")[1] or package, name.split(".")[1]))
+    rooms = {path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    return {(one, other) for one, other in found if one != other and other in rooms}
+
+
+def test_rooms_of_the_service_and_client_form_no_circle() -> None:
+    """What a trainer holds and what serves it never meet; nothing imports what imports it."""
+    for package in ("rollout", "transport"):
+        found = arrows(package)
+        print(f"{package}: {len({room for arrow in found for room in arrow})} rooms, {len(found)} arrows")
+        while leaves := {one for one, _ in found} | {other for _, other in found}:
+            free = {room for room in leaves if not any(one == room for one, _ in found)}
+            assert free, f"a circle among {sorted(leaves)}"
+            found = {(one, other) for one, other in found if other not in free}
+    assert not {("client", "service"), ("service", "client")} & arrows("rollout")
+
+
+def test_no_module_reaches_another_room_by_its_path() -> None:
+    for path in modules():
+        assert "parents[" not in path.read_text(), f"{path}: resources lie beside the module that reads them"
+
+
 @pytest.mark.parametrize(
     ("source", "module", "seen"),
     [
         ("import rollout.client", "engine.engine", {"rollout.client"}),
         ("def f():\n    from transport import frames", "engine.kv.pages", {"transport", "transport.frames"}),
         ("from engine.engine import Engine", "transport.frames", {"engine.engine", "engine.engine.Engine"}),
-        ("from engine.request import Group", "transport.frames", set()),
-        ("from engine import request", "transport.frames", set()),
-        ("from engine import kv", "transport.frames", {"engine.kv.pages"}),
-        ("from ..engine import kv", "transport.frames", {"engine.kv.pages"}),
+        ("from engine.types import Group", "transport.frames", set()),
+        ("from engine import types", "transport.frames", set()),
+        ("from engine import kv", "transport.frames", {"engine.kv"}),
+        ("from ..engine import kv", "transport.frames", {"engine.kv"}),
         ("from engine.engine import Engine", "rollout.service.loop", set()),
     ],
 )
@@ -98,7 +127,7 @@ def test_the_client_is_slim() -> None:
 
 
 def test_torch_would_be_noticed() -> None:
-    assert "torch" in run_python("import engine.kv, sys; print(*sorted(sys.modules))").split()
+    assert "torch" in run_python("import engine.kv.pages, sys; print(*sorted(sys.modules))").split()
 
 
 def test_exported_names() -> None:
@@ -151,10 +180,10 @@ def test_files_that_the_documents_name_exist() -> None:
             assert (ROOT / path).exists(), f"{document.name} names {path}"
 
 
-def test_every_module_of_the_engine_has_its_place_in_the_reading_order() -> None:
-    table = re.findall(r"`([\w/]+(?:\.py|/))`", (ROOT / "docs/architecture.md").read_text())
+def test_every_folder_and_file_of_the_engine_is_in_the_map() -> None:
+    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", (ROOT / "docs/architecture.md").read_text()))
     here = {path.name + ("/" if path.is_dir() else "") for path in (ROOT / "engine").iterdir() if path.name[0] not in "_."}
-    assert here <= set(table)
+    assert here <= named
 
 
 def test_functions_stay_readable() -> None:
