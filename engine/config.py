@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+IsaName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torch"]
+
 
 class WeightOffload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keep some decoder layers in host memory and copy each to the device ahead of its turn; the numbers are the same. Any of
@@ -42,7 +44,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """groups without a seed of their own draw theirs from this one"""
     threads: int | None = None
     """CPU threads of torch and of the attention kernel; None = torch's choice"""
-    isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torch"] = "auto"
+    isa: IsaName = "auto"
     """instruction set of the CPU kernels; auto = the best that this CPU has and a library can be had for, torch = none of them
     (docs/decisions/arithmetic.md). `rollout status` says which one runs, and why not a better one"""
     attention: Literal["auto", "reference", "native", "triton"] = "auto"

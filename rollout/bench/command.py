@@ -12,7 +12,7 @@ import msgspec
 import torch
 from rich.console import Console
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, IsaName
 from rollout import models
 from rollout.bench import cuda_static, fidelity, host, products, refresh, sharing
 from rollout.bench import plot as drawing
@@ -41,6 +41,7 @@ def run(
     json_file: str | None,
     dtype: Literal["bfloat16", "float32"],
     threads: int | None,
+    isa: IsaName = "auto",
     device: str = "cpu",
     compare: bool = True,
     unshared: bool = False,
@@ -76,7 +77,7 @@ def run(
             return 0  # those without a model
         folder = models.resolve(model)
         text = PromptText(models.load_tokenizer(folder))
-        base = EngineConfig(dtype=dtype, threads=threads, device=device)
+        base = EngineConfig(dtype=dtype, threads=threads, isa=isa, device=device)
         measure_special(names, text, folder, base, open_target, scale, repeat, sink, console)
         for name in [name for name in names if name not in SPECIAL]:
             workload = find(name).scaled(scale, EngineConfig().block_size)

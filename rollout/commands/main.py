@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 import tyro
 
-from engine.config import WeightOffload
+from engine.config import IsaName, WeightOffload
 from engine.types import Sampling
 from rollout import config as configuration
 from rollout.config import DEFAULT_ENDPOINT, Config, InputError, TrackingConfig
@@ -115,6 +115,8 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     """file that gets one JSON object a run and one a workload; - is standard output"""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     threads: int | None = None
+    isa: Annotated[IsaName, tyro.conf.arg(name="engine.isa")] = "auto"
+    """instruction set of the service, as in `rollout serve`"""
     device: str = "cpu"
     """of workloads and `sharing`; cuda needs a GPU"""
     compare: bool = True
@@ -251,6 +253,7 @@ def bench(argv: list[str]) -> int:
             json_file=args.json,
             dtype=args.dtype,
             threads=args.threads,
+            isa=args.isa,
             device=args.device,
             compare=args.compare,
             unshared=args.unshared,

@@ -171,7 +171,7 @@ class Full(Captured):
     """graphs that find memory"""
 
 
-@pytest.mark.parametrize("room", [0, 1])
+@pytest.mark.parametrize("room", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_without_memory_for_a_graph_smaller_steps_keep_theirs(room: int) -> None:
     """A pool of memory whose only graph has failed is not used again."""
     eager, _ = small_engine(None)

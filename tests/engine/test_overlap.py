@@ -293,7 +293,7 @@ def test_seconds_are_those_of_the_step_that_was_read(monkeypatch: pytest.MonkeyP
             return Draws(draws.tokens, read)
 
     Slow(monkeypatch)
-    for module in (engine.engine, engine.flight):
+    for module in (engine.engine, engine.in_flight):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=perf_counter))
     e = overlapped()
     run(e, [group("g", range(1, 20), n=4, max_tokens=5, ignore_eos=True)])

