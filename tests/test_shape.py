@@ -186,6 +186,13 @@ def test_every_folder_and_file_of_the_engine_is_in_the_map() -> None:
     assert here <= named
 
 
+def test_tests_share_only_what_is_in_support() -> None:
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        others = {name for name in imported(path.read_text(), module) if re.match(r"tests\.(?!support)", name)}
+        assert not others, f"{path.name} imports {others}: what tests share lies in tests/support"
+
+
 def test_functions_stay_readable() -> None:
     long = set()
     for path in modules():

@@ -16,10 +16,10 @@ from engine.scheduling.plan import Plan
 from engine.scheduling.running import RunningTable, sampling_of
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
-from tests.engine.plans import rows as rows_of
-from tests.engine.plans import sent
-from tests.engine.toy import engine as toy_engine
-from tests.engine.toy import group, run
+from tests.support.plans import rows as rows_of
+from tests.support.plans import sent
+from tests.support.toy import engine as toy_engine
+from tests.support.toy import group, run
 
 SAMPLINGS: list[dict[str, Any]] = [
     {},

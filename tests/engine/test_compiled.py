@@ -13,8 +13,8 @@ from engine.forward.compiled import compile_layers
 from engine.forward.model import Model
 from engine.types import Sample
 from engine.weights.offload import Streamed
-from tests.engine.tiny import tiny, tiny_engine
-from tests.engine.toy import group, run
+from tests.support.tiny import tiny, tiny_engine
+from tests.support.toy import group, run
 
 OPTIONS = {"block_size": 8, "kv_tokens": 4096, "max_num_seqs": 64, "max_batch_tokens": 128, "cpu_offload_gib": 0}
 

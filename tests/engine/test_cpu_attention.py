@@ -20,7 +20,7 @@ from engine.cpu.isa import EMULATED, here, isa_of
 from engine.cpu.isa import best as best_isa
 from engine.devices import Capacity, choose_backend
 from engine.forward.reference import ReferenceAttention
-from tests.engine.paged import (
+from tests.support.paged import (
     BF16,
     FP32,
     Row,

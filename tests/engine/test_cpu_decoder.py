@@ -14,8 +14,8 @@ from engine.cpu.decoder import Echo, NativeDecoder
 from engine.cpu.isa import here
 from engine.cpu.products import plain_products
 from engine.forward.model import Model
-from tests.engine.tiny import tiny, tiny_engine
-from tests.engine.toy import group, run
+from tests.support.tiny import tiny, tiny_engine
+from tests.support.toy import group, run
 
 SIZES = {"hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
 SIZES |= {"vocab_size": 208}

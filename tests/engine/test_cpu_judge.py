@@ -13,9 +13,9 @@ from engine.cpu.kernels import choose
 from engine.cpu.products import ExactLinear, products_of
 from engine.cpu.torch_decoder import TorchDecoder
 from engine.forward.model import Model
-from tests.engine.test_equivalence import ROOMY, assert_same, groups
-from tests.engine.tiny import tiny, tiny_engine
-from tests.engine.toy import run
+from tests.support.equivalence import ROOMY, assert_same, groups
+from tests.support.tiny import tiny, tiny_engine
+from tests.support.toy import run
 
 BEST = choose().isa
 native = pytest.mark.skipif(BEST == "torch", reason="no native kernels on this machine")

@@ -18,8 +18,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.memory import VERSIONS, free_memory
 from engine.types import Group, Limits, Sampling
-from tests.engine.tiny import tiny_engine
-from tests.engine.toy import VOCAB, ToyModel, engine, expected, group, run
+from tests.support.tiny import tiny_engine
+from tests.support.toy import VOCAB, ToyModel, engine, expected, group, run
 
 
 def test_samples_are_what_they_must_be() -> None:

@@ -5,51 +5,14 @@ The canonical run is a roomy pool with everything at once. The negative control 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from engine.cpu.isa import best, here, isa_of
-from engine.types import Group, Sample
-from tests.engine.tiny import tiny_engine
-from tests.engine.toy import group, run
-
-ROOMY: dict[str, Any] = {"kv_tokens": 16_384}
-CLASSES: dict[str, dict[str, Any]] = {
-    "small chunks": {**ROOMY, "max_batch_tokens": 64},
-    "one at a time": {**ROOMY, "max_num_seqs": 1},
-    "few at a time": {**ROOMY, "max_num_seqs": 5},
-    "soft resets": {"kv_tokens": 320, "prefix_cache": False},
-    "soft resets and prefix cache": {"kv_tokens": 320},
-    "offload": {"kv_tokens": 320, "cpu_offload_gib": 0.01, "mirror_ahead": False},
-    "offload, mirrored ahead": {"kv_tokens": 320, "cpu_offload_gib": 0.01, "mirror_ahead": True},
-    "offload, host memory for little": {"kv_tokens": 320, "cpu_offload_gib": 0.0002},
-    "no prefix cache": {**ROOMY, "prefix_cache": False},
-    "prefix not shared": {**ROOMY, "share_prefix": False},
-    "overlapped": {**ROOMY, "overlap_steps": True},
-    "overlapped, offload": {"kv_tokens": 320, "cpu_offload_gib": 0.01, "overlap_steps": True, "max_batch_tokens": 64},
-}
-
-
-def groups(seed: int = 0) -> list[Group]:
-    r = np.random.default_rng(3)
-    made = [
-        group(f"g{i}", r.integers(3, 199, int(r.integers(1, 60))), n=4, max_tokens=20, seed=seed + i, ignore_eos=True)
-        for i in range(8)
-    ]
-    greedy = {"temperature": 0.0, "n": 2, "max_tokens": 24, "ignore_eos": True}
-    cut = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "max_tokens": 15, "seed": 5}
-    return [*made, group("greedy", r.integers(3, 199, 21), **greedy), group("cut", r.integers(3, 199, 33), n=3, **cut)]
-
-
-def assert_same(one: dict[tuple[str, int], Sample], other: dict[tuple[str, int], Sample]) -> None:
-    assert one.keys() == other.keys()
-    for key, sample in one.items():
-        np.testing.assert_array_equal(sample.token_ids, other[key].token_ids)
-        assert sample.logprobs.tobytes() == other[key].logprobs.tobytes(), "log-probs differ in some bit"
-        assert sample.finish_reason == other[key].finish_reason
-
+from engine.types import Sample
+from tests.support.equivalence import CLASSES, ROOMY, assert_same, groups
+from tests.support.tiny import tiny_engine
+from tests.support.toy import group, run
 
 ARITHMETIC = [{"dtype": dtype, "attention": name} for dtype in ("float32", "bfloat16") for name in ("native", "reference")]
 ARITHMETIC += [{"dtype": dtype, "isa": "torch"} for dtype in ("float32", "bfloat16")]

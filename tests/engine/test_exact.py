@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from engine.cuda import exact  # noqa: E402
 from engine.cuda.exact import NotExact, exact_linear, exact_norm, make_exact  # noqa: E402
-from tests.engine.tiny import tiny  # noqa: E402
+from tests.support.tiny import tiny  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import engine.engine
-from tests.engine import families
-from tests.engine.families import FAMILIES, MLA_MOE, MOE, Outcome, both_in_a_child, build, outcome
+from tests.support import families
+from tests.support.families import FAMILIES, MLA_MOE, MOE, Outcome, both_in_a_child, build, outcome
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LLAMA4 = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "layer_types": ["full_attention"] * 4}

@@ -18,8 +18,8 @@ from engine.cuda.fused import CHECKED_ROWS, FusedDecoder, NotFused  # noqa: E402
 from engine.engine import Engine  # noqa: E402
 from engine.forward.model import Model  # noqa: E402
 from rollout.bench.cuda_count import launches_per_layer  # noqa: E402
-from tests.engine.tiny import plain_logprobs, tiny  # noqa: E402
-from tests.engine.toy import group, run  # noqa: E402
+from tests.support.tiny import plain_logprobs, tiny  # noqa: E402
+from tests.support.toy import group, run  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -15,8 +15,8 @@ from engine.cuda import tiles  # noqa: E402
 from engine.cuda.graphs import DecodeGraphs, Run, sizes  # noqa: E402
 from engine.engine import Engine  # noqa: E402
 from engine.types import Sample  # noqa: E402
-from tests.engine.tiny import plain_logprobs, tiny, tiny_engine  # noqa: E402
-from tests.engine.toy import group, run  # noqa: E402
+from tests.support.tiny import plain_logprobs, tiny, tiny_engine  # noqa: E402
+from tests.support.toy import group, run  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32, "num_hidden_layers": 1}

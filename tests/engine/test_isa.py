@@ -17,9 +17,9 @@ from engine.cpu.isa import ISAS, here, isa_of, lacking
 from engine.cpu.kernels import Kernels, Team, _Draw, choose
 from engine.engine import Engine
 from engine.forward.model import Model
-from tests.engine.tiny import tiny, tiny_engine
-from tests.engine.toy import engine as toy_engine
-from tests.engine.toy import group, run
+from tests.support.tiny import tiny, tiny_engine
+from tests.support.toy import engine as toy_engine
+from tests.support.toy import group, run
 
 BEST = choose()
 needs_kernels = pytest.mark.skipif(BEST.kernels is None, reason=BEST.why)

@@ -15,9 +15,9 @@ from engine.engine import Engine
 from engine.forward.judge import judge
 from engine.forward.model import BrokenModel, Model, UnsupportedModel, load_model
 from engine.kv.pages import KVGeometry, PagedKV
-from tests.engine import families
-from tests.engine.tiny import MODELS, plain_logprobs, tiny, tiny_engine
-from tests.engine.toy import group, run
+from tests.support import families
+from tests.support.tiny import MODELS, plain_logprobs, tiny, tiny_engine
+from tests.support.toy import group, run
 
 
 def prompts(lengths: tuple[int, ...] = (1, 5, 16, 40), n: int = 3, **sampling: object) -> list:

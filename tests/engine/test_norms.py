@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from engine.cuda.norms import fuse_norms
-from tests.engine.tiny import tiny
+from tests.support.tiny import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

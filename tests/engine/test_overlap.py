@@ -22,10 +22,10 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.types import Group, Sample
 from engine.weights.live import Weights, WeightsTorn
-from tests.engine.harness import random_schedule
-from tests.engine.tiny import tiny_engine
-from tests.engine.toy import ToyModel, expected, group, run
-from tests.engine.toy import engine as toy_engine
+from tests.support.harness import random_schedule
+from tests.support.tiny import tiny_engine
+from tests.support.toy import ToyModel, expected, group, run
+from tests.support.toy import engine as toy_engine
 
 ENDLESS = {"max_tokens": 40, "ignore_eos": True}
 

@@ -13,7 +13,7 @@ from engine.engine import Engine
 from engine.kv.block import Moves
 from engine.kv.copies import Copied
 from engine.types import Group, Sampling
-from tests.engine.tiny import tiny_engine
+from tests.support.tiny import tiny_engine
 
 pytestmark = pytest.mark.usefixtures("copies_pay")
 PREFIX, N, BLOCK = 1024, 32, 32

@@ -16,9 +16,9 @@ from engine.forward.batch import Batch
 from engine.forward.sampling import SamplingBatch
 from engine.scheduling.plan import Plan
 from engine.scheduling.scheduler import Scheduler
-from tests.engine.plans import commit, encoded, launch, rows, sent, small_scheduler, step, submit
-from tests.engine.toy import engine as toy_engine
-from tests.engine.toy import group, run
+from tests.support.plans import commit, encoded, launch, rows, sent, small_scheduler, step, submit
+from tests.support.toy import engine as toy_engine
+from tests.support.toy import group, run
 
 
 def test_a_long_prompt_is_prefilled_in_chunks() -> None:

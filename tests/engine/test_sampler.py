@@ -18,6 +18,7 @@ from engine.forward import sampling as sampler
 from engine.forward.sampling import SamplingBatch, uniform
 from engine.scheduling.plan import Drawn
 from engine.types import Sampling
+from tests.support.draws import CUTS, batch
 
 sample = partial(sampler.sample, native=choose().kernels)
 """by the best kernels of this machine"""
@@ -27,22 +28,6 @@ sample = partial(sampler.sample, native=choose().kernels)
 def the_same_logits() -> None:
     """Whichever tests ran before."""
     torch.manual_seed(0)
-
-
-def batch(samplings: list[Sampling], position: int = 0) -> SamplingBatch:
-    """One draw from one row of logits for each; draw i is child i."""
-    n = len(samplings)
-    u = uniform(*(np.array(x, np.uint64) for x in ([s.seed or 0 for s in samplings], range(n), [position] * n)))
-    return SamplingBatch(
-        logits_row=np.arange(n),
-        temperature=np.array([s.temperature for s in samplings], np.float32),
-        top_k=np.array([s.top_k for s in samplings], np.int64),
-        top_p=np.array([s.top_p for s in samplings], np.float32),
-        min_p=np.array([s.min_p for s in samplings], np.float32),
-        uniform=u,
-        forbidden=[],
-        raw=any(s.raw_logprobs for s in samplings),
-    )
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
@@ -301,20 +286,6 @@ def test_native_at_the_ends_of_the_unit_interval(both: Callable[..., tuple[Drawn
     ends = batch([Sampling()] * 2)
     ends.uniform[:] = [0.0, np.nextafter(1.0, 0.0)]
     assert both(logits, ends)[0].tokens.tolist() == [3, 700]
-
-
-CUTS = [
-    Sampling(top_k=1),
-    Sampling(top_k=50),
-    Sampling(top_k=700, temperature=0.7),
-    Sampling(top_p=0.3),
-    Sampling(top_p=0.95),
-    Sampling(top_p=0.9999, temperature=1.4),
-    Sampling(min_p=0.05),
-    Sampling(top_k=30, top_p=0.8, min_p=0.02, temperature=0.8),
-    Sampling(),
-    Sampling(temperature=0.0),
-]
 
 
 @pytest.mark.parametrize("vocabulary", [3, 16, 199, 4096, 16_389])

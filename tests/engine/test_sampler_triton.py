@@ -18,7 +18,7 @@ from engine.forward import sampling as sampler
 from engine.forward.sampling import SamplingBatch  # noqa: E402
 from engine.scheduling.plan import Drawn  # noqa: E402
 from engine.types import Sampling  # noqa: E402
-from tests.engine.test_sampler import CUTS, batch  # noqa: E402
+from tests.support.draws import CUTS, batch  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCABULARY = 300

@@ -19,7 +19,7 @@ from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
-from tests.engine.harness import Harness, random_schedule, tight_schedule
+from tests.support.harness import Harness, random_schedule, tight_schedule
 
 
 def over_seeds(schedule: Callable[[int], Any], first: int, count: int) -> None:

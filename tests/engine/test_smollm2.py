@@ -14,8 +14,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.forward.model import Model, load_model
 from engine.types import Group, Sampling
-from tests.engine.tiny import plain_logprobs
-from tests.engine.toy import run
+from tests.support.tiny import plain_logprobs
+from tests.support.toy import run
 
 QUESTIONS = (
     "What is the capital of France?",

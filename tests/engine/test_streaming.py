@@ -20,11 +20,11 @@ from engine.types import Sample
 from engine.weights import offload as streaming
 from engine.weights.live import Weights, WeightsTorn
 from engine.weights.offload import Ring, Streamed
-from tests.engine.test_lanes import FakeCuda, FakeEvent, FakeStream
-from tests.engine.test_sleep import groups, run_with_naps
-from tests.engine.test_weights import PLACES, fail_commit
-from tests.engine.tiny import tiny, tiny_engine
-from tests.engine.toy import group, run
+from tests.support.broken_commit import PLACES, fail_commit
+from tests.support.fake_cuda import FakeCuda, FakeEvent, FakeStream
+from tests.support.naps import groups, run_with_naps
+from tests.support.tiny import tiny, tiny_engine
+from tests.support.toy import group, run
 
 CPU = torch.device("cpu")
 LAYERS = 7

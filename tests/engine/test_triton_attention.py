@@ -19,8 +19,8 @@ from engine.cuda import tiles  # noqa: E402
 from engine.cuda.attention import Capacity, TritonAttention, TritonUnavailable  # noqa: E402
 from engine.cuda.launches import Limits  # noqa: E402
 from engine.devices import choose_backend
-from tests.engine import production  # noqa: E402
-from tests.engine.paged import (  # noqa: E402
+from tests.support import production  # noqa: E402
+from tests.support.paged import (  # noqa: E402
     FP32,
     Row,
     Shape,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,10 @@ from engine.types import Group, Sample, Sampling, TensorInfo
 from engine.weights import staging
 from engine.weights.live import Weights, WeightsTorn
 from engine.weights.staging import InvalidWeights, Staging, describe, persistent_buffers, source_of, with_digest
-from tests.engine.tiny import plain_logprobs, tiny, tiny_engine
-from tests.engine.toy import group, run
-from tests.engine.watermark import MIXED, check_marks, token_of, watermark_engine, weights_of
+from tests.support.broken_commit import PLACES, Failing, fail_commit
+from tests.support.tiny import plain_logprobs, tiny, tiny_engine
+from tests.support.toy import group, run
+from tests.support.watermark import MIXED, check_marks, token_of, watermark_engine, weights_of
 
 Pushed = dict[str, torch.Tensor]
 
@@ -347,49 +347,6 @@ def test_a_source_that_fails_fails_the_staging() -> None:
 
 
 # ── commit and undo ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Failing:
-    """A slice whose `fail_at`-th writing stops in the middle."""
-
-    def __init__(self, array: np.ndarray, fail_at: int) -> None:
-        self.array, self.writes, self.fail_at = array, 0, fail_at
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        return self.array
-
-    def __setitem__(self, at: Any, value: Any) -> None:
-        self.writes += 1
-        if self.writes == self.fail_at:
-            half = len(self.array) // 2
-            self.array[:half] = np.asarray(value)[:half]
-            raise MemoryError("injected")
-        self.array[at] = value
-
-
-def fail_commit(monkeypatch: pytest.MonkeyPatch, k: int, where: str) -> None:
-    """The next commit fails at slice k of the model."""
-    slices, count = Weights._slices, iter(range(10_000))
-
-    def failing(self: Weights, name: str) -> Iterator[Any]:
-        for live, kept, scratch in slices(self, name):
-            if next(count) != k:
-                yield live, kept, scratch
-                continue
-            if where == "before":
-                raise MemoryError("injected")
-            yield (
-                Failing(live, 1 if where == "writing" else 0),
-                Failing(kept, 1 if where == "keeping" else 0),
-                Failing(scratch, 1 if where == "saving" else 0),
-            )
-            if where == "after":
-                raise MemoryError("injected")
-
-    monkeypatch.setattr(Weights, "_slices", failing)
-
-
-PLACES = ["before", "saving", "writing", "keeping", "after"]
 
 
 @pytest.mark.parametrize("where", PLACES)

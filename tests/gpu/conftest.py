@@ -11,7 +11,7 @@ import torch
 
 from engine.cuda import tiles
 from rollout.bench.by_hand import release
-from tests.gpu.on_device import DEVICE
+from tests.support.on_device import DEVICE
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -8,9 +8,9 @@ import torch
 from engine.kv.block import Moves
 from engine.kv.copies import Beside, Copied, Work
 from engine.kv.pages import KVGeometry, PagedKV
-from tests.engine.test_equivalence import groups
-from tests.engine.toy import run
-from tests.gpu.on_device import DEVICE, agree, engine, needs_cuda
+from tests.support.equivalence import groups
+from tests.support.on_device import DEVICE, agree, engine, needs_cuda
+from tests.support.toy import run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 BUSY_CYCLES = 5_000_000

@@ -10,8 +10,8 @@ import torch
 
 from engine.forward.sampling import sample
 from engine.types import Sampling
-from tests.engine.test_sampler import batch
-from tests.gpu.on_device import DEVICE
+from tests.support.draws import batch
+from tests.support.on_device import DEVICE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 KINDS = [

@@ -9,10 +9,10 @@ import torch
 
 from engine.config import WeightOffload
 from engine.engine import Engine
-from tests.engine.test_equivalence import assert_same
-from tests.engine.tiny import tiny
-from tests.engine.toy import group, run
-from tests.gpu.on_device import agree, engine, lockstep, module_of, needs_cuda
+from tests.support.equivalence import assert_same
+from tests.support.on_device import agree, engine, lockstep, module_of, needs_cuda
+from tests.support.tiny import tiny
+from tests.support.toy import group, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), needs_cuda]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from tests.engine.test_equivalence import assert_same
-from tests.engine.toy import group, run
-from tests.gpu.on_device import agree, engine, lockstep, needs_cuda
+from tests.support.equivalence import assert_same
+from tests.support.on_device import agree, engine, lockstep, needs_cuda
+from tests.support.toy import group, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from tests.engine.test_equivalence import CLASSES, ROOMY, assert_same, groups
-from tests.engine.tiny import MODELS, plain_logprobs, tiny, tiny_engine
-from tests.engine.toy import group, run
-from tests.gpu.on_device import DEVICE, Samples, agree, engine
+from tests.support.equivalence import CLASSES, ROOMY, assert_same, groups
+from tests.support.on_device import DEVICE, Samples, agree, engine
+from tests.support.tiny import MODELS, plain_logprobs, tiny, tiny_engine
+from tests.support.toy import group, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.engine import Engine
-from tests.engine.tiny import tiny
-from tests.engine.toy import group, run
-from tests.gpu.on_device import DEVICE, Samples, agree, engine, lockstep, module_of, needs_cuda
+from tests.support.on_device import DEVICE, Samples, agree, engine, lockstep, module_of, needs_cuda
+from tests.support.tiny import tiny
+from tests.support.toy import group, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 MIB = 2**20

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from engine.devices import NativeAttention, NativeUnavailable
 from engine.types import Group, Sample, Sampling
 from rollout.exact import use_exact, use_exact_attention
-from tests.engine.tiny import tiny, tiny_engine
+from tests.support.tiny import tiny, tiny_engine
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13], [3, 3, 3, 3, 3, 3, 3, 3]]
 

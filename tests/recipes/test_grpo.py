@@ -18,7 +18,7 @@ from engine.types import Group, Sample, Sampling
 from recipes import grpo
 from rollout.client.handle import Handle
 from rollout.exact import use_exact
-from tests.engine.tiny import plain_logprobs, tiny, tiny_engine
+from tests.support.tiny import plain_logprobs, tiny, tiny_engine
 
 
 class Client:

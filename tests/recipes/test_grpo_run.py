@@ -38,7 +38,7 @@ def test_the_program(
 ) -> None:
     pytest.importorskip("wandb")
     pytest.importorskip("matplotlib")
-    from tests.rollout.wandb_file import history
+    from tests.support.wandb_file import history
 
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)

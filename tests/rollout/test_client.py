@@ -18,7 +18,7 @@ from rollout.client import link
 from rollout.client.api import Handle, RolloutClient, token_array
 from rollout.service import loop as service_module
 from rollout.service.loop import Service
-from tests.rollout.fake_engine import VOCAB, FakeEngine, expected
+from tests.support.fake_engine import VOCAB, FakeEngine, expected
 from transport import errors as e
 from transport import messages as m
 from transport.frames import Decoder, Frame, pack

@@ -15,7 +15,7 @@ from engine.types import Group, Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.config import Config
 from rollout.service.loop import Service
-from tests.rollout.faulty_link import Proxy
+from tests.support.faulty_link import Proxy
 from transport.loopback import LoopbackService
 
 SAMPLING = Sampling(n=4, max_tokens=24, temperature=1.1, top_p=0.95, seed=11, raw_logprobs=True, ignore_eos=True)

@@ -17,8 +17,8 @@ from engine.cpu.products import ExactLinear, products_of, sensitive
 from engine.types import Sample
 from recipes.grpo import logprobs as tree_logprobs
 from rollout.exact import token_logprobs, use_exact
-from tests.engine.tiny import tiny, tiny_engine
-from tests.engine.toy import group, run
+from tests.support.tiny import tiny, tiny_engine
+from tests.support.toy import group, run
 
 NATIVE = {"hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 6, "head_dim": 32, "vocab_size": 208}
 """sizes that the native decoder takes"""

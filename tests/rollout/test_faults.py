@@ -25,14 +25,12 @@ from rollout.client.api import RolloutClient
 from rollout.service import loop as service_module
 from rollout.service.loop import Service
 from rollout.service.session import Session
-from tests.rollout.fake_engine import FakeEngine, expected
-from tests.rollout.faulty_link import Proxy
-from tests.rollout.wire import serving
-from tests.transport.wire_fuzz import CLIENT_MESSAGES, mutate, valid_frames
+from tests.support.fake_engine import FakeEngine, expected
+from tests.support.faulty_link import Proxy
+from tests.support.rubbish import rubbish
+from tests.support.wire import serving
 from transport import errors as e
-from transport import messages as m
 from transport import sockets
-from transport.frames import pack
 
 ROOT = Path(__file__).parents[2]
 ENDLESS = Sampling(n=2, max_tokens=40_000)
@@ -52,7 +50,7 @@ class Process:
 
     def __init__(self, folder: Path, endpoint: str = "tcp://127.0.0.1:*", step_s: float = 0.002, grace_s: float = 10.0) -> None:
         ready = folder / f"ready{time.monotonic_ns()}"
-        command = [sys.executable, "-m", "tests.rollout.fake_engine", endpoint, str(ready), str(step_s), str(grace_s)]
+        command = [sys.executable, "-m", "tests.support.fake_engine", endpoint, str(ready), str(step_s), str(grace_s)]
         self.popen = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
         until(lambda: ready.exists() or self.popen.poll() is not None)
         self.endpoint = ready.read_text()
@@ -294,30 +292,9 @@ def test_a_link_that_stays_broken(monkeypatch: pytest.MonkeyPatch) -> None:
 # strangers
 
 
-def rubbish(endpoint: str, count: int, seed: int) -> int:
-    """Broken messages from a peer that reads none of the answers for long, and connects again when it is thrown out."""
-    rng = random.Random(seed)
-    valid = valid_frames([each for each in CLIENT_MESSAGES if not isinstance(each, m.Control | m.Sleep | m.Wake)])
-    sent = 0
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 30_000  # all of it arrives
-        dealer.sndhwm = 50  # no faster than the service takes it
-        dealer.connect(endpoint)
-        while sent < count:
-            if not dealer.poll(1000 * WAIT, zmq.POLLOUT):
-                raise AssertionError("the service takes nothing any more")
-            if rng.random() < 0.05:
-                dealer.send_multipart(pack(m.Hello(m.PROTOCOL, f"{rng.randrange(5):032x}")))
-            dealer.send_multipart(mutate(rng, rng.choice(valid)) or [b""])
-            sent += 1
-            while rng.random() < 0.3 and dealer.poll(0):
-                dealer.recv_multipart()
-    return sent
-
-
 ATTACKER = """
 import sys
-from tests.rollout.test_faults import rubbish
+from tests.support.rubbish import rubbish
 assert rubbish(sys.argv[1], 250_000, int(sys.argv[2])) == 250_000
 """
 

@@ -16,19 +16,19 @@ import torch
 from safetensors.torch import save_file
 
 from engine.engine import Engine
-from engine.types import Limits, Sample, Sampling, TensorInfo, manifest_digest
-from engine.weights.staging import describe, with_digest
+from engine.types import Limits, Sample, Sampling, manifest_digest
 from rollout.client.api import RolloutClient
 from rollout.client.refresh import Pusher
 from rollout.service import loop as service_module
 from rollout.service import refresh as pushes
 from rollout.service.loop import Service
 from rollout.service.refresh import REMEMBERED
-from tests.engine.test_weights import fail_commit
-from tests.engine.watermark import check_marks, token_of, watermark_engine, weights_of
-from tests.rollout.faulty_link import Proxy
-from tests.rollout.wire import serving
-from tests.transport.test_weights_cuda_ipc import FakeGPU
+from tests.support.broken_commit import fail_commit
+from tests.support.described import described, digest_of
+from tests.support.fake_gpu import FakeGPU
+from tests.support.faulty_link import Proxy
+from tests.support.watermark import check_marks, token_of, watermark_engine, weights_of
+from tests.support.wire import serving
 from transport import messages as m
 from transport.errors import Busy, ClientClosed, InvalidRequest, RequestTimeout, SourceUnreachable, StaleWeights, WeightsRefused
 from transport.frames import Decoder, pack
@@ -52,15 +52,6 @@ needs_shm = pytest.mark.skipif(host_key() is None, reason="no memfd on this syst
 def roomy_engine() -> Engine:
     """All samples of a group of SAMPLING run at once, to their end."""
     return watermark_engine(context=51_200, kv_tokens=SAMPLING.n * 51_200)
-
-
-def described(version: int) -> tuple[list[TensorInfo], list[np.ndarray]]:
-    each = [describe(name, tensor) for name, tensor in weights_of(version).items()]
-    return [with_digest(*one) for one in each], [data for _, data in each]
-
-
-def digest_of(version: int) -> str:
-    return manifest_digest(described(version)[0])
 
 
 # ── message by message: the test turns the loop ───────────────────────────────────────────────────────────────────────────

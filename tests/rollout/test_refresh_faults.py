@@ -20,8 +20,8 @@ import pytest
 from engine.types import Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
-from tests.engine.watermark import check_marks, token_of
-from tests.rollout.test_refresh import digest_of
+from tests.support.described import digest_of
+from tests.support.watermark import check_marks, token_of
 from transport.weights.shm import host_key
 
 ROOT = Path(__file__).parents[2]
@@ -101,14 +101,14 @@ class Field:
 @pytest.fixture(scope="module")
 def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
     folder = tmp_path_factory.mktemp("field")
-    with running("tests.rollout.watermark_service", folder / "ready", folder / "fault") as service:
+    with running("tests.support.watermark_service", folder / "ready", folder / "fault") as service:
         end = time.monotonic() + 2 * WAIT
         while not (folder / "ready").exists():
             assert service.poll() is None and time.monotonic() < end, "the service did not start"
             time.sleep(0.02)
         address = (folder / "ready").read_text()
         with (
-            running("tests.rollout.watermark_pusher", address) as pushers,
+            running("tests.support.watermark_pusher", address) as pushers,
             RolloutClient(address, connect_timeout_s=WAIT, link_timeout_s=WAIT) as client,
         ):
             yield Field(folder, service, pushers, client)

@@ -16,8 +16,8 @@ from engine.types import Limits, Sample
 from rollout.service import loop as service_module
 from rollout.service.loop import Service
 from rollout.service.session import MAX_REPLY_BYTES
-from tests.rollout.fake_engine import VOCAB, FakeEngine, expected
-from tests.rollout.wire import Bench, Peer, submit
+from tests.support.fake_engine import VOCAB, FakeEngine, expected
+from tests.support.wire import Bench, Peer, submit
 from transport import messages as m
 from transport.frames import frame_bytes, pack
 

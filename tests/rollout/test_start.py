@@ -14,7 +14,7 @@ from engine.types import Limits
 from rollout.commands import main as cli
 from rollout.config import InputError
 from rollout.metrics.sinks import JsonlSink
-from tests.rollout.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 from transport.sockets import ServiceEnd
 
 

@@ -31,9 +31,9 @@ from rollout.metrics.sinks import ConsoleSink, JsonlSink, WandbSink, open_sinks,
 from rollout.metrics.tracker import Tracker
 from rollout.process import service_process
 from rollout.service.loop import Service
-from tests.engine.tiny import tiny, tiny_engine
-from tests.rollout.fake_engine import FakeEngine
-from tests.rollout.wandb_file import history
+from tests.support.fake_engine import FakeEngine
+from tests.support.tiny import tiny, tiny_engine
+from tests.support.wandb_file import history
 from transport.loopback import LoopbackService
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from engine.cpu.products import use_products
 from engine.engine import Engine
 from engine.types import Group, Sample, Sampling
 from rollout.exact.attention import trainer_attention
-from tests.engine.tiny import plain_logprobs, tiny, tiny_engine
-from tests.engine.toy import group, run
+from tests.support.tiny import plain_logprobs, tiny, tiny_engine
+from tests.support.toy import group, run
 
 NATIVE = {"hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 6, "head_dim": 32, "vocab_size": 208}
 """sizes that the native decoder takes"""

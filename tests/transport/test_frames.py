@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine.types import Limits, Sampling
-from tests.transport.wire_fuzz import CLIENT_MESSAGES, HEADERS, REFERENCES, UNIONS, kinds, mutate, same, valid_frames
+from tests.support.wire_fuzz import CLIENT_MESSAGES, HEADERS, REFERENCES, UNIONS, kinds, mutate, same, valid_frames
 from transport import frames as frames_module
 from transport import messages as m
 from transport.errors import ProtocolError

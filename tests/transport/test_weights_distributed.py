@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.transport.test_weights_ways import ARRAYS, MANIFEST, WHOLE
+from tests.support.sent_tensors import ARRAYS, MANIFEST, WHOLE
 from transport.errors import InvalidRequest, RequestTimeout, SourceUnreachable
 from transport.weights import capabilities, distributed, group, open_payload
 from transport.weights.distributed import DistributedOffer, DistributedPayload, Sender

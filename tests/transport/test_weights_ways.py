@@ -11,37 +11,17 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import torch
 import xxhash
 from safetensors.torch import save_file
 
-from engine.types import Limits, TensorInfo, manifest_digest
+from engine.types import Limits, manifest_digest
+from tests.support.sent_tensors import ARRAYS, MANIFEST, TENSORS, WHOLE
 from transport.errors import InvalidRequest, SourceUnreachable
 from transport.weights import Payload, open_payload
 from transport.weights.files import FilesOffer, describe_folder
 from transport.weights.inline import CHUNK_BYTES, CHUNK_VIEWS, WINDOW_BYTES, InlineOffer, InlinePayload, chunks
 from transport.weights.manifest import pack_manifest, unpack_manifest
 from transport.weights.shm import NONCE_BYTES, Segment, SegmentView, ShmOffer, ShmPayload, host_key
-
-TENSORS = {
-    "embed": torch.randn(1000, 700).to(torch.bfloat16),
-    "norm": torch.randn(3),
-    "empty": torch.zeros(0, 4),
-    "scalar": torch.tensor(2.5, dtype=torch.float64),
-    "head": torch.randn(999, 333).to(torch.float16),
-}
-
-
-def raw(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
-
-
-ARRAYS = [raw(tensor) for tensor in TENSORS.values()]
-WHOLE = b"".join(array.tobytes() for array in ARRAYS)
-MANIFEST = [
-    TensorInfo(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), xxhash.xxh3_128_hexdigest(raw(t)))
-    for name, t in TENSORS.items()
-]
 
 
 def read_all(payload: Payload, piece: int = 100_003) -> bytes:

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.types import Limits, Sample, Sampling
 from rollout.service.loop import Service
-from tests.rollout.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 from transport import messages as m
 from transport.frames import Decoder, Frame, pack
 from transport.loopback import LoopbackService

@@ -21,8 +21,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.forward.model import Model, UnsupportedModel
-from tests.engine.tiny import COMMON, plain_logprobs
-from tests.engine.toy import group, run
+from tests.support.tiny import COMMON, plain_logprobs
+from tests.support.toy import group, run
 
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MOST_PARAMETERS = 20_000_000

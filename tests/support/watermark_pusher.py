@@ -1,4 +1,4 @@
-"""Trainers that push watermarked weights and break:  python -m tests.rollout.watermark_pusher ADDRESS
+"""Trainers that push watermarked weights and break:  python -m tests.support.watermark_pusher ADDRESS
 
 A line of JSON on standard input is one push, by a process forked for it; a line of JSON answers how that ended.
 
@@ -26,7 +26,7 @@ import torch
 from rollout.client.api import RolloutClient
 from rollout.client.link import Link
 from rollout.client.refresh import Pusher
-from tests.engine.watermark import weights_of
+from tests.support.watermark import weights_of
 from transport.weights import distributed, inline
 from transport.weights.shm import NONCE_BYTES
 

@@ -10,8 +10,8 @@ import torch
 
 from engine.engine import Engine
 from engine.types import Group, Sample
-from tests.engine.tiny import tiny_engine
-from tests.engine.toy import group
+from tests.support.tiny import tiny_engine
+from tests.support.toy import group
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="streams, graphs and memory of a CUDA device")

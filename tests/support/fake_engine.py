@@ -3,7 +3,7 @@
 Token k of child i of a prompt is (last prompt token + 7 * i + k) mod the vocabulary, so a test can tell every sample without
 asking the engine. Run as a program, it serves until SIGTERM:
 
-    python -m tests.rollout.fake_engine ENDPOINT READY_FILE [STEP_SECONDS [GRACE_SECONDS]]
+    python -m tests.support.fake_engine ENDPOINT READY_FILE [STEP_SECONDS [GRACE_SECONDS]]
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from engine.scheduling.invariants import check
 from engine.scheduling.plan import Drawn, Plan
 from engine.scheduling.scheduler import Scheduler
 from engine.types import Group, Sample, Sampling
-from tests.engine.plans import sent
+from tests.support.plans import sent
 
 VOCAB = 97
 EOS = 0

@@ -65,7 +65,7 @@ def expected(group: Group) -> list[list[int]]:
     """What the children of a seeded group must be, computed without an engine."""
     from engine.cpu.kernels import choose
     from engine.forward.sampling import sample
-    from tests.engine.toy_batch import one_draw
+    from tests.support.toy_batch import one_draw
 
     native, children = choose().kernels, []
     for index in range(group.sampling.n):

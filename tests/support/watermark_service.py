@@ -1,4 +1,4 @@
-"""A service of the watermark model as a process:  python -m tests.rollout.watermark_service READY_FILE FAULT_FILE
+"""A service of the watermark model as a process:  python -m tests.support.watermark_service READY_FILE FAULT_FILE
 
 While FAULT_FILE exists, a commit fails in the middle of the slice whose number stands in it. SIGUSR1: the time of a lease goes
 by for the refresh that is staged.
@@ -17,8 +17,8 @@ import torch
 from engine.weights.live import Weights
 from rollout.process import write_atomically
 from rollout.service.loop import Service
-from tests.engine.test_weights import Failing
-from tests.engine.watermark import watermark_engine
+from tests.support.broken_commit import Failing
+from tests.support.watermark import watermark_engine
 from transport.weights import distributed
 
 LEASE_S = 100.0

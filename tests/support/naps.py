@@ -1,0 +1,35 @@
+"""Groups that run on an engine which sleeps between steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.engine import Engine
+from engine.types import Sample
+from tests.support.toy import group
+
+
+def groups(count: int = 3) -> list[Any]:
+    r = np.random.default_rng(0)
+    return [group(f"g{i}", r.integers(3, 199, 30 + 7 * i), n=4, max_tokens=40, seed=i, ignore_eos=True) for i in range(count)]
+
+
+def run_with_naps(engine: Engine, naps: set[int], level: int = 1) -> dict[tuple[str, int], Sample]:
+    """All groups; before each step named in `naps` the engine sleeps and wakes."""
+    for each in groups():
+        engine.submit(each)
+    samples, step = {}, 0
+    while engine.has_work:
+        if step in naps:
+            engine.sleep(level)
+            assert not engine.has_work and engine.step() == [] and engine.status()["state"] == "asleep"
+            assert not engine.kv.data.count_nonzero() and not engine.scheduler.store.device.used
+            engine.check()
+            engine.wake()
+        for sample in engine.step():
+            samples[sample.group_id, sample.index] = sample
+        engine.check()
+        step += 1
+    return samples
