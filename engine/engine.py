@@ -32,7 +32,8 @@ from engine.scheduling.scheduler import Scheduler
 from engine.status import status
 from engine.types import Group, KVPolicy, Limits, Refreshed, Sample, TensorInfo
 from engine.weights.live import Weights, WeightsTorn
-from engine.weights.staging import NamedTensors, Staging, describe, named_pairs, source_of, with_digest
+from engine.weights.staging import Staging, source_of
+from engine.weights.tensors import NamedTensors, describe, named_pairs, with_digest
 
 log = logging.getLogger("rollout.engine")
 

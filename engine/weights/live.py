@@ -27,16 +27,8 @@ import xxhash
 from engine.memory import host_buffer, placed, side_by_side, storage_bytes
 from engine.types import TensorInfo, manifest_digest
 from engine.weights.offload import Streamed
-from engine.weights.staging import (
-    DTYPES,
-    SLICE_BYTES,
-    InvalidWeights,
-    Part,
-    Staging,
-    checkpoint_tensors,
-    dtype_name,
-    tensor_bytes,
-)
+from engine.weights.staging import SLICE_BYTES, Part, Staging
+from engine.weights.tensors import DTYPES, InvalidWeights, checkpoint_tensors, dtype_name, tensor_bytes
 
 VERSION_LIMIT = 2**63
 READ_BYTES = 8 << 20

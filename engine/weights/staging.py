@@ -14,37 +14,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import msgspec
 import numpy as np
 import torch
 import xxhash
 
 from engine.types import TensorInfo, manifest_digest
-
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-}
-"""what a tensor may be sent in: floats, which can be cast to the model's dtype"""
+from engine.weights.tensors import InvalidWeights, tensor_bytes
 
 SLICE_BYTES = 1 << 20
 GRAIN = 32_768
 """elements up to which torch works in the calling thread alone (at::internal::GRAIN_SIZE)"""
 _INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-NamedTensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 Source = Callable[[np.ndarray], int]
 """fills the beginning of a [bytes] uint8 array with the next bytes of the payload; returns how many, 0 = none have come yet"""
-
-
-class InvalidWeights(ValueError):
-    """A refresh that cannot be applied; the weights are what they were. `tensor` names the one at fault, if it is one."""
-
-    def __init__(self, message: str, tensor: str | None = None) -> None:
-        super().__init__(message if tensor is None else f"tensor {tensor!r}: {message}")
-        self.tensor = tensor
 
 
 class Part:
@@ -190,65 +175,6 @@ def _not_finite(part: Part, raw: np.ndarray) -> InvalidWeights:
     if torch.isfinite(sent).all():
         return InvalidWeights(f"a value of {sent.abs().max():.3g} overflows the model's dtype", part.info.name)
     return InvalidWeights(f"it holds {'NaN' if sent.isnan().any() else 'infinity'}", part.info.name)
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """[bytes] uint8: the elements of a tensor in C order. A view if it lies so on the CPU, else a copy."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-
-
-def info_of(name: str, tensor: torch.Tensor) -> TensorInfo:
-    """The manifest entry of a tensor, its digest left empty. Raises InvalidWeights for what is no dense tensor."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
-        raise InvalidWeights(f"cannot be sent: give a dense tensor with data, not a {type(tensor).__name__} without", name)
-    return TensorInfo(name, dtype_name(tensor), tuple(tensor.shape), "")
-
-
-def describe(name: str, tensor: torch.Tensor) -> tuple[TensorInfo, np.ndarray]:
-    """`info_of` a tensor and its [bytes] uint8."""
-    return info_of(name, tensor), tensor_bytes(tensor)
-
-
-def with_digest(info: TensorInfo, data: np.ndarray) -> TensorInfo:
-    return msgspec.structs.replace(info, digest=xxhash.xxh3_128_hexdigest(data))
-
-
-def named_pairs(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
-    """A module's `checkpoint_tensors`, a state dict, or any iterable of (name, tensor), as a list. Raises InvalidWeights."""
-    wanted = "a refresh takes the model, its state_dict(), or pairs of name and tensor as model.named_parameters() gives them"
-    if isinstance(named_tensors, torch.nn.Module):
-        named_tensors, _ = checkpoint_tensors(named_tensors)
-    if not isinstance(named_tensors, Iterable):
-        raise InvalidWeights(f"{wanted}, not a {type(named_tensors).__name__}")
-    pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
-    for pair in pairs:
-        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise InvalidWeights(f"{wanted}, not {type(pair).__name__}")
-    return pairs
-
-
-def checkpoint_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What a checkpoint of a module holds, parameters and persistent buffers: every tensor once under its first name, and every
-    name's first name, since tied tensors have several."""
-    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    named |= persistent_buffers(module)
-    owner: dict[int, str] = {}
-    first_name = {name: owner.setdefault(id(tensor), name) for name, tensor in named.items()}
-    return {name: tensor for name, tensor in named.items() if first_name[name] == name}, first_name
-
-
-def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that are in its state dict, found without making one, which gathers shards."""
-    return {
-        f"{path}.{name}" if path else name: buffer
-        for path, part in module.named_modules(remove_duplicate=False)
-        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False)
-        if name not in part._non_persistent_buffers_set
-    }
 
 
 def source_of(arrays: Iterable[np.ndarray]) -> Source:

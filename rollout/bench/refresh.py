@@ -104,7 +104,7 @@ def one_refresh(client: RolloutClient, groups: Groups, weights: Any, folder: Pat
     time.sleep(STEADY_S)
     marks.append(mark(client))
     started = time.perf_counter()
-    refreshed = client.refresh(folder if via == "files" else weights, via=via)
+    refreshed = client.refresh({"files": folder}.get(via, weights), via=via)
     time.sleep(max(0.0, WINDOW_S - (time.perf_counter() - started)))
     marks.append(mark(client))
     time.sleep(STEADY_S)

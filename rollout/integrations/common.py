@@ -44,7 +44,7 @@ def whole(tensor: Any) -> Any:
 
 def full_buffers(model: Any) -> Iterator[tuple[str, Any]]:
     """(name, whole tensor) of each persistent buffer under its checkpoint name."""
-    from engine.weights.staging import persistent_buffers
+    from engine.weights.tensors import persistent_buffers
 
     for name, buffer in persistent_buffers(model).items():
         yield checkpoint_name(name), whole(buffer)

@@ -28,7 +28,7 @@ from transport import messages as m
 from transport.errors import Busy, GroupFailed, RolloutError, WeightsRefused
 from transport.frames import pack
 from transport.weights import Payload, open_payload
-from transport.weights.inline import WINDOW_BYTES, InlinePayload
+from transport.weights.inline import WINDOW_BYTES
 from transport.weights.manifest import unpack_manifest
 from transport.weights.shm import SegmentView
 
@@ -101,7 +101,7 @@ class Pushes:
     @property
     def window_bytes(self) -> int:
         """That the owner of a refresh may send ahead."""
-        return WINDOW_BYTES if self._open is not None and isinstance(self._open.payload, InlinePayload) else 0
+        return 0 if self._open is None else self._open.payload.window_bytes
 
     @property
     def owner(self) -> str | None:
@@ -223,8 +223,6 @@ class Pushes:
         return m.Lease(request_id, push.staging.version, self._lease_s, WINDOW_BYTES)
 
     def _chunk(self, push: Push, chunk: m.Chunk) -> None:
-        if not isinstance(push.payload, InlinePayload):
-            raise WeightsRefused(f"a chunk in a refresh via {push.payload.via}")
         end = push.payload.put(chunk.offset, chunk.data)
         if end <= push.staging.received:
             push.reply(m.Staged(chunk.request_id))
@@ -237,8 +235,7 @@ class Pushes:
         if push.applied is not None:
             push.reply(m.Applied(commit.request_id, push.applied))
             return
-        if isinstance(push.payload, InlinePayload) and push.payload.came < push.staging.total:
-            raise WeightsRefused(f"commit after {push.payload.came} of {push.staging.total} bytes")
+        push.payload.check_sent()
         if commit.request_id in push.commits:
             return
         if len(push.commits) >= MAX_REQUESTS:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.memory import taken_memory
-from engine.weights.staging import InvalidWeights, describe, with_digest
+from engine.weights.tensors import InvalidWeights, describe, with_digest
 from tests.support.naps import groups, run_with_naps
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run

@@ -15,7 +15,8 @@ from engine.engine import Engine
 from engine.types import Group, Sample, Sampling, TensorInfo
 from engine.weights import staging
 from engine.weights.live import Weights, WeightsTorn
-from engine.weights.staging import InvalidWeights, Staging, describe, persistent_buffers, source_of, with_digest
+from engine.weights.staging import Staging, source_of
+from engine.weights.tensors import InvalidWeights, describe, persistent_buffers, with_digest
 from tests.support.broken_commit import PLACES, Failing, fail_commit
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine
 from tests.support.toy import group, run

@@ -58,19 +58,17 @@ def new_tensors(device: torch.device) -> dict[str, torch.Tensor]:
 
 def trainer(via: Any, device: torch.device) -> None:
     pusher = Pusher(SimpleNamespace(welcome=SimpleNamespace(capabilities=capabilities(device))))  # type: ignore[arg-type]
-    prepared = pusher._prepare(new_tensors(device), via)
+    sender = pusher._offer(new_tensors(device), via)
     print(
-        *(bytes(frame).hex() for frame in pack(Begin(1, "0" * 32, pack_manifest(prepared.manifest), prepared.offer))),
+        *(bytes(frame).hex() for frame in pack(Begin(1, "0" * 32, pack_manifest(sender.manifest), sender.offer))),
         flush=True,
     )
-    if prepared.sender is not None:
-        try:
-            prepared.sender.send(prepared.data, lambda: False, time.monotonic() + 60)
-        except SourceUnreachable as error:
-            print("the trainer's end:", error, file=sys.stderr)
+    try:
+        sender.after_commit(lambda: False, time.monotonic() + 60)
+    except SourceUnreachable as error:
+        print("the trainer's end:", error, file=sys.stderr)
     sys.stdin.readline()
-    if prepared.sender is not None:
-        prepared.sender.close()
+    sender.close()
 
 
 @contextmanager

@@ -33,10 +33,10 @@ from transport import messages as m
 from transport.errors import Busy, ClientClosed, InvalidRequest, RequestTimeout, SourceUnreachable, StaleWeights, WeightsRefused
 from transport.frames import Decoder, pack
 from transport.loopback import LoopbackService
-from transport.weights import capabilities, distributed, inline
+from transport.weights import Channel, capabilities, distributed, inline
 from transport.weights.cuda_ipc import CudaIpcPayload, Exports
-from transport.weights.distributed import Sender
-from transport.weights.inline import InlineOffer, chunks
+from transport.weights.distributed import Broadcaster
+from transport.weights.inline import InlineOffer, InlineSender, chunks
 from transport.weights.manifest import pack_manifest
 from transport.weights.shm import Segment, ShmOffer, host_key
 
@@ -476,7 +476,7 @@ def test_auto_falls_back_to_inline(served: Any, monkeypatch: pytest.MonkeyPatch)
     assert client.refresh(weights_of(2)).via == "inline"
     with pytest.raises(SourceUnreachable, match="No space"):
         client.refresh(weights_of(3), via="shm")
-    monkeypatch.setattr("rollout.client.refresh.host_key", lambda: "shm:another:host:0")
+    monkeypatch.setattr("transport.weights.shm.host_key", lambda: "shm:another:host:0")
     assert client.refresh(weights_of(3)).via == "inline"
     with pytest.raises(SourceUnreachable, match="another host"):
         client.refresh(weights_of(4), via="shm")
@@ -486,12 +486,14 @@ def test_auto_falls_back_to_inline(served: Any, monkeypatch: pytest.MonkeyPatch)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
     """All tensors lie on a GPU that the service sees as well."""
     gpu = FakeGPU(live=True)
-    monkeypatch.setattr("rollout.client.refresh.on_gpu", lambda tensor: True)
-    monkeypatch.setattr("rollout.client.refresh.synchronize", lambda devices: None)
-    monkeypatch.setattr("rollout.client.refresh.gpu_key", lambda device: "cuda_ipc:fake")
-    monkeypatch.setattr("rollout.client.refresh.Exports", lambda: Exports(gpu.export))
+    monkeypatch.setattr("transport.weights.tensors.on_gpu", lambda tensor: True)
+    monkeypatch.setattr("transport.weights.tensors.synchronize", lambda devices: None)
+    monkeypatch.setattr("transport.weights.cuda_ipc.gpu_key", lambda device: "cuda_ipc:fake")
+    monkeypatch.setattr("transport.weights.cuda_ipc.Exports", lambda: Exports(gpu.export))
     monkeypatch.setattr("rollout.service.admission.capabilities", lambda device: (*capabilities(device), "cuda_ipc:fake"))
-    monkeypatch.setattr("transport.weights.CudaIpcPayload", partial(CudaIpcPayload, open_memory=gpu.open, copy_out=gpu.copy))
+    monkeypatch.setattr(
+        "transport.weights.cuda_ipc.CudaIpcPayload", partial(CudaIpcPayload, open_memory=gpu.open, copy_out=gpu.copy)
+    )
     return gpu
 
 
@@ -524,7 +526,7 @@ def test_memory_that_does_not_open_travels_in_messages(gpu: FakeGPU, served: Any
 def test_another_gpu_or_a_service_on_the_cpu(gpu: FakeGPU, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, connect = served
     client = connect()
-    monkeypatch.setattr("rollout.client.refresh.gpu_key", lambda device: "cuda_ipc:another")
+    monkeypatch.setattr("transport.weights.cuda_ipc.gpu_key", lambda device: "cuda_ipc:another")
     assert client.refresh(weights_of(1)).via == ("shm" if host_key() else "inline")
     with pytest.raises(SourceUnreachable, match="share no GPU"):
         client.refresh(weights_of(2), via="cuda_ipc")
@@ -543,7 +545,9 @@ def test_gpu_memory_that_changes_while_it_is_read_is_refused(
         new["w5"][-1, -1] += 1
 
     monkeypatch.setattr(gpu, "copy", change)
-    monkeypatch.setattr("transport.weights.CudaIpcPayload", partial(CudaIpcPayload, open_memory=gpu.open, copy_out=change))
+    monkeypatch.setattr(
+        "transport.weights.cuda_ipc.CudaIpcPayload", partial(CudaIpcPayload, open_memory=gpu.open, copy_out=change)
+    )
     with pytest.raises(WeightsRefused, match="'w5'.*digest"):
         client.refresh(new, via="cuda_ipc")
 
@@ -574,14 +578,14 @@ def test_a_service_that_cannot_reach_the_trainer(served: Any, monkeypatch: pytes
     monkeypatch.setattr(distributed, "REACH_S", 10 * WAIT)
     _, connect = served
     client = connect()
-    init = Sender.__init__
+    init = Broadcaster.__init__
 
-    def elsewhere(self: Sender, *arguments: Any) -> None:
+    def elsewhere(self: Broadcaster, *arguments: Any) -> None:
         init(self, *arguments)
         self.offer = msgspec.structs.replace(self.offer, port=1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Sender, "__init__", elsewhere)
+        patch.setattr(Broadcaster, "__init__", elsewhere)
         with pytest.raises(SourceUnreachable, match="no group with the trainer at 127.0.0.1:1: ."):
             client.refresh(weights_of(1), via="gloo", timeout=WAIT)
     assert client.refresh(weights_of(1), via="gloo").version == 1
@@ -594,14 +598,14 @@ def _no_memory(self: Segment, arrays: Any) -> tuple[ShmOffer, list[str]]:
 def test_tensors_that_change_while_they_are_sent_are_refused(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, connect = served
     client, new = connect(), weights_of(1)
-    prepare = Pusher._prepare
+    offer = Pusher._offer
 
     def change(self: Pusher, *arguments: Any) -> Any:
-        prepared = prepare(self, *arguments)
+        sender = offer(self, *arguments)
         new["w5"][-1, -1] += 1
-        return prepared
+        return sender
 
-    monkeypatch.setattr(Pusher, "_prepare", change)
+    monkeypatch.setattr(Pusher, "_offer", change)
     for via in ("inline", "gloo"):
         with pytest.raises(WeightsRefused, match="'w5'.*digest"):
             client.refresh(new, via=via)
@@ -612,7 +616,7 @@ def test_tensors_that_change_while_they_are_sent_are_refused(served: Any, monkey
 def test_a_timeout_abandons_the_refresh(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, connect = served
     client, other = connect(name="slow"), connect()
-    monkeypatch.setattr(Pusher, "_send_chunks", lambda *arguments: time.sleep(0.3))
+    monkeypatch.setattr(InlineSender, "before_commit", lambda *arguments: time.sleep(0.3))
     refused = client.refresh_async(weights_of(1), via="inline", timeout=0.2)
     with pytest.raises((RequestTimeout, WeightsRefused)):
         refused.result(WAIT)
@@ -640,12 +644,13 @@ def test_busy_names_the_owner(served: Any, monkeypatch: pytest.MonkeyPatch) -> N
     slow, other = connect(name="slow"), connect()
     inside, go_on = threading.Event(), threading.Event()
 
-    def hold(*arguments: Any) -> None:
+    def hold(self: InlineSender, channel: Channel) -> None:
+        channel.window_bytes()
         inside.set()
         assert go_on.wait(WAIT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Pusher, "_send_chunks", hold)
+        patch.setattr(InlineSender, "before_commit", hold)
         handle = slow.refresh_async(weights_of(1), via="inline")
         assert inside.wait(WAIT)
     with pytest.raises(Busy, match=r"client \d+ \(slow\) is staging version 1"):
@@ -663,14 +668,15 @@ def test_closing_the_client_ends_its_refresh(served: Any, monkeypatch: pytest.Mo
     client, other = connect(), connect()
     inside = threading.Event()
 
-    def wait_for_ever(self: Pusher, push_id: str, arrays: Any, window: int, end: float) -> None:
+    def wait_for_ever(self: InlineSender, channel: Channel) -> None:
+        channel.window_bytes()
         inside.set()
-        self._link.request(lambda id: m.Chunk(id, push_id, 0, [arrays[0][:10]])).result(WAIT)
-        self._link.request(lambda id: m.Control(id, "drain")).result(WAIT)
+        channel.chunk(0, [self.data[0][:10]])()
+        client._link.request(lambda id: m.Control(id, "drain")).result(WAIT)
 
     other.submit([1, 2, 3], SAMPLING)
     with monkeypatch.context() as patch:
-        patch.setattr(Pusher, "_send_chunks", wait_for_ever)
+        patch.setattr(InlineSender, "before_commit", wait_for_ever)
         handle = client.refresh_async(weights_of(1), via="inline")
         assert inside.wait(WAIT)
         client.close()

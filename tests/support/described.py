@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.types import TensorInfo, manifest_digest
-from engine.weights.staging import describe, with_digest
+from engine.weights.tensors import describe, with_digest
 from tests.support.watermark import weights_of
 
 

@@ -20,7 +20,6 @@ import time
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from rollout.client.api import RolloutClient
@@ -53,16 +52,17 @@ def push(address: str, job: dict[str, Any]) -> dict[str, Any]:
 
 def flip(where: float) -> None:
     """After the digests were taken and before the bytes leave."""
-    place = Pusher._place
+    offer = Pusher._offer
 
-    def damaged(self: Pusher, arrays: list[np.ndarray], via: Any) -> Any:
-        placed = place(self, arrays, via)
+    def damaged(self: Pusher, named: Any, via: Any) -> Any:
+        sender = offer(self, named, via)
+        arrays: Any = sender.data
         byte = int(where * sum(map(len, arrays)))
-        flipped = self._segment._memory[NONCE_BYTES:] if via == "shm" else arrays[byte // len(arrays[0])]
+        flipped = self._ways["shm"].segment._memory[NONCE_BYTES:] if via == "shm" else arrays[byte // len(arrays[0])]
         flipped[byte if via == "shm" else byte % len(flipped)] ^= 1 << byte % 8
-        return placed
+        return sender
 
-    Pusher._place = damaged  # type: ignore[method-assign]
+    Pusher._offer = damaged  # type: ignore[method-assign]
 
 
 def die(after: float) -> None:

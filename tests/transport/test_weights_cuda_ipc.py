@@ -14,7 +14,8 @@ import xxhash
 from engine.types import TensorInfo
 from tests.support.fake_gpu import MANIFEST, TENSORS, WHOLE, FakeGPU
 from transport.errors import InvalidRequest, SourceUnreachable
-from transport.weights.cuda_ipc import CudaIpcOffer, CudaIpcPayload, Exports, Memory, digest
+from transport.weights.cuda_ipc import CudaIpcOffer, CudaIpcPayload, Exports, Memory
+from transport.weights.tensors import digest
 
 
 def read_all(payload: CudaIpcPayload, piece: int) -> bytes:

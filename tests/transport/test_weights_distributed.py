@@ -27,7 +27,7 @@ import torch.distributed as dist
 from tests.support.sent_tensors import ARRAYS, MANIFEST, WHOLE
 from transport.errors import InvalidRequest, RequestTimeout, SourceUnreachable
 from transport.weights import capabilities, distributed, group, open_payload
-from transport.weights.distributed import DistributedOffer, DistributedPayload, Sender
+from transport.weights.distributed import Broadcaster, DistributedOffer, DistributedPayload
 from transport.weights.shm import SegmentView
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ class Sending:
     """A trainer's end in a thread."""
 
     def __init__(self, arrays: list[np.ndarray], total: int, over: Callable[[], bool] = NEVER, seconds: float = WAIT) -> None:
-        self.sender = Sender("gloo", "127.0.0.1", total)
+        self.sender = Broadcaster("gloo", "127.0.0.1", total)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(arrays, over, time.monotonic() + seconds))
         self._thread.start()
@@ -136,7 +136,7 @@ def test_offers_that_are_none(wrong: dict[str, Any]) -> None:
 
 def test_bytes_that_come_late_hold_nothing_up() -> None:
     """Nothing is sent before `read` has returned a thousand times."""
-    sender = Sender("gloo", "127.0.0.1", len(WHOLE))
+    sender = Broadcaster("gloo", "127.0.0.1", len(WHOLE))
     payload = DistributedPayload(sender.offer, CPU)
     memory = np.empty(10, np.uint8)
     joined = f"{sender.offer.group}/joined"
@@ -171,13 +171,13 @@ def failure_of(payload: DistributedPayload) -> str:
 def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A closed port is told at once, and not when the service has given up."""
     monkeypatch.setattr(distributed, "REACH_S", 10 * WAIT)
-    sender = Sender("gloo", "127.0.0.1", 10)
+    sender = Broadcaster("gloo", "127.0.0.1", 10)
     sender.close()
     assert os.strerror(errno.ECONNREFUSED) in failure_of(DistributedPayload(sender.offer, CPU))
 
 
 def test_a_trainer_that_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    sender = Sender("gloo", "127.0.0.1", 10)
+    sender = Broadcaster("gloo", "127.0.0.1", 10)
     monkeypatch.setattr(distributed, "JOIN_S", 0.3)
     assert f"no group with the trainer at 127.0.0.1:{sender.offer.port}" in failure_of(DistributedPayload(sender.offer, CPU))
     sender.close()
@@ -210,7 +210,7 @@ def test_a_service_that_is_gone_before_it_has_connected(monkeypatch: pytest.Monk
         raise RuntimeError("it does not join")
 
     monkeypatch.setattr(distributed, "join", join)
-    sender = Sender("gloo", "127.0.0.1", 10)
+    sender = Broadcaster("gloo", "127.0.0.1", 10)
     payload = DistributedPayload(sender.offer, CPU)
     payload.close()
     assert payload._thread.is_alive()
@@ -255,7 +255,7 @@ def test_a_trainer_that_is_killed() -> None:
         "import sys, msgspec, numpy as np, time\n"
         "from transport.weights import distributed\n"
         "distributed.SLOT_BYTES = 70_001\n"
-        "sender = distributed.Sender('gloo', '127.0.0.1', 10_000_000)\n"
+        "sender = distributed.Broadcaster('gloo', '127.0.0.1', 10_000_000)\n"
         "print(msgspec.json.encode(sender.offer).decode(), flush=True)\n"
         "sender.send([np.full(14 * 70_001, 7, np.uint8)], lambda: False, time.monotonic() + 100)\n"
         "print('sent', flush=True)\n"
@@ -336,7 +336,7 @@ def test_a_group_that_fails_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(distributed, "_group", broken)
     piece = np.zeros(1000, np.uint8)
     seen = weakref.ref(piece)
-    sender = Sender("gloo", "127.0.0.1", 1000)
+    sender = Broadcaster("gloo", "127.0.0.1", 1000)
     sender._store.set(f"{sender.offer.group}/joined", "1")
     gc.disable()
     try:
@@ -353,7 +353,7 @@ def test_a_group_that_fails_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_address_of_another_machine() -> None:
     with pytest.raises(SourceUnreachable, match=r"192\.0\.2\.1.*of this machine"):
-        Sender("gloo", "192.0.2.1", 10)
+        Broadcaster("gloo", "192.0.2.1", 10)
 
 
 def listening() -> set[str]:
@@ -408,7 +408,7 @@ def test_what_a_service_says_it_can_do() -> None:
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
 def test_nccl_that_is_not_there_is_told() -> None:
-    sender = Sender("nccl", "127.0.0.1", 10)
+    sender = Broadcaster("nccl", "127.0.0.1", 10)
     assert "without NCCL" in failure_of(DistributedPayload(msgspec.structs.replace(sender.offer), CPU))
     sender.close()
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -17,11 +20,16 @@ from safetensors.torch import save_file
 from engine.types import Limits, manifest_digest
 from tests.support.sent_tensors import ARRAYS, MANIFEST, TENSORS, WHOLE
 from transport.errors import InvalidRequest, SourceUnreachable
-from transport.weights import Payload, open_payload
+from transport.weights import Offer, Payload, Via, Way, open_payload, ways
+from transport.weights.automatic import choose
+from transport.weights.ends import Sender
 from transport.weights.files import FilesOffer, describe_folder
 from transport.weights.inline import CHUNK_BYTES, CHUNK_VIEWS, WINDOW_BYTES, InlineOffer, InlinePayload, chunks
 from transport.weights.manifest import pack_manifest, unpack_manifest
 from transport.weights.shm import NONCE_BYTES, Segment, SegmentView, ShmOffer, ShmPayload, host_key
+from transport.weights.tensors import Tensors
+
+ROOT = Path(__file__).parents[2]
 
 
 def read_all(payload: Payload, piece: int = 100_003) -> bytes:
@@ -30,6 +38,54 @@ def read_all(payload: Payload, piece: int = 100_003) -> bytes:
         got += memory[:count].tobytes()
     payload.close()
     return got
+
+
+# ── the table of ways ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+ASKS = re.compile(r"""\bvia\s*(==|!=|(not\s+)?in\s*[(\[{])|isinstance\(.*\b(\w+Offer|\w+Payload|\w+Sender)\b|case \w+Offer""")
+
+
+def test_no_file_asks_which_way_weights_travel() -> None:
+    for path in [*ROOT.glob("transport/**/*.py"), *ROOT.glob("rollout/**/*.py")]:
+        assert not ASKS.search(path.read_text()), f"{path.relative_to(ROOT)} knows a way by name: let the way itself say it"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['if via == "shm":', 'via in ("auto", "shm")', 'via != "auto"', "isinstance(begin.offer, InlineOffer)", "case ShmOffer():"],
+)
+def test_asking_which_way_would_be_seen(line: str) -> None:
+    assert ASKS.search(line)
+
+
+def test_every_name_has_a_way_and_every_offer_opens() -> None:
+    assert set(ways("127.0.0.1")) == set(get_args(Via))
+    assert all(callable(offer.open) for offer in get_args(Offer))
+
+
+class Tried(Way):
+    """A way that works, or does not."""
+
+    def __init__(self, via: str, failure: str | None = None) -> None:
+        self.via = via
+        self.failure = failure
+        self.tried = 0
+
+    def offer_tensors(self, tensors: Tensors, capabilities: Collection[str]) -> Sender:
+        self.tried += 1
+        if self.failure is not None:
+            raise SourceUnreachable(self.failure)
+        return Sender(self.via, InlineOffer(), [], [])
+
+
+def test_the_first_way_that_both_ends_have_is_taken_and_says_why() -> None:
+    none, tensors = Tried("a", "no such GPU"), Tensors([], [])
+    some, last = Tried("b"), Tried("c")
+    sender = choose([none, some, last], tensors, ())
+    assert (sender.via, sender.reason) == ("b", "a: no such GPU") and not last.tried
+    assert choose([last], tensors, ()).reason == "the first that both ends have"
+    with pytest.raises(SourceUnreachable, match="a: no such GPU; d: no memory"):
+        choose([none, Tried("d", "no memory")], tensors, ())
 
 
 # ── manifest ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

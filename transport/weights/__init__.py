@@ -1,9 +1,10 @@
 """How the tensors of a refresh travel. The messages around them (`transport.messages`: Begin, Commit …) are the same for all.
 
-    trainer's end                          service's end
-    ─────────────                          ─────────────
-    Offer   where the bytes are    ──→     open_payload(offer, manifest) → Payload
-    chunks  (inline only)          ──→     Payload.read(memory) → staging
+    trainer's end                            service's end
+    ─────────────                            ─────────────
+    ways(host)[via].offer_tensors → Sender
+    Sender.offer   where the bytes are  ──→  open_payload(offer, manifest) → Payload
+    Sender.before_commit, after_commit  ──→  Payload.read(memory) → staging
 
     inline     in messages, any host                                  transport.weights.inline
     shm        in memory that both ends see: one host, one user       transport.weights.shm
@@ -11,76 +12,54 @@
     cuda_ipc   in the trainer's memory on a GPU that both ends see    transport.weights.cuda_ipc
     gloo, nccl by torch.distributed, any host                         transport.weights.distributed
 
-A further way is one more kind of offer and one more Payload. The payload is always the same: the bytes of the tensors, one
-after the other as the manifest lists them. Nothing here imports torch before it is used.
+A further way is one more file with both ends, an offer, a Way with its Sender and a Payload (`transport.weights.ends`), and a
+line each in `Via`, `Offer` and `ways` below. The payload is always the same: the bytes of the tensors, one after the other as
+the manifest lists them. Nothing here imports torch before it is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any, Literal
 
 from engine.types import TensorInfo
-from transport.errors import InvalidRequest
-from transport.weights.cuda_ipc import CudaIpcOffer, CudaIpcPayload, gpu_keys
-from transport.weights.distributed import DistributedOffer, DistributedPayload, backends
-from transport.weights.files import FilesOffer, FilesPayload, matching
-from transport.weights.inline import InlineOffer, InlinePayload
-from transport.weights.shm import SegmentView, ShmOffer, ShmPayload, host_key
+from transport.weights.automatic import Automatic
+from transport.weights.cuda_ipc import CudaIpc, CudaIpcOffer, gpu_keys
+from transport.weights.distributed import DistributedOffer, Gloo, Nccl, backends
+from transport.weights.ends import Channel, Expected, Payload, Sender, Way
+from transport.weights.files import Files, FilesOffer
+from transport.weights.inline import Inline, InlineOffer
+from transport.weights.shm import SegmentView, Shm, ShmOffer, host_key
 
-__all__ = ["Offer", "Payload", "capabilities", "open_payload"]
+__all__ = ["Channel", "Offer", "Payload", "Sender", "Via", "Way", "capabilities", "open_payload", "ways"]
 
+Via = Literal["auto", "shm", "inline", "files", "cuda_ipc", "gloo", "nccl"]
+"""what a trainer may name; "auto": see `transport.weights.automatic`"""
 Offer = InlineOffer | ShmOffer | FilesOffer | CudaIpcOffer | DistributedOffer
+"""what may stand in Begin"""
 
 
-class Payload(Protocol):
-    """The service's end."""
-
-    via: str
-    unannounced: bool
-    """bytes come of which no message tells: the loop must look for them"""
-
-    @property
-    def ready(self) -> bool:
-        """`read` would give bytes, or raise."""
-        ...
-
-    def read(self, memory: np.ndarray) -> int:
-        """Fill the beginning of [bytes] uint8 with what comes next. Returns how many bytes; 0: nothing has come yet."""
-        ...
-
-    def close(self) -> None: ...
+def ways(host: str) -> dict[str, Way]:
+    """Make the trainer's ends of all ways, by the names of `Via`. `host`: an address of this machine that the service can
+    reach, for torch.distributed."""
+    files, cuda_ipc, shm, inline = Files(), CudaIpc(), Shm(), Inline()
+    automatic = Automatic(files, on_gpus=[cuda_ipc], on_any_device=[shm], inline=inline)
+    return {way.via: way for way in (automatic, shm, inline, files, cuda_ipc, Gloo(host), Nccl(host))}
 
 
 def capabilities(device: Any) -> tuple[str, ...]:
-    """What a service whose model is on `device` (a torch.device; None = it is without torch) says in Welcome of the ways that
-    depend on where the two ends are: `host_key`, `gpu_key` of each GPU, names of backends."""
-    ways = [key] if (key := host_key()) is not None else []
+    """List what a service says in Welcome of the ways that depend on where the two ends are: `host_key`, `gpu_key` of each GPU,
+    names of backends. `device`: torch.device of its model; None: it is without torch."""
+    keys = [key] if (key := host_key()) is not None else []
     if device is not None:
-        ways += backends(device)
-        ways += gpu_keys() if device.type == "cuda" else []
-    return tuple(ways)
+        keys += backends(device)
+        keys += gpu_keys() if device.type == "cuda" else []
+    return tuple(keys)
 
 
 def open_payload(offer: Offer, manifest: Sequence[TensorInfo], total: int, segment: SegmentView, device: Any = None) -> Payload:
-    """`total`: bytes of the payload. `segment`: keeps shared memory mapped from one refresh to the next. `device`: torch.device
-    of the model.
+    """Open the service's end of what a trainer offers. `total`: bytes of the payload. `segment`: keeps shared memory mapped
+    from one refresh to the next. `device`: torch.device of the model.
 
     Raises SourceUnreachable where this end does not see what is offered, InvalidRequest where it is not the manifest's."""
-    match offer:
-        case InlineOffer():
-            return InlinePayload(total)
-        case ShmOffer():
-            if offer.total != total:
-                raise InvalidRequest(f"{offer.total} bytes are offered, the manifest's tensors have {total}")
-            return ShmPayload(segment.open(offer))
-        case FilesOffer():
-            return FilesPayload(matching(offer, manifest))
-        case CudaIpcOffer():
-            return CudaIpcPayload(offer, manifest, total)
-        case DistributedOffer():
-            if offer.total != total:
-                raise InvalidRequest(f"{offer.total} bytes are offered, the manifest's tensors have {total}")
-            return DistributedPayload(offer, device)
+    return offer.open(Expected(manifest, total, segment, device))

@@ -14,19 +14,18 @@ one whose readers never came. This sender waits, so the count is given back at o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import xxhash
 
 from engine.types import TensorInfo
 from transport.errors import InvalidRequest, SourceUnreachable
 from transport.frames import MALFORMED
+from transport.weights.ends import Expected, Payload, Sender, Way
+from transport.weights.tensors import Tensors, digest
 
-DIGEST_BYTES = 4 << 20
-"""that come to the host at once for a digest"""
 EVENT_BYTES = 64
 """of a CUDA event's handle"""
 NO_COUNTER = b"/rollout-counts-no-readers"
@@ -54,16 +53,19 @@ class CudaIpcOffer(msgspec.Struct, frozen=True, eq=False, tag="cuda_ipc", forbid
     spans: np.ndarray
     """[tensors, 3] int64, in the manifest's order: index into `memory`, first byte, bytes"""
 
+    def open(self, expected: Expected) -> Payload:
+        return CudaIpcPayload(self, expected.manifest, expected.total)
+
 
 def gpu_key(device: Any) -> str:
-    """Equal at two ends that can share the memory of this CUDA device."""
+    """Name what two ends must have in common to share the memory of this CUDA device."""
     import torch
 
     return f"cuda_ipc:{torch.cuda.get_device_properties(device).uuid}"
 
 
 def gpu_keys() -> list[str]:
-    """`gpu_key` of every GPU that this process sees."""
+    """Return `gpu_key` of every GPU that this process sees."""
     import torch
 
     return [gpu_key(index) for index in range(torch.cuda.device_count())]
@@ -72,8 +74,22 @@ def gpu_keys() -> list[str]:
 # the trainer's end
 
 
+class CudaIpc(Way):
+    via = "cuda_ipc"
+
+    def __init__(self) -> None:
+        self._exports = Exports()
+
+    def offer_tensors(self, tensors: Tensors, capabilities: Collection[str]) -> Sender:
+        tensors.check_on_gpus(self.via)
+        if not {gpu_key(device) for device in tensors.devices} <= set(capabilities):
+            raise SourceUnreachable("this process and the service share no GPU: another host, or a service on another device")
+        data = tensors.finished()
+        return Sender(self.via, self._exports.offer(data), tensors.manifest(map(digest, data)), data)
+
+
 def export(storage: Any) -> Memory:
-    """`storage`: torch.UntypedStorage on a CUDA device. Raises RuntimeError where the driver cannot share its memory."""
+    """Export a torch.UntypedStorage on a CUDA device. Raises RuntimeError where the driver cannot share its memory."""
     import torch
 
     _, handle, size, offset, counter, place, _, _ = storage._share_cuda_()
@@ -89,7 +105,7 @@ class _Known(NamedTuple):
 
 
 class Exports:
-    """The trainer's end of all refreshes. `export` turns a storage into a Memory.
+    """Storages that were exported. `export` turns one into a Memory.
 
     A storage is exported once: torch wraps its memory anew each time, and keeps the wrappers as long as the storage."""
 
@@ -99,8 +115,8 @@ class Exports:
         """by the storage's identity"""
 
     def offer(self, tensors: Sequence[Any]) -> CudaIpcOffer:
-        """Contiguous `tensors`, which the caller holds, and does not write, until the refresh is over. Whatever was issued to
-        write them is done: synchronize first. Raises SourceUnreachable where their memory cannot be shared."""
+        """Offer contiguous `tensors`, which the caller holds, and does not write, until the refresh is over; `Tensors.finished`
+        gives such. Raises SourceUnreachable where their memory cannot be shared."""
         self._known = {key: known for key, known in self._known.items() if not known.alive.expired()}
         memories: dict[int, tuple[int, Memory]] = {}
         spans = np.zeros((len(tensors), 3), np.int64)
@@ -126,19 +142,11 @@ class Exports:
         return known.memory
 
 
-def digest(data: Any) -> str:
-    """xxh3-128 (hex) of a [bytes] uint8 tensor, which comes to the host slice by slice."""
-    state = xxhash.xxh3_128()
-    for piece in data.split(DIGEST_BYTES):
-        state.update(piece.cpu().numpy())
-    return state.hexdigest()
-
-
 # the service's end
 
 
 def open_memory(memory: Memory) -> Any:
-    """[bytes] uint8 tensor on the device; the memory is closed with the last view of it. Raises SourceUnreachable."""
+    """Open a Memory as a [bytes] uint8 tensor on its device; it is closed with the last view. Raises SourceUnreachable."""
     import torch
 
     for index in range(torch.cuda.device_count()):
@@ -155,20 +163,18 @@ def open_memory(memory: Memory) -> Any:
 
 
 def copy_out(memory: np.ndarray, data: Any) -> None:
-    """[n] uint8 of the device to [n] uint8 of the host; returns when they are there."""
+    """Copy [n] uint8 of the device to [n] uint8 of the host; returns when they are there."""
     import torch
 
     torch.from_numpy(memory).copy_(data)
 
 
-class CudaIpcPayload:
-    """The service's end of one payload. `open_memory` and `copy_out` are what there is of CUDA in it.
+class CudaIpcPayload(Payload):
+    """`open_memory` and `copy_out` are what there is of CUDA in it.
 
     Raises InvalidRequest, with the tensor, for spans that are not in their memory or not the manifest's."""
 
     via = "cuda_ipc"
-    ready = True
-    unannounced = False
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
@@ -30,8 +30,11 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from engine.types import TensorInfo
 from transport.errors import RequestTimeout, RolloutError, SourceUnreachable
+from transport.weights.ends import Expected, Payload, Sender, Way
 from transport.weights.group import Backend, join, leave, listen
+from transport.weights.tensors import Tensors, digest
 
 SLOT_BYTES = 4 << 20
 """of a broadcast; the last one of a payload is shorter"""
@@ -62,9 +65,13 @@ class DistributedOffer(msgspec.Struct, frozen=True, tag="distributed", forbid_un
     total: int
     """bytes of the payload"""
 
+    def open(self, expected: Expected) -> Payload:
+        expected.check_total(self.total)
+        return DistributedPayload(self, expected.device)
+
 
 def backends(device: Any) -> list[Backend]:
-    """Those that a process whose model is on `device` (a torch.device) can use."""
+    """List those that a process whose model is on `device` (a torch.device) can use."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -73,15 +80,69 @@ def backends(device: Any) -> list[Backend]:
     return [*(["gloo"] if gloo else []), *(["nccl"] if nccl else [])]  # type: ignore[list-item]
 
 
-class Sender:
-    """The trainer's end of one refresh.
+# the trainer's end
+
+
+class Gloo(Way):
+    """`host`: an address of this machine that the service can reach."""
+
+    via = "gloo"
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+
+    def offer_tensors(self, tensors: Tensors, capabilities: Collection[str]) -> Sender:
+        check_backend("gloo", capabilities)
+        arrays = tensors.on_host()
+        manifest = tensors.manifest(map(digest, arrays))
+        return DistributedSender(Broadcaster("gloo", self._host, sum(map(len, arrays))), manifest, arrays)
+
+
+class Nccl(Way):
+    """`host`: an address of this machine that the service can reach."""
+
+    via = "nccl"
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+
+    def offer_tensors(self, tensors: Tensors, capabilities: Collection[str]) -> Sender:
+        tensors.check_on_gpus(self.via)
+        check_backend("nccl", capabilities)
+        data = tensors.finished()
+        manifest, device = tensors.manifest(map(digest, data)), min(tensors.devices, key=str)
+        return DistributedSender(Broadcaster("nccl", self._host, sum(map(len, data)), device), manifest, data)
+
+
+def check_backend(backend: Backend, capabilities: Collection[str]) -> None:
+    """Raises SourceUnreachable if the service has not named it in Welcome."""
+    if backend not in capabilities:
+        raise SourceUnreachable(f'the service has no {backend} here; via="inline" takes no more than the connection')
+
+
+class DistributedSender(Sender):
+    """Broadcasts when the service has been asked to commit, and so looks for the bytes."""
+
+    def __init__(self, broadcaster: Broadcaster, manifest: list[TensorInfo], data: Sequence[Any]) -> None:
+        super().__init__(broadcaster.offer.backend, broadcaster.offer, manifest, data)
+        self._broadcaster = broadcaster
+
+    def after_commit(self, over: Callable[[], bool], end: float) -> None:
+        self._broadcaster.send(self.data, over, end)
+
+    def close(self) -> None:
+        self._broadcaster.close()
+
+
+class Broadcaster:
+    """Rank 0 of the group of one refresh.
 
     Example:
-        sender = Sender("gloo", "127.0.0.1", total)
-        …                       # sender.offer goes to the service
-        sender.send(pieces, over, end)
+        broadcaster = Broadcaster("gloo", "127.0.0.1", total)
+        …                       # broadcaster.offer goes to the service
+        broadcaster.send(pieces, over, end)
         …                       # the service answers that it has everything
-        sender.close()
+        broadcaster.close()
 
     Args:
         host: an address of this machine that the service can reach.
@@ -165,8 +226,11 @@ class Sender:
             leave(group, self.offer.backend)
 
 
-class DistributedPayload:
-    """The service's end of one payload. `device`: torch.device of the model, where NCCL receives."""
+# the service's end
+
+
+class DistributedPayload(Payload):
+    """`device`: torch.device of the model, where NCCL receives."""
 
     unannounced = True
 

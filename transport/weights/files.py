@@ -12,7 +12,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ import xxhash
 
 from engine.types import TensorInfo
 from transport.errors import InvalidRequest, SourceUnreachable
+from transport.weights.ends import Expected, Payload, Sender, Way
+from transport.weights.tensors import Tensors
 
 DTYPES = {
     "F64": ("float64", 8),
@@ -48,6 +50,9 @@ class FilesOffer(msgspec.Struct, frozen=True, tag="files", forbid_unknown_fields
     folder: str
     """absolute"""
 
+    def open(self, expected: Expected) -> Payload:
+        return FilesPayload(matching(self, expected.manifest))
+
 
 class Span(NamedTuple):
     """Where a tensor lies."""
@@ -60,7 +65,8 @@ class Span(NamedTuple):
 
 
 def read_folder(folder: Path) -> dict[str, Span]:
-    """Every tensor of the *.safetensors files in a folder. Raises SourceUnreachable, InvalidRequest naming file and tensor."""
+    """Find every tensor of the *.safetensors files in a folder. Raises SourceUnreachable, InvalidRequest naming file and
+    tensor."""
     if not folder.is_absolute():
         raise InvalidRequest(f"folder {str(folder)!r}: give an absolute path")
     paths = sorted(folder.glob("*.safetensors"))
@@ -111,8 +117,21 @@ def _open(path: Path) -> int:
     return fd
 
 
+# the trainer's end
+
+
+class Files(Way):
+    via = "files"
+
+    def offer_folder(self, folder: Path) -> Sender:
+        return Sender(self.via, FilesOffer(str(folder)), describe_folder(folder), [])
+
+    def offer_tensors(self, tensors: Tensors, capabilities: Collection[str]) -> Sender:
+        raise InvalidRequest('via="files" takes the path of a folder of safetensors: save the model and give its folder')
+
+
 def describe_folder(folder: Path) -> list[TensorInfo]:
-    """The manifest of a folder: reads all of it for the digests. Raises as `read_folder`."""
+    """Make the manifest of a folder: reads all of it for the digests. Raises as `read_folder`."""
     manifest = []
     memory = np.empty(READ_BYTES, np.uint8)
     for name, span in read_folder(folder).items():
@@ -124,8 +143,11 @@ def describe_folder(folder: Path) -> list[TensorInfo]:
     return manifest
 
 
+# the service's end
+
+
 def matching(offer: FilesOffer, manifest: Sequence[TensorInfo]) -> list[Span]:
-    """Where the manifest's tensors lie. Raises SourceUnreachable, InvalidRequest where the folder is not what it says."""
+    """Find where the manifest's tensors lie. Raises SourceUnreachable, InvalidRequest where the folder is not what it says."""
     spans = read_folder(Path(offer.folder))
     for info in manifest:
         span = spans.get(info.name)
@@ -134,12 +156,8 @@ def matching(offer: FilesOffer, manifest: Sequence[TensorInfo]) -> list[Span]:
     return [spans[info.name] for info in manifest]
 
 
-class FilesPayload:
-    """The service's end."""
-
+class FilesPayload(Payload):
     via = "files"
-    ready = True
-    unannounced = False
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans = list(reversed(spans))

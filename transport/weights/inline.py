@@ -11,13 +11,15 @@ what the service holds for a trainer that is faster than staging.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
 import numpy as np
 
 from engine.types import Limits
-from transport.errors import InvalidRequest
+from transport.errors import InvalidRequest, WeightsRefused
+from transport.weights.ends import Channel, Expected, Payload, Sender, Way
+from transport.weights.tensors import Tensors, digest, on_host
 
 CHUNK_BYTES = 4 << 20
 CHUNK_VIEWS = 32
@@ -28,10 +30,47 @@ WINDOW_BYTES = 128 << 20
 class InlineOffer(msgspec.Struct, frozen=True, tag="inline", forbid_unknown_fields=True):
     """Chunk messages will follow."""
 
+    def open(self, expected: Expected) -> Payload:
+        return InlinePayload(expected.total)
 
-class InlinePayload:
+
+# the trainer's end
+
+
+class Inline(Way):
     via = "inline"
-    unannounced = False
+
+    def offer_tensors(self, tensors: Tensors, capabilities: Collection[str]) -> Sender:
+        arrays = tensors.on_host()
+        return InlineSender(self.via, InlineOffer(), tensors.manifest(map(digest, arrays)), arrays)
+
+    def after(self, other: Sender) -> Sender:
+        """Offer what another sender, of tensors, could not bring across."""
+        return InlineSender(self.via, InlineOffer(), other.manifest, on_host(other.data))
+
+
+class InlineSender(Sender):
+    """Sends chunks, at most a window ahead of their answers."""
+
+    def before_commit(self, channel: Channel) -> None:
+        window, in_flight = channel.window_bytes(), 0
+        sent: deque[tuple[Callable[[], None], int]] = deque()
+        for offset, views in chunks(self.data, channel.limits):
+            size = sum(map(len, views))
+            while sent and in_flight + size > window:
+                staged, staged_bytes = sent.popleft()
+                staged()
+                in_flight -= staged_bytes
+            sent.append((channel.chunk(offset, views), size))
+            in_flight += size
+
+
+# the service's end
+
+
+class InlinePayload(Payload):
+    via = "inline"
+    window_bytes = WINDOW_BYTES
 
     def __init__(self, total: int) -> None:
         self.read_bytes = 0
@@ -46,7 +85,6 @@ class InlinePayload:
         return bool(self._views)
 
     def put(self, offset: int, data: Sequence[np.ndarray]) -> int:
-        """Take a chunk; one that came before changes nothing. Returns where it ends. Raises InvalidRequest."""
         for view in data:
             if view.dtype != np.uint8 or view.ndim != 1:
                 raise InvalidRequest(f"chunk at {offset}: {view.dtype} of shape {view.shape}, must be uint8 [bytes]")
@@ -60,6 +98,10 @@ class InlinePayload:
         self._views.extend(view for view in data if len(view))
         self.came = end
         return end
+
+    def check_sent(self) -> None:
+        if self.came < self._total:
+            raise WeightsRefused(f"commit after {self.came} of {self._total} bytes")
 
     def read(self, memory: np.ndarray) -> int:
         if not self._views:
@@ -79,7 +121,7 @@ class InlinePayload:
 
 
 def chunks(arrays: Sequence[np.ndarray], limits: Limits) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """(offset, views) of the payload that [bytes] uint8 `arrays` make one after the other, each within `limits`."""
+    """Cut the payload that [bytes] uint8 `arrays` make one after the other into (offset, views), each within `limits`."""
     most_bytes, most_views = min(CHUNK_BYTES, limits.max_frame_bytes), min(CHUNK_VIEWS, limits.max_frames - 1)
     offset = size = 0
     views: list[np.ndarray] = []

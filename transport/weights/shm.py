@@ -16,7 +16,7 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,6 +24,8 @@ import numpy as np
 import xxhash
 
 from transport.errors import SourceUnreachable
+from transport.weights.ends import Expected, Payload, Sender, Way
+from transport.weights.tensors import Tensors
 
 NONCE_BYTES = 64
 NAME = "rollout-weights"
@@ -42,9 +44,13 @@ class ShmOffer(msgspec.Struct, frozen=True, tag="shm", forbid_unknown_fields=Tru
     nonce: str
     """hex"""
 
+    def open(self, expected: Expected) -> Payload:
+        expected.check_total(self.total)
+        return ShmPayload(expected.segment.open(self))
+
 
 def host_key() -> str | None:
-    """Equal at two ends that can share memory: kernel, PID namespace, user. None where there is no memfd."""
+    """Name what two ends must have in common to share memory: kernel, PID namespace, user. None where there is no memfd."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -53,8 +59,34 @@ def host_key() -> str | None:
     return f"shm:{boot}:{namespace}:{os.getuid()}" if hasattr(os, "memfd_create") else None
 
 
+# the trainer's end
+
+
+class Shm(Way):
+    """Keeps the segment of the first refresh for all others."""
+
+    via = "shm"
+
+    def __init__(self) -> None:
+        self.segment = Segment()
+
+    def offer_tensors(self, tensors: Tensors, capabilities: Collection[str]) -> Sender:
+        key = host_key()
+        if key is None or key not in capabilities:
+            raise SourceUnreachable("this process and the service share no memory: another host, user or container")
+        arrays = tensors.on_host()
+        try:
+            offer, digests = self.segment.write(arrays)
+        except OSError as error:
+            raise SourceUnreachable(f"no shared memory for {sum(map(len, arrays))} bytes: {error}") from None
+        return Sender(self.via, offer, tensors.manifest(digests), arrays)
+
+    def close(self) -> None:
+        self.segment.close()
+
+
 class Segment:
-    """The trainer's end. Grows to the largest payload written; `close` gives the memory back, as does the process's end."""
+    """Memory of the trainer's. Grows to the largest payload written; `close` gives it back, as does the process's end."""
 
     def __init__(self) -> None:
         self._fd = -1
@@ -92,6 +124,9 @@ class Segment:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+# the service's end
 
 
 class SegmentView:
@@ -133,12 +168,8 @@ def _map(offer: ShmOffer) -> np.ndarray:
         raise SourceUnreachable(f"shared memory cannot be reached at {path}: {error}") from None
 
 
-class ShmPayload:
-    """The service's end of one payload."""
-
+class ShmPayload(Payload):
     via = "shm"
-    ready = True
-    unannounced = False
 
     def __init__(self, payload: np.ndarray) -> None:
         self._left = payload

@@ -1,0 +1,100 @@
+"""Names and bytes of a model's tensors: what an engine refreshes, and what a trainer sends.
+
+Imports torch and `engine.types`, nothing else of the engine, so that a trainer's process may use it as well: there is one
+answer to "which tensors does a model have" and to "which bytes is a tensor".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from engine.types import TensorInfo
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+}
+"""what a tensor may be sent in: floats, which can be cast to the model's dtype"""
+
+NamedTensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+class InvalidWeights(ValueError):
+    """A refresh that cannot be applied; the weights are what they were. `tensor` names the one at fault, if it is one."""
+
+    def __init__(self, message: str, tensor: str | None = None) -> None:
+        super().__init__(message if tensor is None else f"tensor {tensor!r}: {message}")
+        self.tensor = tensor
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Name of a tensor's dtype as a manifest has it, e.g. "bfloat16"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[bytes] uint8 on the tensor's device: its elements in C order. A view if it is contiguous, else a copy."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """[bytes] uint8 in host memory: its elements in C order. A view if it lies so on the CPU, else a copy."""
+    array: np.ndarray = flat_bytes(tensor.detach().cpu()).numpy()
+    return array
+
+
+def info_of(name: str, tensor: torch.Tensor) -> TensorInfo:
+    """Describe a tensor for a manifest, its digest left empty. Raises InvalidWeights for anything but a dense tensor."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+        raise InvalidWeights(f"cannot be sent: give a dense tensor with data, not a {type(tensor).__name__} without", name)
+    return TensorInfo(name, dtype_name(tensor), tuple(tensor.shape), "")
+
+
+def describe(name: str, tensor: torch.Tensor) -> tuple[TensorInfo, np.ndarray]:
+    """Return `info_of` a tensor and its `tensor_bytes`."""
+    return info_of(name, tensor), tensor_bytes(tensor)
+
+
+def with_digest(info: TensorInfo, data: np.ndarray) -> TensorInfo:
+    """Fill in the digest: xxh3-128 (hex) of `data`, [bytes] uint8."""
+    return msgspec.structs.replace(info, digest=xxhash.xxh3_128_hexdigest(data))
+
+
+def named_pairs(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
+    """List the (name, tensor) pairs of a module (its `checkpoint_tensors`), a state dict or any iterable of pairs. Raises
+    InvalidWeights for anything else."""
+    wanted = "a refresh takes the model, its state_dict(), or pairs of name and tensor as model.named_parameters() gives them"
+    if isinstance(named_tensors, torch.nn.Module):
+        named_tensors, _ = checkpoint_tensors(named_tensors)
+    if not isinstance(named_tensors, Iterable):
+        raise InvalidWeights(f"{wanted}, not a {type(named_tensors).__name__}")
+    pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
+    for pair in pairs:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise InvalidWeights(f"{wanted}, not {type(pair).__name__}")
+    return pairs
+
+
+def checkpoint_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors that a checkpoint of a module holds, parameters and persistent buffers, each once under its first
+    name; and for every name that first name, since tied tensors have several."""
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    named |= persistent_buffers(module)
+    owner: dict[int, str] = {}
+    first_name = {name: owner.setdefault(id(tensor), name) for name, tensor in named.items()}
+    return {name: tensor for name, tensor in named.items() if first_name[name] == name}, first_name
+
+
+def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Find the buffers that are in a module's state dict, without making one, which would gather shards."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, part in module.named_modules(remove_duplicate=False)
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False)
+        if name not in part._non_persistent_buffers_set
+    }

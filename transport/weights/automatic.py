@@ -1,0 +1,53 @@
+"""The way that is taken where nobody names one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+
+from transport.errors import SourceUnreachable
+from transport.weights.ends import Sender, Way
+from transport.weights.inline import Inline
+from transport.weights.tensors import Tensors
+
+
+class Automatic(Way):
+    """Sends a folder by `files`, and tensors as `choose` says. Where the service turns out not to see what is offered, tensors
+    travel by `inline`, which needs no more than the connection.
+
+    Args:
+        on_gpus: ways to try first for tensors that are all on GPUs.
+        on_any_device: ways to try for all tensors."""
+
+    via = "auto"
+
+    def __init__(self, files: Way, on_gpus: list[Way], on_any_device: list[Way], inline: Inline) -> None:
+        self._files = files
+        self._on_gpus = on_gpus
+        self._on_any_device = on_any_device
+        self._inline = inline
+
+    def offer_folder(self, folder: Path) -> Sender:
+        return self._files.offer_folder(folder)
+
+    def offer_tensors(self, tensors: Tensors, capabilities: Collection[str]) -> Sender:
+        ways = [*(self._on_gpus if tensors.on_gpus else []), *self._on_any_device, self._inline]
+        sender = choose(ways, tensors, capabilities)
+        sender.instead = partial(self._inline.after, sender)
+        return sender
+
+
+def choose(ways: list[Way], tensors: Tensors, capabilities: Collection[str]) -> Sender:
+    """Offer tensors by the first way that both ends have. Its `reason` says what is wrong with those before it. Raises
+    SourceUnreachable if none is left."""
+    failures: list[str] = []
+    for way in ways:
+        try:
+            sender = way.offer_tensors(tensors, capabilities)
+        except SourceUnreachable as error:
+            failures.append(f"{way.via}: {error.message}")
+        else:
+            sender.reason = "; ".join(failures) or "the first that both ends have"
+            return sender
+    raise SourceUnreachable("; ".join(failures))

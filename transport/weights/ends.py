@@ -1,0 +1,129 @@
+"""The two ends of a way to send weights, as client and service see them: `Way` and `Sender`, `Offered` and `Payload`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from engine.types import Limits, TensorInfo
+from transport.errors import InvalidRequest, WeightsRefused
+from transport.weights.tensors import Tensors
+
+if TYPE_CHECKING:
+    from transport.weights.shm import SegmentView
+
+
+class Channel(Protocol):
+    """What the connection does for a sender while its refresh is open."""
+
+    @property
+    def limits(self) -> Limits:
+        """The service's."""
+        ...
+
+    def window_bytes(self) -> int:
+        """Wait for the lease. Returns how many bytes of chunks may be in flight."""
+        ...
+
+    def chunk(self, offset: int, views: list[np.ndarray]) -> Callable[[], None]:
+        """Send a chunk; what is returned waits until it is staged."""
+        ...
+
+
+class Sender:
+    """The trainer's end of one refresh. This one is for ways whose offer says all: nothing is sent besides it.
+
+    Args:
+        via: name of the way, as Refreshed has it.
+        offer: where the service finds the bytes, a tagged Struct of the way's own; travels in Begin.
+        manifest: of the tensors, digests included.
+        data: [bytes] uint8 arrays or tensors, held until the refresh is over; [] where the service has a copy of its own."""
+
+    def __init__(self, via: str, offer: Any, manifest: list[TensorInfo], data: Sequence[Any]) -> None:
+        self.via = via
+        self.offer = offer
+        self.manifest = manifest
+        self.data = data
+        self.reason = "it was asked for"
+        """why this way"""
+        self.instead: Callable[[], Sender] | None = None
+        """makes the sender for a service that does not see what is offered; None: the refresh fails then"""
+
+    def before_commit(self, channel: Channel) -> None:
+        """Send the bytes that must be there before Commit is asked for."""
+
+    def after_commit(self, over: Callable[[], bool], end: float) -> None:
+        """Send the bytes for which the service looks once it has been asked to commit: all, or until `over` says that it has
+        answered. Raises SourceUnreachable; RequestTimeout at `end` (time.monotonic)."""
+
+    def close(self) -> None:
+        """Free what this refresh alone needed. May be repeated."""
+
+
+class Way:
+    """The trainer's end of all its refreshes by one way: keeps what the next one can use again."""
+
+    via: str
+
+    def offer_folder(self, folder: Path) -> Sender:
+        """Offer the safetensors of a folder, absolute. Raises InvalidRequest where this way has no use for one."""
+        raise InvalidRequest(f'via="{self.via}" takes tensors, not the path of a folder')
+
+    def offer_tensors(self, tensors: Tensors, capabilities: Collection[str]) -> Sender:
+        """Offer tensors. `capabilities`: what the service said in Welcome.
+
+        Raises SourceUnreachable where the two ends do not have this way, WeightsRefused naming a tensor that cannot go it."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what is kept from one refresh to the next."""
+
+
+class Expected(NamedTuple):
+    """What the service knows of a payload before it comes. An offer opens itself: `offer.open(expected) -> Payload`."""
+
+    manifest: Sequence[TensorInfo]
+    total: int
+    """bytes"""
+    segment: SegmentView
+    """keeps shared memory mapped from one refresh to the next"""
+    device: Any
+    """torch.device of the model; None: an engine without torch"""
+
+    def check_total(self, offered: int) -> None:
+        """Raises InvalidRequest if another number of bytes is offered."""
+        if offered != self.total:
+            raise InvalidRequest(f"{offered} bytes are offered, the manifest's tensors have {self.total}")
+
+
+class Payload:
+    """The service's end of one refresh. Base of one class for each way."""
+
+    via: str
+    unannounced = False
+    """bytes come of which no message tells: the loop must look for them"""
+    window_bytes = 0
+    """that the trainer may send ahead in chunks"""
+
+    @property
+    def ready(self) -> bool:
+        """`read` would give bytes, or raise."""
+        return True
+
+    def put(self, offset: int, data: Sequence[np.ndarray]) -> int:
+        """Take a chunk, a list of [bytes] uint8. Returns the byte of the payload where it ends. Raises WeightsRefused for a way
+        that has none, InvalidRequest for a chunk that does not fit."""
+        raise WeightsRefused(f"a chunk in a refresh via {self.via}")
+
+    def check_sent(self) -> None:
+        """Raises WeightsRefused if a Commit comes before chunks that it needs."""
+
+    def read(self, memory: np.ndarray) -> int:
+        """Fill the beginning of [bytes] uint8 with what comes next. Returns how many bytes; 0: nothing has come yet."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what the payload holds. May be repeated."""

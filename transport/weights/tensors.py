@@ -1,0 +1,88 @@
+"""Tensors of one refresh as bytes, wherever they lie. Reads no module and imports torch only for tensors on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from engine.types import TensorInfo
+from transport.errors import WeightsRefused
+
+DIGEST_BYTES = 4 << 20
+"""that come to the host at once for a digest"""
+
+
+class Tensors:
+    """The payload of one refresh, as a trainer holds it.
+
+    Args:
+        infos: manifest entries in the order of the payload; their digests are empty.
+        data: of each the elements in C order, a [bytes] uint8 torch tensor on the device where they lie."""
+
+    def __init__(self, infos: list[TensorInfo], data: list[Any]) -> None:
+        self.infos = infos
+        self.data = data
+
+    @property
+    def on_gpus(self) -> bool:
+        """There are tensors, and all of them are on CUDA devices."""
+        return bool(self.data) and all(map(on_gpu, self.data))
+
+    @property
+    def devices(self) -> set[Any]:
+        """The torch.device of each."""
+        return {one.device for one in self.data}
+
+    def on_host(self) -> list[np.ndarray]:
+        """[bytes] uint8 arrays: views of tensors on the CPU, copies of others."""
+        return on_host(self.data)
+
+    def check_on_gpus(self, via: str) -> None:
+        """Raises WeightsRefused naming a tensor that is on no GPU."""
+        for info, one in zip(self.infos, self.data, strict=True):
+            if not on_gpu(one):
+                raise WeightsRefused(
+                    f'tensor {info.name!r} is on {one.device}: via="{via}" takes tensors on a CUDA device; use "shm" on one '
+                    'host, "gloo" or "inline" on any'
+                )
+
+    def finished(self) -> list[Any]:
+        """Return `data` when all that was issued to write it, on GPUs, is done."""
+        synchronize(self.devices)
+        return self.data
+
+    def manifest(self, digests: Iterable[str]) -> list[TensorInfo]:
+        """Fill in the digest of each tensor."""
+        return [msgspec.structs.replace(info, digest=one) for info, one in zip(self.infos, digests, strict=True)]
+
+
+def on_gpu(tensor: Any) -> bool:
+    """Whether a torch tensor lies on a CUDA device."""
+    return bool(tensor.is_cuda)
+
+
+def synchronize(devices: Iterable[Any]) -> None:
+    """Wait until all that was issued on these CUDA devices is done, on whatever streams."""
+    import torch
+
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def on_host(data: Sequence[Any]) -> list[np.ndarray]:
+    """Copy [bytes] uint8 tensors that are not there to host memory; arrays are handed back."""
+    return [one if isinstance(one, np.ndarray) else one.cpu().numpy() for one in data]
+
+
+def digest(data: Any) -> str:
+    """Take the xxh3-128 (hex) of a [bytes] uint8 array, or of a tensor, which comes to the host slice by slice."""
+    if isinstance(data, np.ndarray):
+        return xxhash.xxh3_128_hexdigest(data.data)
+    state = xxhash.xxh3_128()
+    for piece in data.split(DIGEST_BYTES):
+        state.update(piece.cpu().numpy())
+    return state.hexdigest()
