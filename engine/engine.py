@@ -145,7 +145,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """`step` would do something."""
-        return bool(self._ended or self._flight or (self.scheduler.has_work and self._computes))
+        return bool(self._ended or self._flight or self.scheduler.overdue or (self.scheduler.has_work and self._computes))
 
     @property
     def _computes(self) -> bool:
@@ -166,6 +166,8 @@ class Engine:
         if group.sampling.min_tokens and len(eos.intersection(range(self.vocab_size))) == self.vocab_size:
             reason = f"each of the model's {self.vocab_size} tokens ends a sample, so none is left to draw before"
             raise ValueError(f"min_tokens={group.sampling.min_tokens}: {reason}; set it to 0, or give fewer stop_token_ids")
+        for child in group.begun:
+            child.validate_unfinished(group.sampling, eos, self.version)
         self.scheduler.submit(group, client, seed, eos)
 
     def abort(self, group_id: str) -> list[Sample]:
@@ -176,6 +178,7 @@ class Engine:
         """Launch one forward, and read what it drew; where steps overlap, what the one before drew. Returns the samples that
         ended; [] when there is nothing to do. What goes wrong inside ends the groups of that step with finish_reason "error",
         never the engine."""
+        self._ended += self.scheduler.expire()
         if self._ended:
             ended, self._ended = self._ended, []
             return ended

@@ -14,11 +14,13 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-FinishReason = Literal["stop", "length", "aborted", "stale", "error"]
+FinishReason = Literal["stop", "length", "cut", "deadline", "aborted", "stale", "error"]
+"""how a child ended: by itself (stop, length), because enough siblings had (cut), at its group's deadline, or by others"""
 KVPolicy = Literal["keep", "recompute", "abort"]
 """what a refresh does with the KV of the groups that run: go on over it, prefill it again, or end the groups"""
 
 SEED_LIMIT = 2**63
+MAX_PRIORITY = 1_000_000
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,9 +94,38 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     that has begun computed again, whatever this says"""
     max_version_lag: int | None = None
     """a child whose first token is further behind the live weights than this ends as "stale"; None = no bound"""
+    finish_after: int | None = None
+    """end the group once so many of its children have ended by themselves ("stop" or "length"): the others come back as "cut",
+    with what they have. Which ones count where several end in one step, and the bias: docs/decisions/long-tail.md"""
+    min_len_to_cut: int = 0
+    """a child is cut no sooner than at this many tokens"""
+    deadline_s: float | None = None
+    """seconds from the arrival of the group: children that have not ended by then come back as "deadline" """
+    priority: int = 0
+    """of a client's groups those with a higher one start first, and are preempted last"""
 
     def validate(self, limits: Limits, vocab_size: int) -> None:
         """Raises ValueError naming the field, its value and what would be accepted."""
+        self._validate_draws(limits, vocab_size)
+        self._validate_ends(limits)
+
+    def _validate_ends(self, limits: Limits) -> None:
+        if not 0 <= self.max_kv_lag <= limits.max_kv_lag:
+            raise ValueError(f"max_kv_lag={self.max_kv_lag}: must be between 0 and {limits.max_kv_lag} (Limits.max_kv_lag)")
+        if self.max_version_lag is not None and not 0 <= self.max_version_lag <= limits.max_kv_lag:
+            raise ValueError(f"max_version_lag={self.max_version_lag}: must be None or between 0 and {limits.max_kv_lag}")
+        if self.finish_after is not None and not 1 <= self.finish_after <= self.n:
+            raise ValueError(f"finish_after={self.finish_after}: must be None or between 1 and n={self.n}")
+        if not 0 <= self.min_len_to_cut <= self.max_tokens:
+            raise ValueError(f"min_len_to_cut={self.min_len_to_cut}: must be between 0 and max_tokens={self.max_tokens}")
+        if self.min_len_to_cut and self.finish_after is None:
+            raise ValueError(f"min_len_to_cut={self.min_len_to_cut} without finish_after: nothing is cut; set finish_after")
+        if self.deadline_s is not None and not 0.0 < self.deadline_s < math.inf:
+            raise ValueError(f"deadline_s={self.deadline_s}: must be None or a positive, finite number of seconds")
+        if abs(self.priority) > MAX_PRIORITY:
+            raise ValueError(f"priority={self.priority}: must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
+
+    def _validate_draws(self, limits: Limits, vocab_size: int) -> None:
         if not 1 <= self.n <= limits.max_n:
             raise ValueError(f"n={self.n}: must be between 1 and {limits.max_n} (Limits.max_n)")
         if not 1 <= self.max_tokens <= limits.max_tokens:
@@ -120,10 +151,72 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ValueError(f"stop_token_ids holds {token}: the model's token ids are 0 to {vocab_size - 1}")
         if self.seed is not None and not 0 <= self.seed < SEED_LIMIT:
             raise ValueError(f"seed={self.seed}: must be between 0 and 2**63 - 1, or None")
-        if not 0 <= self.max_kv_lag <= limits.max_kv_lag:
-            raise ValueError(f"max_kv_lag={self.max_kv_lag}: must be between 0 and {limits.max_kv_lag} (Limits.max_kv_lag)")
-        if self.max_version_lag is not None and not 0 <= self.max_version_lag <= limits.max_kv_lag:
-            raise ValueError(f"max_version_lag={self.max_version_lag}: must be None or between 0 and {limits.max_kv_lag}")
+
+
+class Begun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What a child already has: it goes on from there, as if it had never stopped.
+
+    Example:
+        Begun(index=2, token_ids=sample.token_ids, logprobs=sample.logprobs, weight_versions=sample.weight_versions)
+    """
+
+    index: int
+    """of the child, 0 to n - 1"""
+    token_ids: np.ndarray
+    """[tokens] int32, at least one and fewer than `Sampling.max_tokens`"""
+    logprobs: np.ndarray
+    """[tokens] float32"""
+    weight_versions: list[tuple[int, int]]
+    """(first token, version) spans, ascending from token 0"""
+    raw_logprobs: np.ndarray | None = None
+    """[tokens] float32, if `Sampling.raw_logprobs`"""
+
+    @classmethod
+    def of(cls, sample: Sample) -> Begun:
+        """What a sample that did not end by itself has."""
+        return cls(
+            index=sample.index,
+            token_ids=sample.token_ids,
+            logprobs=sample.logprobs,
+            weight_versions=sample.weight_versions,
+            raw_logprobs=sample.raw_logprobs,
+        )
+
+    def validate(self, sampling: Sampling, vocab_size: int) -> None:
+        """Raises ValueError naming the child and what would be accepted."""
+        who, tokens = f"begun child {self.index}", self.token_ids
+        if tokens.dtype != np.int32 or tokens.ndim != 1 or not 1 <= len(tokens) < sampling.max_tokens:
+            raise ValueError(
+                f"{who} has token_ids {tokens.dtype} {tokens.shape}: must be int32 [1 to max_tokens - 1 = "
+                f"{sampling.max_tokens - 1}]; one that has all its tokens is finished"
+            )
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(f"{who} holds token id {bad}: the model's token ids are 0 to {vocab_size - 1}")
+        wanted = {"logprobs": self.logprobs, **({"raw_logprobs": self.raw_logprobs} if sampling.raw_logprobs else {})}
+        for name, values in wanted.items():
+            if values is None or values.dtype != np.float32 or values.shape != tokens.shape:
+                found = "none" if values is None else f"{values.dtype} {values.shape}"
+                raise ValueError(f"{who} has {name} {found}: must be float32 [{len(tokens)}], one for each token")
+        firsts = [first for first, _ in self.weight_versions]
+        if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)) or firsts[-1] >= len(tokens):
+            raise ValueError(f"{who} has weight_versions that begin at {firsts}: must ascend from 0 to below {len(tokens)}")
+        if any(version < 0 for _, version in self.weight_versions):
+            raise ValueError(f"{who} has a weight version below 0: versions count up from 0")
+
+    def validate_unfinished(self, sampling: Sampling, eos: frozenset[int], version: int) -> None:
+        """Raises ValueError if the child has ended: by one of the tokens `eos`, or because its first token is further behind
+        `version`, the live one, than `Sampling.max_version_lag`."""
+        for at, token in enumerate(self.token_ids[sampling.min_tokens :].tolist(), sampling.min_tokens):
+            if token in eos:
+                raise ValueError(f"begun child {self.index} ended at its token {at}, the stop token {token}: leave it out")
+        lag, first = sampling.max_version_lag, self.weight_versions[0][1]
+        if lag is not None and first < version - lag:
+            raise ValueError(
+                f"begun child {self.index} began with version {first} and {version} is live: more than max_version_lag={lag}; "
+                "leave it out or raise max_version_lag"
+            )
 
 
 class Group(msgspec.Struct, frozen=True, eq=False):
@@ -137,6 +230,16 @@ class Group(msgspec.Struct, frozen=True, eq=False):
     prompt: np.ndarray
     """[prompt_tokens] int32 token ids"""
     sampling: Sampling
+    indices: tuple[int, ...] | None = None
+    """which of the n children are wanted here, ascending; None = all. Another engine may have the others: a child's numbers
+    depend on its own index only"""
+    begun: tuple[Begun, ...] = ()
+    """children that have tokens already"""
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Indices of the children that this group asks for, ascending."""
+        return tuple(range(self.sampling.n)) if self.indices is None else self.indices
 
     def validate(self, limits: Limits, vocab_size: int, context: int) -> None:
         """Raises ValueError with the reason. `vocab_size`: rows of the embedding; `context`: positions of the model."""
@@ -154,6 +257,7 @@ class Group(msgspec.Struct, frozen=True, eq=False):
             bad = low if low < 0 else high
             raise ValueError(f"prompt holds token id {bad}: the model's token ids are 0 to {vocab_size - 1}")
         self.sampling.validate(limits, vocab_size)
+        self._validate_children(vocab_size)
         if len(self.prompt) + self.sampling.max_tokens > context:
             left = context - len(self.prompt)
             fix = f"lower max_tokens to {left}" if left > 0 else f"shorten the prompt to less than {context}"
@@ -161,6 +265,21 @@ class Group(msgspec.Struct, frozen=True, eq=False):
                 f"prompt of {len(self.prompt)} + max_tokens {self.sampling.max_tokens} exceeds the context of {context} "
                 f"tokens; {fix}"
             )
+
+    def _validate_children(self, vocab_size: int) -> None:
+        n = self.sampling.n
+        if self.indices is not None:
+            if list(self.indices) != sorted(set(self.indices)) or not self.indices:
+                raise ValueError(f"indices={self.indices}: must be ascending, each once, and at least one")
+            if self.indices[0] < 0 or self.indices[-1] >= n:
+                raise ValueError(f"indices={self.indices}: must be between 0 and n - 1 = {n - 1}")
+            if self.sampling.finish_after is not None and self.sampling.finish_after > len(self.indices):
+                raise ValueError(f"finish_after={self.sampling.finish_after}: at most the {len(self.indices)} wanted children")
+        having = [child.index for child in self.begun]
+        if len(set(having)) < len(having) or not set(having) <= set(self.wanted):
+            raise ValueError(f"begun children {having}: each must be one of the wanted ones, once")
+        for child in self.begun:
+            child.validate(self.sampling, vocab_size)
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -192,6 +311,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """from the arrival of the group to the end of this child"""
     offloads: int = 0
     """times its KV left the device for host memory"""
+    seed: int = 0
+    """the group's, also where the engine chose it: with it, a child that did not end by itself can go on"""
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

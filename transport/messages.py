@@ -23,7 +23,7 @@ import numpy as np
 from engine.types import KVPolicy, Limits, Refreshed, Sample, Sampling
 from transport.weights import Offer
 
-PROTOCOL = 1
+PROTOCOL = 2
 TAKEN = "taken"
 """capability of both ends: Alive says how much the service has taken, and the client waits for it"""
 UNTAKEN_BYTES = 8 << 20

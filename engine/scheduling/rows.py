@@ -78,7 +78,9 @@ def plan_of(
     repeats = samples[sampled]
     row_of_draw = np.repeat(sampled, repeats)
     sampling = table.sampling.take(places[row_of_draw])
-    sampling["index"] += (np.arange(len(row_of_draw)) - np.repeat(np.cumsum(repeats) - repeats, repeats)).astype(np.uint64)
+    for i in np.flatnonzero(repeats > 1).tolist():  # forks: a draw for each fresh child
+        first = int(repeats[:i].sum())
+        sampling["index"][first : first + repeats[i]] = sequences[sampled[i]].state.fresh
     positions = ends[row_of_draw] - sampling["prompt"]
     forbids = np.flatnonzero(positions < sampling["min_tokens"]).tolist()
     return Plan(

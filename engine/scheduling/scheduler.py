@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from heapq import heappop, heappush
 
 from engine.config import EngineConfig
 from engine.kv.store import BlockStore
@@ -63,6 +64,8 @@ class Scheduler:
         self._clock = clock
         self._submitted = 0
         self._planned = 0
+        self._deadlines: list[tuple[float, int, str]] = []
+        """heap of (time, number of the group, its id)"""
         self._rows: dict[int, list[Row]] = {}
         """of the steps that were planned and not committed, by number: the way back from a plan to its sequences"""
 
@@ -80,8 +83,11 @@ class Scheduler:
         state = GroupState(group, client, self._submitted, seed, self._clock(), eos)
         self._submitted += 1
         self.groups[group.id] = state
-        state.sequences[0] = Sequence(state, 0)
-        self.waiting.put(state.sequences[0])
+        for index in state.fresh[:1] or state.resumed:
+            state.sequences[index] = Sequence(state, index)
+            self.waiting.put(state.sequences[index])
+        if group.sampling.deadline_s is not None:
+            heappush(self._deadlines, (state.arrived + group.sampling.deadline_s, state.number, group.id))
 
     @property
     def has_work(self) -> bool:
@@ -94,6 +100,21 @@ class Scheduler:
         """The children that are not finished, with what they have. [] for an unknown id."""
         state = self.groups.get(group_id)
         return [] if state is None else self._end_group(state, "aborted")
+
+    @property
+    def overdue(self) -> bool:
+        """A group may be past its deadline."""
+        return bool(self._deadlines) and self._deadlines[0][0] <= self._clock()
+
+    def expire(self) -> list[Sample]:
+        """End the groups that are past their deadline. Returns their unfinished children with what they have."""
+        samples: list[Sample] = []
+        while self.overdue:
+            _, number, group_id = heappop(self._deadlines)
+            state = self.groups.get(group_id)
+            if state is not None and state.number == number:
+                samples += self._end_group(state, "deadline")
+        return samples
 
     def plan(self) -> Plan:
         """Decide the next step. No rows: nothing can be done now."""
@@ -185,6 +206,7 @@ class Scheduler:
         """Record what the oldest step in flight drew: tokens, forks, ends. Returns the children that ended. Rows of those
         that ended while the step was under way are passed over."""
         samples: list[Sample] = []
+        racing: list[tuple[Sequence, FinishReason]] = []
         tokens, logprobs, finite = drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.finite.tolist()
         raws = drawn.raw_logprobs
         size, at = self.block_size, 0
@@ -195,13 +217,16 @@ class Scheduler:
             elif draws:
                 for child in (seq,) if seq.state.forked else self._fork(seq):
                     raw = None if raws is None else float(raws[at])
-                    if ended := self._take_token(child, tokens[at], logprobs[at], raw, finite[at]):
-                        samples.append(ended)
+                    reason = self._take_token(child, tokens[at], logprobs[at], raw, finite[at])
+                    if reason in ("stop", "length") and seq.state.races:
+                        racing.append((child, reason))
+                    elif reason is not None:
+                        samples.append(self._end(child, reason, child.not_finite() if reason == "error" else None))
                     elif child.pending and child.cached % size == 0:
                         self.tables.fill(child, start + count)  # the next step computes the token that is known only now
                     at += 1
         assert at == len(tokens)
-        return samples
+        return samples + self._finish(racing) if racing else samples
 
     def launch_failed(self, plan: Plan, reason: str) -> list[Sample]:
         """End the groups of a plan that could not be launched with an error; the plan is void."""
@@ -234,22 +259,21 @@ class Scheduler:
     def refresh(self, version: int, kv: str) -> list[Sample]:
         """The weights are another version now. `kv`: "keep" the KV of live sequences, "recompute" it, or "abort" them.
         Recomputed is all KV of groups that have begun, whatever their `max_kv_lag`. A prompt of which nothing was drawn
-        yet keeps KV as old as that allows. Returns the samples that end, aborted or made stale by the refresh."""
+        yet, or of a child that goes on, keeps KV as old as that allows. Returns the samples that this ends."""
         assert kv in ("keep", "recompute", "abort")
         self.version = version
         samples: list[Sample] = []
         for state in list(self.groups.values()):
-            begun = any(seq.begun for seq in state.sequences.values())
-            if kv == "abort" and begun:
+            if kv == "abort" and state.begun:
                 samples += self._end_group(state, "aborted")
                 continue
-            if kv == "recompute" and begun:
+            if kv == "recompute" and state.begun:
                 state.oldest_kv = version
             for seq in list(state.sequences.values()):
                 lag = state.group.sampling.max_version_lag
                 if lag is not None and seq.spans and seq.spans[0][1] < version - lag:
                     samples.append(self._end(seq, "stale"))
-                elif kv == "recompute" or not state.forked:
+                elif kv == "recompute" or not seq.drew:
                     self.tables.drop_older(seq, state.readable_from(version))
         return samples
 
@@ -267,6 +291,7 @@ class Scheduler:
             return False
         least_run = self.pressure.least_run(seq)
         self.waiting.remove(seq, served=True)
+        seq.state.begun = True
         for i, block in enumerate(seq.blocks):
             self.store.pin(block, full=i < seq.cached // self.block_size)
         self.running_table.enter(seq, least_run)
@@ -312,14 +337,15 @@ class Scheduler:
 
     # ── after a step ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _fork(self, seq: Sequence) -> list[Sequence]:
-        """The prompt is cached: n children share its blocks. Those that find no place to run wait like anyone else."""
+        """The prompt is cached: all children share its blocks. Those that find no place to run wait like anyone else, and so do
+        those that have more to prefill. Returns the fresh ones, in the order of their draws."""
         seq.state.forked = True
         seq.num_next_samples = 1
         children = [seq, *seq.fork()]
         for child in children[1:]:
             seq.state.sequences[child.index] = child
             self.store.share(child.blocks)
-            if len(self.running) < self.config.max_num_seqs:
+            if len(self.running) < self.config.max_num_seqs and child.index not in seq.state.resumed:
                 for block in child.blocks:
                     self.store.pin(block, full=True)
                 self.running_table.enter(child, self.config.min_run_tokens)
@@ -328,20 +354,35 @@ class Scheduler:
         self.counters.forks += len(children) - 1
         self.counters.fork_saved_tokens += (len(children) - 1) * seq.num_prompt
         self.counters.fork_shared_blocks += (len(children) - 1) * (seq.num_prompt // self.block_size)
-        return children
+        return children[: len(seq.state.fresh)]
 
-    def _take_token(self, seq: Sequence, token: int, logprob: float, raw: float | None, finite: bool) -> Sample | None:
-        """Append what was drawn; the sample if that ends the child."""
+    def _take_token(self, seq: Sequence, token: int, logprob: float, raw: float | None, finite: bool) -> FinishReason | None:
+        """Append what was drawn. Returns why that ends the child, if it does."""
         if not finite:
             self.tables.distrust(seq)
-            return self._end(seq, "error", seq.not_finite())
+            return "error"
         seq.append(token, logprob, raw, self.version)
         self.counters.generated_tokens += 1
-        if token in seq.state.eos and len(seq.output) > seq.state.group.sampling.min_tokens:
-            return self._end(seq, "stop")
+        state, sampling = seq.state, seq.state.group.sampling
+        if token in state.eos and len(seq.output) > sampling.min_tokens:
+            return "stop"
         if seq.num_prompt + len(seq.output) == seq.limit:
-            return self._end(seq, "length")
+            return "length"
+        if sampling.finish_after is not None and not state.races and len(seq.output) >= sampling.min_len_to_cut:
+            return "cut"
         return None
+
+    def _finish(self, racing: list[tuple[Sequence, FinishReason]]) -> list[Sample]:
+        """End children that a step has ended, of groups that end with their first `finish_after`, and the siblings that are to
+        be cut then. The shorter child counts first, of equal ones the lower index; one that comes too late is cut as well."""
+        samples = []
+        for seq, reason in sorted(racing, key=lambda each: (each[0].state.number, len(each[0].output), each[0].index)):
+            samples.append(self._end(seq, reason if seq.state.races else "cut"))
+        for state in {seq.state.number: seq.state for seq, _ in racing if not seq.state.races}.values():
+            least = state.group.sampling.min_len_to_cut
+            late = [seq for seq in state.sequences.values() if len(seq.output) >= least]
+            samples += [self._end(seq, "cut") for seq in late]
+        return samples
 
     def _end(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> Sample:
         seq_ran = seq.running
@@ -354,6 +395,7 @@ class Scheduler:
         seq.blocks.clear()
         seq.ended = True
         state = seq.state
+        state.finished += reason in ("stop", "length")
         del state.sequences[seq.index]
         if not state.sequences:
             del self.groups[state.group.id]
@@ -363,8 +405,8 @@ class Scheduler:
     def _end_group(self, state: GroupState, reason: FinishReason, error: str | None = None) -> list[Sample]:
         """End every child that is not finished; before the fork that is all n of them."""
         if not state.forked:
-            only = self._end(state.sequences[0], reason, error)
-            n = state.group.sampling.n
-            self.counters.ended[reason] += n - 1
-            return [only, *(Sequence(state, i).sample(reason, only.seconds, error) for i in range(1, n))]
+            only = self._end(state.sequences[state.fresh[0]], reason, error)
+            others = [index for index in state.group.wanted if index != only.index]
+            self.counters.ended[reason] += len(others)
+            return [only, *(Sequence(state, i).sample(reason, only.seconds, error) for i in others)]
         return [self._end(seq, reason, error) for seq in list(state.sequences.values())]

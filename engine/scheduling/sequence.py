@@ -7,13 +7,28 @@ from collections.abc import Iterator
 import numpy as np
 
 from engine.kv.block import Block
-from engine.types import FinishReason, Group, Sample
+from engine.types import Begun, FinishReason, Group, Sample
 
 
 class GroupState:
     """A group while the engine works on it. Written by the scheduler only."""
 
-    __slots__ = ("group", "client", "number", "seed", "arrived", "sequences", "forked", "eos", "stop_ids", "oldest_kv")
+    __slots__ = (
+        "group",
+        "client",
+        "number",
+        "seed",
+        "arrived",
+        "sequences",
+        "forked",
+        "eos",
+        "stop_ids",
+        "oldest_kv",
+        "resumed",
+        "fresh",
+        "finished",
+        "begun",
+    )
 
     def __init__(self, group: Group, client: str, number: int, seed: int, arrived: float, eos: frozenset[int]) -> None:
         self.group = group
@@ -27,10 +42,26 @@ class GroupState:
         self.stop_ids = tuple(sorted(eos))
         """the same, in order"""
         self.sequences: dict[int, Sequence] = {}
-        """the children not yet finished by index; before the fork only 0, which prefills the prompt for all"""
-        self.forked = False
+        """the children not yet finished by index; before the fork only the one that prefills the prompt for all"""
+        self.resumed: dict[int, Begun] = {child.index: child for child in group.begun}
+        """what children had when the group came"""
+        self.fresh = [index for index in group.wanted if index not in self.resumed]
+        """the children that draw their first token where the prompt ends"""
+        self.begun = False
+        """one of its sequences has run"""
+        self.finished = 0
+        """children that ended by themselves"""
+        self.forked = not self.fresh
+        """every child that is not finished has a sequence. Where all have begun there is no first token to draw in common: each
+        prefills for itself, and the prefix index shares the prompt"""
         self.oldest_kv = 0
         """version of the last refresh that had its KV computed again: what older weights computed is not read any more"""
+
+    @property
+    def races(self) -> bool:
+        """The group ends with its first `finish_after` children, and not so many have ended."""
+        enough = self.group.sampling.finish_after
+        return enough is not None and self.finished < enough
 
     def readable_from(self, version: int) -> int:
         """The oldest version whose KV it may take over while `version` is live: as old as its `max_kv_lag` allows a new sample,
@@ -90,8 +121,8 @@ class Sequence:
         """tokens it has, prompt and output, pending ones included"""
         self.limit = self.num_prompt + state.group.sampling.max_tokens
         """the length that ends it"""
-        self.num_next_samples = 1 if state.forked else state.group.sampling.n
-        """tokens to draw once everything it has is cached: n where the group forks"""
+        self.num_next_samples = 1 if state.forked else len(state.fresh)
+        """tokens to draw once everything it has is cached: one for each fresh child where the group forks"""
         self.last_token = int(state.group.prompt[-1])
         """the newest token that is known"""
         self.pending = 0
@@ -105,6 +136,8 @@ class Sequence:
         """(first output token, weight version)"""
         self.version: int | None = None
         """of the last span"""
+        if (begun := state.resumed.get(index)) is not None:
+            self._take_over(begun)
         self.blocks: list[Block] = []
         self.cached = 0
         self.computed = 0
@@ -127,10 +160,16 @@ class Sequence:
         """[max_blocks] int32, a view of that place"""
 
     @property
-    def rank(self) -> tuple[int, int, int]:
-        """Who goes first where KV is scarce: the oldest group, and in it the child that has come least far, since a group is
-        done with its last child."""
-        return self.state.number, len(self.output), self.index
+    def rank(self) -> tuple[int, int, int, int]:
+        """Who goes first where KV is scarce: the group of the highest priority, of these the oldest, and in it the child that
+        has come least far, since a group is done with its last child."""
+        return -self.state.group.sampling.priority, self.state.number, len(self.output), self.index
+
+    @property
+    def drew(self) -> bool:
+        """A token of it was drawn here."""
+        resumed = self.state.resumed.get(self.index)
+        return len(self.output) > (0 if resumed is None else len(resumed.token_ids))
 
     @property
     def ran(self) -> int:
@@ -172,9 +211,20 @@ class Sequence:
             return head
         return np.concatenate([head, np.array(self.output[: count - len(head)], np.int32)])
 
+    def _take_over(self, begun: Begun) -> None:
+        """Start with what the child had: tokens to compute, none of them to draw again."""
+        self.output = begun.token_ids.tolist()
+        self.logprobs = begun.logprobs.tolist()
+        self.raw_logprobs = [] if begun.raw_logprobs is None else begun.raw_logprobs.tolist()
+        self.spans = [(first, version) for first, version in begun.weight_versions]
+        self.version = self.spans[-1][1]
+        self.length += len(self.output)
+        self.last_token = self.output[-1]
+
     def fork(self) -> Iterator[Sequence]:
-        """The children 1 … n - 1 of a sequence that has the whole prompt cached. They hold its blocks; the caller counts."""
-        for index in range(1, self.state.group.sampling.n):
+        """Yield the other children of a sequence that has the whole prompt cached: fresh ones first, each part by index. They
+        hold its blocks; the caller counts."""
+        for index in [*self.state.fresh[1:], *self.state.resumed]:
             child = Sequence(self.state, index)
             child.blocks = self.blocks.copy()
             child.cached = child.computed = self.cached
@@ -225,6 +275,7 @@ class Sequence:
             error=error,
             seconds=seconds,
             offloads=self.offloads,
+            seed=self.state.seed,
         )
 
 

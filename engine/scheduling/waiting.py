@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from engine.scheduling.sequence import Sequence
 
-Place = tuple[bool, int, int, int]
-"""Within a client, those that have begun (preempted, reset, forked) go before prompts that have not: their KV or their siblings
-hold memory already. Then by rank."""
+Place = tuple[int, bool, int, int, int]
+"""Within a client, by priority; of equal ones those that have begun (preempted, reset, forked) go before prompts that have not:
+their KV or their siblings hold memory already. Then by rank."""
 
 
 class WaitingQueue:
@@ -36,16 +36,21 @@ class WaitingQueue:
         return {client: len(sequences) for client, sequences in self._clients.items()}
 
     def put(self, sequence: Sequence) -> None:
-        self._places[sequence] = (not sequence.begun, *sequence.rank)
+        priority, *rank = sequence.rank
+        self._places[sequence] = (priority, not sequence.begun, *rank)
         insort(self._clients.setdefault(sequence.state.client, []), sequence, key=self._places.__getitem__)
 
     def next(self, running: Counter[str], begun: bool = False) -> Sequence | None:
         """Look at the next one; `running` counts the running sequences of each client. `begun`: only of those that have."""
-        clients = [name for name, sequences in self._clients.items() if sequences[0].begun or not begun]
+        first = {name: self._first(sequences, begun) for name, sequences in self._clients.items()}
+        clients = [name for name, sequence in first.items() if sequence is not None]
         if not clients:
             return None
-        client = min(clients, key=lambda name: (running[name], self._served.get(name, 0)))
-        return self._clients[client][0]
+        return first[min(clients, key=lambda name: (running[name], self._served.get(name, 0)))]
+
+    @staticmethod
+    def _first(sequences: list[Sequence], begun: bool) -> Sequence | None:
+        return next((sequence for sequence in sequences if sequence.begun), None) if begun else sequences[0]
 
     def remove(self, sequence: Sequence, served: bool = False) -> None:
         client = sequence.state.client

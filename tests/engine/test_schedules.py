@@ -19,6 +19,7 @@ from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
+from engine.types import Begun
 from tests.support.harness import Harness, random_schedule, tight_schedule
 
 
@@ -209,6 +210,33 @@ def patch_new_lag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GroupState, "readable_from", lambda self, version: self.oldest_kv)
 
 
+def patch_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a child that goes on computes another token than the last one that it had"""
+    take_over = Sequence._take_over
+
+    def wrong(self: Sequence, begun: Begun) -> None:
+        take_over(self, begun)
+        self.last_token = begun.token_ids[-1] + 1
+
+    monkeypatch.setattr(Sequence, "_take_over", wrong)
+
+
+def patch_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """children draw by their place in the fork instead of their index"""
+    init = GroupState.__init__
+
+    def by_place(self: GroupState, *args: Any) -> None:
+        init(self, *args)
+        self.fresh = list(range(len(self.fresh)))
+
+    monkeypatch.setattr(GroupState, "__init__", by_place)
+
+
+def patch_uncut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a group goes on although enough of its children have ended"""
+    monkeypatch.setattr(GroupState, "races", property(lambda self: self.group.sampling.finish_after is not None))
+
+
 def patch_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """a table goes on to name the blocks of a sequence that has left"""
 
@@ -237,6 +265,9 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_leave,
     patch_recompute,
     patch_new_lag,
+    patch_resumed,
+    patch_fresh,
+    patch_uncut,
 ]
 
 

@@ -365,8 +365,8 @@ def test_another_protocol_version(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as connect:
         service: Service = connect.service  # type: ignore[attr-defined]
         welcomed = service._hello
-        monkeypatch.setattr(service, "_hello", lambda peer, hello: welcomed(peer, msgspec.structs.replace(hello, protocol=2)))
-        with pytest.raises(e.VersionMismatch, match="the client speaks protocol 2, the service 1: install the same version"):
+        monkeypatch.setattr(service, "_hello", lambda peer, hello: welcomed(peer, msgspec.structs.replace(hello, protocol=1)))
+        with pytest.raises(e.VersionMismatch, match="the client speaks protocol 1, the service 2: install the same version"):
             connect()
 
 

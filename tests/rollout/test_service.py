@@ -65,7 +65,7 @@ def test_another_protocol_version_is_told_so() -> None:
     peer.send_frames([msgspec.msgpack.encode(future)])
     bench.turn()
     refused = peer.refused()
-    assert refused.kind == "version_mismatch" and "speaks protocol 99, the service 1" in refused.message
+    assert refused.kind == "version_mismatch" and f"speaks protocol 99, the service {m.PROTOCOL}" in refused.message
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_bad_hellos(hello: m.Hello, kind: str) -> None:
     peer = bench.connect().send(hello)
     bench.turn()
     assert peer.refused().kind == kind
-    assert peer.hello().protocol == 1  # nothing is held against it
+    assert peer.hello().protocol == m.PROTOCOL  # nothing is held against it
 
 
 def test_too_many_clients() -> None:

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from engine.config import EngineConfig
@@ -19,7 +20,7 @@ from engine.scheduling.counters import Counters
 from engine.scheduling.invariants import check
 from engine.scheduling.plan import Drawn, Plan
 from engine.scheduling.scheduler import Scheduler
-from engine.types import Group, Sample, Sampling
+from engine.types import Begun, Group, Limits, Sample, Sampling
 from tests.support.plans import sent
 
 VOCAB = 97
@@ -68,8 +69,20 @@ class Harness:
 
         self.scheduler.store.index.add = stamp  # type: ignore[method-assign]
 
-    def submit(self, id: str, prompt: list[int], client: str = "", **sampling: Any) -> bool:
-        group = Group(id, np.array(prompt, np.int32), Sampling(**sampling))
+    def submit(
+        self,
+        id: str,
+        prompt: list[int],
+        client: str = "",
+        indices: list[int] | None = None,
+        begun: dict[int, int] | None = None,
+        **sampling: Any,
+    ) -> bool:
+        """`begun`: tokens that children have already, at most; all but the last one that they will have."""
+        group = Group(id, np.array(prompt, np.int32), Sampling(**sampling), None if indices is None else tuple(indices))
+        if begun:
+            group = with_begun(group, begun)
+        group.validate(Limits(), VOCAB, 10_000)
         try:
             self.scheduler.submit(group, client, group.sampling.seed or 0, frozenset({EOS}))
         except ValueError:
@@ -199,17 +212,43 @@ class Harness:
         self.land()
         assert not self.scheduler._rows, "a plan is neither committed nor void"
         for id, group in self.groups.items():
-            for index, want in enumerate(expected(group)):
+            wanted = {index: want for index, want in enumerate(expected(group)) if index in group.wanted}
+            for index, want in wanted.items():
                 sample = self.got[id, index]
                 got = sample.token_ids.tolist()
-                if sample.finish_reason in ("aborted", "stale"):
+                if sample.finish_reason in ("aborted", "stale", "cut"):
                     assert want[: len(got)] == got
                 else:
                     assert got == want and sample.finish_reason == ("stop" if want[-1] == EOS else "length")
-        assert len(self.got) == sum(group.sampling.n for group in self.groups.values())
+            self.check_cut(group, [self.got[id, index] for index in wanted])
+        assert len(self.got) == sum(len(group.wanted) for group in self.groups.values())
         store = self.scheduler.store
         store.forget_cached()
         assert store.device.free == store.device.size and store.host.free == store.host.size and not len(store.index)
+
+    def check_cut(self, group: Group, samples: list[Sample]) -> None:
+        """Siblings are cut once enough have ended by themselves, and none is without that."""
+        ended, enough = [sample.finish_reason for sample in samples], group.sampling.finish_after
+        by_themselves = ended.count("stop") + ended.count("length")
+        if enough is None:
+            assert "cut" not in ended
+        elif "cut" in ended:
+            assert by_themselves >= enough
+        if enough is not None and not group.sampling.min_len_to_cut:
+            assert by_themselves <= enough
+        cut = [sample for sample in samples if sample.finish_reason == "cut"]
+        assert all(len(sample.token_ids) >= group.sampling.min_len_to_cut for sample in cut)
+
+
+def with_begun(group: Group, begun: dict[int, int]) -> Group:
+    """The same group whose children have so many of their tokens already, as far as that leaves one to draw."""
+    children = []
+    for index, tokens in enumerate(expected(group)):
+        have = min(begun.get(index, 0), len(tokens) - 1)
+        if have and index in group.wanted:
+            ids, zeros = np.array(tokens[:have], np.int32), np.zeros(have, np.float32)
+            children.append(Begun(index=index, token_ids=ids, logprobs=zeros, weight_versions=[(0, 0)]))
+    return msgspec.structs.replace(group, begun=tuple(children))
 
 
 def random_harness(r: random.Random) -> Harness:
@@ -228,6 +267,18 @@ def random_harness(r: random.Random) -> Harness:
     )
 
 
+def policies(r: random.Random, n: int) -> dict[str, Any]:
+    """Some children only, some that have begun, a group that ends with its first ones, and a priority."""
+    wanted = sorted(r.sample(range(n), r.randrange(1, n + 1)))
+    some = r.random() < 0.3
+    return {
+        "indices": wanted if some else None,
+        "begun": {index: r.randrange(12) for index in range(n)} if r.random() < 0.3 else None,
+        "finish_after": r.randrange(1, (len(wanted) if some else n) + 1) if r.random() < 0.3 else None,
+        "priority": r.choice([0, 0, 1, -1]),
+    }
+
+
 def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness], None] = Harness.check) -> Harness:
     """Submit, abort, refresh, step and broken copies in random order, the invariants checked after each, then to the end."""
     r = random.Random(seed)
@@ -240,14 +291,16 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
         kind = r.random()
         if kind < 0.3:
             prompt = base[: r.randrange(0, 30)] + [r.randrange(1, VOCAB) for _ in range(r.randrange(1, 6))]
+            n = r.choice([1, 2, 3, 7])
             h.submit(
                 f"g{number}",
                 prompt,
                 client=r.choice("abc"),
-                n=r.choice([1, 2, 3, 7]),
+                n=n,
                 max_tokens=r.choice([1, 3, 12]),
                 seed=number,
                 max_kv_lag=r.choice(lags),
+                **(policies(r, n) if seed % 2 else {}),
             )
         elif kind < 0.36 and h.groups:
             h.take(h.scheduler.abort(r.choice(list(h.groups))))

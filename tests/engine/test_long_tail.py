@@ -1,0 +1,315 @@
+"""Groups that end when they should, children that go on anywhere: what is stopped, moved or split comes out the same."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.engine import Engine
+from engine.types import Begun, Group, Limits, Sample, Sampling
+from tests.support.equivalence import assert_same
+from tests.support.plans import rows, small_scheduler, step, submit
+from tests.support.tiny import tiny_engine
+from tests.support.toy import engine as toy_engine
+from tests.support.toy import group, run
+
+Samples = dict[tuple[str, int], Sample]
+
+
+def only(each: Group, indices: list[int], begun: list[Sample]) -> Group:
+    return msgspec.structs.replace(each, indices=tuple(sorted(indices)), begun=tuple(map(Begun.of, begun)))
+
+
+def interrupted(engine: Engine, each: Group, steps: int) -> list[Sample]:
+    """The group after so many steps: its children as far as they have come."""
+    engine.submit(each)
+    samples = [sample for _ in range(steps) if engine.has_work for sample in engine.step()]
+    return samples + engine.abort(each.id)
+
+
+# ── children that have begun ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("have", [[1, 0, 0], [0, 3, 0], [2, 0, 7], [1, 2, 3], [7, 7, 7]])
+def test_children_go_on_from_what_they_have(have: list[int]) -> None:
+    """Fresh ones beside them draw their first token where the prompt ends; the tokens they had come back with the rest."""
+    asked = group("g", range(5, 16), n=3, max_tokens=8, ignore_eos=True)
+    whole = run(toy_engine(), [asked])
+    begun = tuple(
+        Begun(index=i, token_ids=s.token_ids[:k], logprobs=s.logprobs[:k], weight_versions=[(0, 0)])
+        for i, k in enumerate(have)
+        if (s := whole["g", i]) and k
+    )
+    engine = toy_engine()
+    assert_same(whole, run(engine, [msgspec.structs.replace(asked, begun=begun)]))
+    assert engine.counters.generated_tokens == 24 - sum(have), "nothing is drawn twice"
+
+
+@pytest.mark.parametrize("indices", [(0,), (2,), (1, 3), (0, 2, 4)])
+def test_some_children_of_a_group(indices: tuple[int, ...]) -> None:
+    asked = group("g", range(5, 16), n=5, max_tokens=8)
+    whole = run(toy_engine(), [asked])
+    part = run(toy_engine(), [msgspec.structs.replace(asked, indices=indices)])
+    assert_same({("g", i): whole["g", i] for i in indices}, part)
+
+
+def stopped_and_resumed(r: random.Random, options: dict[str, Any]) -> None:
+    """A group is stopped after some steps, and its unfinished children go on elsewhere, on two engines."""
+    n, seed = r.randrange(1, 7), r.randrange(1000)
+    cuts = {"temperature": r.choice([0.0, 0.7, 1.0]), "top_p": r.choice([1.0, 0.9]), "raw_logprobs": r.random() < 0.5}
+    asked = group("g", [r.randrange(3, 199) for _ in range(r.randrange(1, 40))], n=n, max_tokens=24, seed=seed, **cuts)
+    whole = run(tiny_engine(**options), [asked])
+    elsewhere = [tiny_engine(**options, max_num_seqs=8, max_batch_tokens=r.choice([8, 128])) for _ in range(2)]
+    for _ in range(3):
+        got = {}
+        for sample in interrupted(tiny_engine(**options), asked, r.randrange(30)):
+            if sample.finish_reason != "aborted":
+                got["g", sample.index] = sample
+            else:
+                got["g", sample.index] = resumed(elsewhere[sample.index % 2], asked, sample)
+        assert_same(whole, got)
+        for key, sample in got.items():
+            assert sample.weight_versions == whole[key].weight_versions and sample.seed == whole[key].seed
+            raw = whole[key].raw_logprobs
+            assert raw is None or (sample.raw_logprobs is not None and raw.tobytes() == sample.raw_logprobs.tobytes())
+
+
+def resumed(engine: Engine, asked: Group, sample: Sample) -> Sample:
+    part = only(asked, [sample.index], [sample] if len(sample.token_ids) else [])
+    ((_, whole),) = run(engine, [part]).items()
+    return whole
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stopped_and_resumed_elsewhere(dtype: str) -> None:
+    for seed in range(6):
+        stopped_and_resumed(random.Random(seed), {"dtype": dtype})
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stopped_and_resumed_elsewhere_long(dtype: str) -> None:
+    for seed in range(1000):
+        stopped_and_resumed(random.Random(seed), {"dtype": dtype})
+
+
+def test_another_seed_would_be_noticed() -> None:
+    """The negative control."""
+    asked = group("g", range(5, 16), n=2, max_tokens=12, seed=1, ignore_eos=True)
+    whole = run(tiny_engine(), [asked])
+    stopped = interrupted(tiny_engine(), asked, 5)
+    wrong = msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, seed=2))
+    with pytest.raises(AssertionError):
+        assert_same(whole, run(tiny_engine(), [only(wrong, [0, 1], stopped)]))
+
+
+def test_under_newer_weights_the_spans_say_so() -> None:
+    engine = toy_engine()
+    asked = group("g", range(5, 16), n=2, max_tokens=8, ignore_eos=True)
+    stopped = interrupted(engine, asked, 4)
+    engine.scheduler.refresh(3, "keep")
+    for sample in run(engine, [only(asked, [0, 1], stopped)]).values():
+        assert sample.weight_versions == [(0, 0), (len(stopped[0].token_ids), 3)] and len(sample.token_ids) == 8
+
+
+def test_children_that_go_on_share_the_prompt() -> None:
+    """Each prefills its own tokens; the prompt is computed once, by the first of them or by the fresh ones."""
+    engine, asked = toy_engine(), group("g", range(5, 21), n=3, max_tokens=12, ignore_eos=True)
+    stopped = interrupted(toy_engine(), asked, 6)
+    run(engine, [only(asked, [0, 1, 2], stopped)])
+    had = sum(len(sample.token_ids) for sample in stopped)
+    assert engine.counters.prefill_tokens <= 16 + had
+
+
+def begun_with(**changed: Any) -> Begun:
+    fields = {"token_ids": np.array([5, 6], np.int32), "logprobs": np.zeros(2, np.float32), "weight_versions": [(0, 0)]}
+    return Begun(**{"index": 0, **fields, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"token_ids": np.array([5, 700], np.int32)}, "holds token id 700"),
+        ({"token_ids": np.array([-1, 5], np.int32)}, "holds token id -1"),
+        ({"token_ids": np.arange(8, dtype=np.int32), "logprobs": np.zeros(8, np.float32)}, "max_tokens - 1 = 7"),
+        ({"token_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32)}, "max_tokens - 1 = 7"),
+        ({"token_ids": np.array([5, 6], np.int64)}, "int64"),
+        ({"token_ids": np.array([5, 0], np.int32)}, "stop token 0"),
+        ({"logprobs": np.zeros(3, np.float32)}, "logprobs float32"),
+        ({"weight_versions": []}, "weight_versions"),
+        ({"weight_versions": [(1, 0)]}, "weight_versions"),
+        ({"weight_versions": [(0, 0), (2, 1)]}, "weight_versions"),
+        ({"weight_versions": [(0, -1)]}, "below 0"),
+        ({"index": 2}, "one of the wanted"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(changed: dict[str, Any], reason: str) -> None:
+    engine, asked = toy_engine(), group("g", [5, 6], n=2, max_tokens=8)
+    with pytest.raises(ValueError, match=reason):
+        engine.submit(msgspec.structs.replace(asked, begun=(begun_with(**changed),)))
+    assert not engine.has_work, "nothing is allocated"
+    engine.submit(msgspec.structs.replace(asked, begun=(begun_with(),)))
+
+
+@pytest.mark.parametrize("indices", [(), (2,), (-1,), (1, 0), (0, 0)])
+def test_indices_that_are_none_of_the_group_are_refused(indices: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="indices="):
+        toy_engine().submit(msgspec.structs.replace(group("g", [5], n=2), indices=indices))
+
+
+def test_a_child_from_weights_too_old_is_refused() -> None:
+    engine = toy_engine()
+    engine.scheduler.refresh(5, "keep")
+    engine.weights.version = 5
+    asked = msgspec.structs.replace(group("g", [5, 6], n=2, max_tokens=8, max_version_lag=2), begun=(begun_with(),))
+    with pytest.raises(ValueError, match="max_version_lag=2"):
+        engine.submit(asked)
+
+
+# ── when a group ends ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lengths(samples: Samples) -> list[tuple[str, int]]:
+    return [(sample.finish_reason, len(sample.token_ids)) for _, sample in sorted(samples.items())]
+
+
+def natural(**options: Any) -> Group:
+    """Children that end by themselves after different numbers of tokens."""
+    return group("g", [7, 8, 9], **{"n": 6, "max_tokens": 60, "seed": 3, **options})
+
+
+def test_the_rest_is_cut_when_enough_have_ended() -> None:
+    whole = run(toy_engine(), [natural()])
+    by_length = sorted((len(sample.token_ids), index) for (_, index), sample in whole.items())
+    assert by_length[2][0] < by_length[3][0], "the third to end does so before the fourth"
+    got = run(toy_engine(), [natural(finish_after=3)])
+    first = {index for _, index in by_length[:3]}
+    for (_, index), sample in got.items():
+        assert sample.finish_reason == (whole["g", index].finish_reason if index in first else "cut")
+        assert sample.token_ids.tolist() == whole["g", index].token_ids.tolist()[: by_length[2][0]], "all that it had, in step"
+        assert len(sample.logprobs) == len(sample.token_ids) and sample.weight_versions == [(0, 0)]
+
+
+def test_of_those_that_end_in_one_step_the_lower_index_counts() -> None:
+    got = run(toy_engine(), [group("g", [7, 8], n=4, max_tokens=5, ignore_eos=True, finish_after=2)])
+    assert lengths(got) == [("length", 5), ("length", 5), ("cut", 5), ("cut", 5)]
+
+
+def test_no_child_is_cut_too_short() -> None:
+    whole = run(toy_engine(), [natural()])
+    least = max(len(sample.token_ids) for sample in whole.values()) - 1
+    got = run(toy_engine(), [natural(finish_after=1, min_len_to_cut=least)])
+    for key, sample in got.items():
+        ended = len(whole[key].token_ids) <= least
+        assert (sample.finish_reason, len(sample.token_ids)) == ((whole[key].finish_reason, len(whole[key].token_ids)) if ended
+                                                                 else ("cut", least))  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kv_tokens", [4096, 96])
+def test_cut_children_leave_nothing_behind(kv_tokens: int, overlap: bool) -> None:
+    engine = toy_engine(kv_tokens=kv_tokens, overlap_steps=overlap)
+    groups = [natural(finish_after=k) for k in (1, 3, 6)]
+    run(engine, [msgspec.structs.replace(each, id=f"g{i}") for i, each in enumerate(groups)])
+    engine.scheduler.store.forget_cached()
+    assert not engine.scheduler.store.device.used
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_deadline_ends_the_group(paused: bool) -> None:
+    engine, clock = toy_engine(), Clock()
+    engine.scheduler._clock = clock
+    engine.submit(group("late", range(5, 9), n=2, max_tokens=50, ignore_eos=True, deadline_s=10))
+    engine.submit(group("other", range(5, 9), n=1, max_tokens=12, ignore_eos=True, deadline_s=11))
+    for _ in range(3):
+        assert engine.step() == []
+    engine.paused = paused
+    clock.now += 10.5
+    assert engine.has_work
+    ended = engine.step()
+    assert [(s.group_id, s.index, s.finish_reason, len(s.token_ids)) for s in ended] == [
+        ("late", 0, "deadline", 3),
+        ("late", 1, "deadline", 3),
+    ]
+    assert ended[0].seconds == 10.5
+    engine.paused = False
+    assert run(engine)["other", 0].finish_reason == "length"
+    clock.now += 10
+    assert engine.step() == [] and not engine.has_work, "a deadline that has gone by is forgotten with its group"
+
+
+def test_a_deadline_counts_for_a_group_that_has_not_started() -> None:
+    engine, clock = toy_engine(), Clock()
+    engine.scheduler._clock = clock
+    engine.submit(group("g", [5, 6], n=3, deadline_s=1))
+    clock.now += 2
+    assert [(s.index, s.finish_reason, len(s.token_ids)) for s in engine.step()] == [(i, "deadline", 0) for i in range(3)]
+
+
+def test_who_starts_first() -> None:
+    """By priority, whoever came first; equal ones in turn."""
+    scheduler = small_scheduler(max_num_seqs=1)
+    for name, priority in (("a", 0), ("b", -1), ("c", 2), ("d", 2)):
+        submit(scheduler, name, [1, 2, 3], max_tokens=1, priority=priority)
+    assert [step(scheduler)[0][0] for _ in range(4)] == ["c", "d", "a", "b"]
+
+
+def test_who_is_preempted_first() -> None:
+    scheduler = small_scheduler(max_num_seqs=2)
+    submit(scheduler, "low", [1, 2, 3], max_tokens=9, priority=-1)
+    submit(scheduler, "high", [1, 2, 3], max_tokens=9)
+    step(scheduler)
+    last = max(scheduler.running, key=lambda seq: seq.rank)
+    assert last.state.group.id == "low", "although it is the older one"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "reason"),
+    [
+        ({"finish_after": 0}, "between 1 and n=2"),
+        ({"finish_after": 3}, "between 1 and n=2"),
+        ({"min_len_to_cut": 1}, "without finish_after"),
+        ({"finish_after": 1, "min_len_to_cut": 9}, "max_tokens=8"),
+        ({"deadline_s": 0.0}, "positive, finite"),
+        ({"deadline_s": float("nan")}, "positive, finite"),
+        ({"deadline_s": float("inf")}, "positive, finite"),
+        ({"priority": 10**7}, "priority="),
+    ],
+)
+def test_policies_that_make_no_sense_are_refused(sampling: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        group("g", [5], n=2, max_tokens=8, **{k: v for k, v in sampling.items()}).validate(Limits(), 199, 512)
+
+
+def test_more_than_the_wanted_children_cannot_end() -> None:
+    asked = msgspec.structs.replace(group("g", [5], n=4, finish_after=3), indices=(0, 1))
+    with pytest.raises(ValueError, match="at most the 2 wanted"):
+        asked.validate(Limits(), 199, 512)
+
+
+def test_the_seed_comes_back() -> None:
+    engine = toy_engine()
+    engine.submit(Group("g", np.array([5, 6], np.int32), Sampling(n=2, max_tokens=4)))
+    one, other = run(engine).values()
+    assert one.seed == other.seed
+    again = run(toy_engine(), [group("g", [5, 6], n=2, max_tokens=4, seed=one.seed)])
+    assert [s.token_ids.tolist() for s in again.values()] == [one.token_ids.tolist(), other.token_ids.tolist()]
+
+
+def test_a_fork_draws_for_the_wanted_children() -> None:
+    scheduler = small_scheduler()
+    submit(scheduler, "g", [11, 12, 13], n=3)
+    plan = scheduler.plan()
+    assert rows(scheduler, plan) == [("g", 0, 0, 3, 3)] and plan.sampling["index"].tolist() == [0, 1, 2]
