@@ -71,14 +71,14 @@ def test_another_protocol_version_is_told_so() -> None:
 @pytest.mark.parametrize(
     ("hello", "kind"),
     [
-        (m.Hello(1, "short"), "protocol_error"),
-        (m.Hello(1, "G" * 32), "protocol_error"),
-        (m.Hello(1, "0" * 32 + "\n"), "protocol_error"),
-        (m.Hello(1, "0" * 32, name="x" * 21), "limit_exceeded"),
-        (m.Hello(1, "0" * 32, groups=np.zeros((2, 15), np.uint8)), "invalid_request"),
-        (m.Hello(1, "0" * 32, groups=np.zeros(16, np.uint8)), "invalid_request"),
-        (m.Hello(1, "0" * 32, groups=np.zeros((2, 16), np.int8)), "invalid_request"),
-        (m.Hello(1, "0" * 32, groups=np.zeros((4097, 16), np.uint8)), "limit_exceeded"),
+        (m.Hello(m.PROTOCOL, "short"), "protocol_error"),
+        (m.Hello(m.PROTOCOL, "G" * 32), "protocol_error"),
+        (m.Hello(m.PROTOCOL, "0" * 32 + "\n"), "protocol_error"),
+        (m.Hello(m.PROTOCOL, "0" * 32, name="x" * 21), "limit_exceeded"),
+        (m.Hello(m.PROTOCOL, "0" * 32, groups=np.zeros((2, 15), np.uint8)), "invalid_request"),
+        (m.Hello(m.PROTOCOL, "0" * 32, groups=np.zeros(16, np.uint8)), "invalid_request"),
+        (m.Hello(m.PROTOCOL, "0" * 32, groups=np.zeros((2, 16), np.int8)), "invalid_request"),
+        (m.Hello(m.PROTOCOL, "0" * 32, groups=np.zeros((4097, 16), np.uint8)), "limit_exceeded"),
     ],
 )
 def test_bad_hellos(hello: m.Hello, kind: str) -> None:
@@ -92,7 +92,7 @@ def test_bad_hellos(hello: m.Hello, kind: str) -> None:
 def test_too_many_clients() -> None:
     bench = Bench(FakeEngine(Limits(max_clients=2)))
     first, _ = bench.client(), bench.client()
-    third = bench.connect().send(m.Hello(1, "3" * 32))
+    third = bench.connect().send(m.Hello(m.PROTOCOL, "3" * 32))
     bench.turn()
     assert third.refused().kind == "busy"
     first.send(m.Goodbye())
@@ -307,7 +307,9 @@ def test_welcome_is_the_first_message_of_a_connection() -> None:
     group = submit("g")
     old = bench.client().send(group)
     bench.settle()
-    new = bench.connect(old.session).send(m.Hello(1, old.session, groups=np.frombuffer(m.digest(group), np.uint8)[None]))
+    new = bench.connect(old.session).send(
+        m.Hello(m.PROTOCOL, old.session, groups=np.frombuffer(m.digest(group), np.uint8)[None])
+    )
     bench.turn()
     assert [type(message) for message in new.read()] == [m.Welcome, m.SampleDone]
 
@@ -522,7 +524,7 @@ class Stuck(FakeEngine):
 def test_an_engine_that_fails_for_no_request_ends_the_service() -> None:
     bench = Bench(Stuck(), linger_s=0.1)
     peer = bench.connect()
-    peer.send(m.Hello(1, peer.session))
+    peer.send(m.Hello(m.PROTOCOL, peer.session))
     with pytest.raises(RuntimeError, match="beyond repair"):
         bench.service.run()
     (closing,) = peer.take(m.Closing)

@@ -22,8 +22,8 @@ SAMPLING = Sampling(
 )
 
 CLIENT_MESSAGES: list[msgspec.Struct] = [
-    m.Hello(1, "0123456789abcdef" * 2, 5, "träiner", ("a",), np.arange(32, dtype=np.uint8).reshape(2, 16)),
-    m.Hello(1, "f" * 32),
+    m.Hello(m.PROTOCOL, "0123456789abcdef" * 2, 5, "träiner", ("a",), np.arange(32, dtype=np.uint8).reshape(2, 16)),
+    m.Hello(m.PROTOCOL, "f" * 32),
     m.Submit("grüppe/1", np.array([5, 0, 2**31 - 1], np.int32), SAMPLING, 17),
     m.Submit("", np.zeros(0, np.int32), Sampling()),
     m.Abort(["a", "b"]),
