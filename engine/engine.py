@@ -297,7 +297,7 @@ class Engine:
         self.kv.release()
         if self.graphs is not None:
             self.graphs.forget()
-        self.weights.leave(keep=level == 1)
+        self.weights.release_memory(keep=level == 1)
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
         self.asleep = True
@@ -307,7 +307,7 @@ class Engine:
         """Undo `sleep`. Raises ValueError if the engine is not asleep."""
         if not self.asleep:
             raise ValueError("the engine is not asleep")
-        self.weights.come_back()
+        self.weights.restore_memory()
         self.kv.take_back()
         self.asleep = False
 

@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 import struct
+import sys
 import threading
 import time
 
@@ -52,7 +53,7 @@ class Connection:
     def waits(self) -> int:
         """Bytes that have come and were not taken."""
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES_RECEIVED + 8)
-        (received,) = struct.unpack_from("Q", info, TCP_INFO_BYTES_RECEIVED)
+        received = int.from_bytes(info[TCP_INFO_BYTES_RECEIVED : TCP_INFO_BYTES_RECEIVED + 8], sys.byteorder)
         age = time.monotonic() - self.since
         return max(0, received - self.taken - UNCOUNTED_BYTES - int(age * UNCOUNTED_BYTES_PER_S))
 

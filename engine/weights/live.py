@@ -4,7 +4,7 @@
     staging.take(source) …               see `engine.weights.staging`; generation goes on
     weights.commit(staging)              between two steps: live ⇄ staged, then the version; or nothing at all
 
-    live       [parameters of the module]   same storage, whatever is refreshed; another one after `leave`
+    live       [parameters of the module]   same storage, whatever is refreshed; another one after `release_memory`
     staged     ┌ embed ──────┬ q ──┬ k ─┬ … ┐   one buffer in the model's dtypes, each tensor at a multiple of 64 bytes;
                the first refresh allocates it, all others use it again
     scratch    one slice, where the live tensors are
@@ -18,21 +18,19 @@ device are filled from the masters again, inside the same transaction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import xxhash
 
 from engine.memory import host_buffer, placed, side_by_side, storage_bytes
-from engine.types import TensorInfo, manifest_digest
+from engine.types import TensorInfo
+from engine.weights.inventory import Digests, Inventory
 from engine.weights.offload import Streamed
 from engine.weights.staging import SLICE_BYTES, Part, Staging
-from engine.weights.tensors import DTYPES, InvalidWeights, checkpoint_tensors, dtype_name, tensor_bytes
+from engine.weights.tensors import InvalidWeights
 
 VERSION_LIMIT = 2**63
-READ_BYTES = 8 << 20
-"""read at once by `Weights.read_live`"""
 DEVICE_SLICE_BYTES = 64 << 20
 """of the exchange with tensors on a device: a copy over its bus costs some ten microseconds to begin"""
 
@@ -56,14 +54,10 @@ class Weights:
         self._module = module
         self._streamed = streamed
         self._lay_out = lay_out
-        self._tensors, self._first_name = ({}, {}) if module is None else checkpoint_tensors(module)
-        masters = {} if streamed is None else streamed.masters
-        self._offloaded = {name for name, tensor in self._tensors.items() if id(tensor) in masters}
-        self._tensors = {name: masters.get(id(tensor), tensor) for name, tensor in self._tensors.items()}
+        self._inventory = Inventory(module, {} if streamed is None else streamed.masters)
+        self._digests = Digests(self._inventory)
+        self._tensors = self._inventory.tensors
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
-        self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        self._digests: dict[str, str] = {}
-        """of the live tensors, as they were committed; of version 0 those that somebody asked for"""
         starts, self._size = side_by_side(self._tensors.values())
         self._places = dict(zip(self._tensors, starts, strict=True))
         """first byte of each in the staging buffer"""
@@ -74,6 +68,11 @@ class Weights:
         self.dropped = False
         """they were given away and hold nothing until a whole refresh has come"""
         self._away: dict[str, torch.Tensor] = {}
+
+    @property
+    def names(self) -> int:
+        """How many names a manifest may list: those of tied parameters all count."""
+        return len(self._inventory.first_name)
 
     @property
     def staging(self) -> bool:
@@ -90,45 +89,46 @@ class Weights:
         """Of the decoder layers that live in host memory."""
         return 0 if self._streamed is None else self._streamed.offloaded_bytes
 
-    def leave(self, keep: bool) -> None:
-        """Give the memory of the tensors back, and that for staging; `come_back` takes it again. `keep`: what they hold moves
-        to host memory, where tensors of the CPU are already; otherwise it is gone."""
+    def release_memory(self, keep: bool) -> None:
+        """Give the memory of the tensors back, and that for staging, until `restore_memory`. `keep`: what they hold moves to
+        host memory, where tensors of the CPU are already; otherwise it is gone."""
         assert self._staging is None and not self._away
         self._buffer = self._device_scratch = None
         if not keep:
-            _ = self.digest  # while it can be read
+            self._digests.learn(self._tensors)  # while they can be read
         if self._streamed is not None:
-            self._streamed.leave(keep)
-        away = self._allocate() if keep and any(tensor.is_cuda for tensor in self._tensors.values()) else None
+            self._streamed.release_memory(keep)
+        away = self._allocate() if keep and self._inventory.on_cuda else None
         for name, tensor in self._tensors.items():
-            if name in self._offloaded:
+            if name in self._inventory.offloaded:
                 continue
             if not keep:
                 self._away[name] = tensor.data.new_empty(0)
             elif tensor.is_cuda:
+                assert away is not None
                 self._away[name] = placed(away, self._places[name], tensor).copy_(tensor.data)
         self.dropped |= not keep
         for name in self._away:
             self._tensors[name].data = self._tensors[name].data.new_empty(0)
 
-    def come_back(self) -> None:
-        """Undo `leave`. The tensors lie elsewhere than before."""
+    def restore_memory(self) -> None:
+        """Undo `release_memory`. The tensors lie elsewhere than before."""
         dropped = {}
         for name, kept in self._away.items():
             tensor = self._tensors[name]
             if kept.numel():
                 tensor.data = kept.to(tensor.device)
             elif tensor.is_cuda:
-                tensor.data = tensor.data.new_zeros(self._shapes[name])
+                tensor.data = tensor.data.new_zeros(self._inventory.shapes[name])
             else:
-                dropped[name] = tensor.data.new_empty(self._shapes[name], device="meta")
+                dropped[name] = tensor.data.new_empty(self._inventory.shapes[name], device="meta")
         starts, size = side_by_side(dropped.values())
         memory = host_buffer(size, pin=False)  # in huge pages, as they were
         for (name, like), start in zip(dropped.items(), starts, strict=True):
             self._tensors[name].data = placed(memory, start, like)
         self._away.clear()
         if self._streamed is not None:
-            self._streamed.come_back()
+            self._streamed.restore_memory()
         self._lay_out()
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
 
@@ -146,9 +146,9 @@ class Weights:
             raise InvalidWeights(f"version {version} is not above the live one, {self.version}: versions only grow")
         if self.dropped and partial:
             raise InvalidWeights("the weights were dropped by sleep(level=2): a refresh of all tensors must come first")
-        targets = self._check(manifest, partial)
+        targets = self._inventory.targets(manifest, partial)
         if partial:
-            self._know_digests(self._tensors.keys() - set(targets))  # now: at the exchange it would lengthen the pause
+            self._digests.learn(self._tensors.keys() - set(targets))  # at the exchange it would lengthen the pause
         if self._buffer is None:
             self._buffer = self._allocate()
         parts = [
@@ -160,46 +160,7 @@ class Weights:
 
     def _allocate(self) -> torch.Tensor:
         """[bytes] uint8 to stage in, pinned if the model is on CUDA."""
-        return host_buffer(self._size, any(tensor.is_cuda for tensor in self._tensors.values()))
-
-    def _check(self, manifest: Sequence[TensorInfo], partial: bool) -> list[str | None]:
-        """For each entry the tensor that it writes; None: it repeats one under its other name."""
-        if self._tensors and not manifest:
-            raise InvalidWeights("no tensors at all: was the iterator used before?")
-        names: set[str] = set()
-        writes: dict[str, TensorInfo] = {}
-        targets: list[str | None] = []
-        for info in manifest:
-            name = self._first_name.get(info.name)
-            if name is None:
-                raise InvalidWeights("the model has no tensor of this name", info.name)
-            if info.name in names:
-                raise InvalidWeights("it comes twice", info.name)
-            names.add(info.name)
-            live = self._tensors[name]
-            if info.shape != tuple(live.shape):
-                raise InvalidWeights(f"its shape is {info.shape}, the model's is {tuple(live.shape)}", info.name)
-            if info.dtype != dtype_name(live) and not (live.is_floating_point() and info.dtype in DTYPES):
-                raise InvalidWeights(f"its dtype {info.dtype!r:.40} cannot be cast to {dtype_name(live)}", info.name)
-            if not live.is_contiguous():
-                raise InvalidWeights("it does not lie contiguously in this engine and cannot be refreshed", info.name)
-            twin = writes.setdefault(name, info)
-            if (twin.dtype, twin.digest) != (info.dtype, info.digest):
-                raise InvalidWeights(f"the model ties it to {twin.name!r}, which is sent with other bytes", info.name)
-            targets.append(name if twin is info else None)
-        missing = [name for name in self._tensors if name not in writes]
-        if missing and not partial:
-            raise self._missing(missing)
-        return targets
-
-    def _missing(self, names: list[str]) -> InvalidWeights:
-        buffers = [name for name in names if not isinstance(self._tensors[name], torch.nn.Parameter)]
-        reason = f"it is missing ({len(names)} are); a refresh of some tensors must say partial"
-        if not buffers:
-            return InvalidWeights(reason, names[0])
-        some = ", ".join(buffers[:4]) + ", …" * (len(buffers) > 4)
-        fix = "the checkpoint holds them and named_parameters() leaves them out: give the model itself, or its state_dict()"
-        return InvalidWeights(f"{reason}. Buffers among these: {some}; {fix}", names[0])
+        return host_buffer(self._size, self._inventory.on_cuda)
 
     def commit(self, staging: Staging) -> None:
         """Exchange what is staged with what is live, then change the version. For the time between two steps.
@@ -224,7 +185,7 @@ class Weights:
         except BaseException as error:
             self._undo([*done, saved] if saved else done, error)
             raise
-        self._digests.update(staging.digests)
+        self._digests.commit(staging.digests)
         self.dropped = False
         self.version = staging.version
         staging.close()
@@ -251,15 +212,13 @@ class Weights:
         return placed(self._buffer, self._places[name], self._tensors[name])
 
     def _slices(self, name: str) -> Iterator[tuple[Any, Any, Any]]:
-        """[slice] uint8 views of a live tensor, its staged twin and the scratch. On the CPU they are numpy's, whose memcpy has
-        no other threads to wait for."""
-        live, staged = (tensor.detach().view(-1).view(torch.uint8) for tensor in (self._tensors[name], self._place(name)))
+        """Cut a live tensor, its staged twin and the scratch into [slice] uint8 views. On the CPU they are numpy's, whose
+        memcpy has no other threads to wait for."""
+        live: Any = self._tensors[name].detach().view(-1).view(torch.uint8)
+        staged: Any = self._place(name).view(-1).view(torch.uint8)
+        scratch: Any = self._scratch_for(live.device)
         if live.device.type == "cpu":
-            live, staged, scratch = live.numpy(), staged.numpy(), self._scratch.numpy()
-        else:
-            if self._device_scratch is None:
-                self._device_scratch = torch.empty(DEVICE_SLICE_BYTES, dtype=torch.uint8, device=live.device)
-            scratch = self._device_scratch
+            live, staged, scratch = live.numpy(), staged.numpy(), scratch.numpy()
         for start in range(0, len(live), len(scratch)):
             end = min(start + len(scratch), len(live))
             yield live[start:end], staged[start:end], scratch[: end - start]
@@ -267,47 +226,27 @@ class Weights:
     @property
     def digest(self) -> str:
         """`manifest_digest` of all tensors as they were committed; of those never refreshed, as they are."""
-        self._know_digests(self._tensors)
-        return self._manifest_digest(self._digests)
-
-    def _know_digests(self, names: Iterable[str]) -> None:
-        for name in names:
-            if name not in self._digests:
-                self._digests[name] = _digest(self._tensors[name])
+        return self._digests.committed
 
     def live_digest(self) -> str:
-        """The same of the bytes that lie there now. Reads every tensor."""
+        """Take the `manifest_digest` of the bytes that lie there at the moment. Reads every tensor."""
         *_, digest = self.read_live()
         assert digest is not None
         return digest
 
     def read_live(self) -> Iterator[str | None]:
-        """`live_digest` in small portions: None after each of READ_BYTES, the digest at last. For between two steps; a refresh
-        in the middle makes it meaningless."""
-        digests: dict[str, str] = {}
-        for name, tensor in self._tensors.items():
-            state, portion = xxhash.xxh3_128(), max(1, READ_BYTES // max(1, tensor.element_size()))
-            for start in range(0, tensor.numel(), portion):
-                state.update(tensor_bytes(tensor.detach().reshape(-1)[start : start + portion]))
-                yield None
-            digests[name] = state.hexdigest()
-        yield self._manifest_digest(digests)
+        """Take `live_digest` in small portions; see `Digests.read_live`."""
+        return self._digests.read_live()
 
-    @property
-    def names(self) -> int:
-        """Names that a manifest may list: those of tied parameters all count."""
-        return len(self._first_name)
-
-    def _manifest_digest(self, digests: Mapping[str, str]) -> str:
-        tensors = self._tensors.items()
-        return manifest_digest(TensorInfo(name, dtype_name(t), tuple(self._shapes[name]), digests[name]) for name, t in tensors)
+    def _scratch_for(self, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu":
+            return self._scratch
+        if self._device_scratch is None:
+            self._device_scratch = torch.empty(DEVICE_SLICE_BYTES, dtype=torch.uint8, device=device)
+        return self._device_scratch
 
     def _check_addresses(self) -> None:
         for name, tensor in self._tensors.items():
             assert tensor.data_ptr() == self._addresses[name], f"{name} has another storage than at the start"
         if self._streamed is not None:
             self._streamed.check()
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor))

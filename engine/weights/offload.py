@@ -50,7 +50,7 @@ class Ring:
         self._copy = copy
         self._device = device
         self._cuda = cuda
-        self._stream = None if cuda is None else cuda.Stream(device)
+        self._stream: Any = None if cuda is None else cuda.Stream(device)
         self._holds: list[int | None] = [None] * slots
         """the layer that is in each slot, or on its way; None: nothing that one could name"""
         self._filled: list[Any] = [None] * slots
@@ -166,6 +166,8 @@ class Streamed:
         self.offloaded_bytes = sum(layer.size for layer in self._layers)
         slots = min(offload.prefetch_step, len(self._layers))
         self.ring = Ring(len(self._layers), slots, self._copy, device, cuda)
+        self._slots: torch.Tensor
+        """[slots, bytes of the largest layer] uint8 on the device"""
         self._take_slots()
         if device.type == "cpu":
             own_parameters(parameter for parameter in module.parameters() if id(parameter) not in self.masters)
@@ -182,8 +184,8 @@ class Streamed:
             layers[i].register_forward_pre_hook(lambda *_, k=k: self.ring.before(k))
             layers[i].register_forward_hook(lambda *_, k=k: self.ring.after(k))
 
-    def leave(self, keep: bool) -> None:
-        """Give the slots' memory back, and with `keep` false the masters' as well; `come_back` takes it again."""
+    def release_memory(self, keep: bool) -> None:
+        """Give the slots' memory back, and with `keep` false the masters' as well; `restore_memory` takes it again."""
         self.ring.settle()
         for layer in self._layers:
             layer.empty(layer.parameters)
@@ -191,8 +193,8 @@ class Streamed:
                 layer.drop()
         self._slots = self._slots.new_empty(0)
 
-    def come_back(self) -> None:
-        """Undo `leave`. Slots lie elsewhere than before, and so do masters that were dropped: they are zero."""
+    def restore_memory(self) -> None:
+        """Undo `release_memory`. Slots lie elsewhere than before, and so do masters that were dropped: they are zero."""
         for layer in self._layers:
             if not layer.buffer.numel():
                 layer.allocate()

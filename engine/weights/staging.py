@@ -115,12 +115,12 @@ class Staging:
             for start in range(0, part.nbytes, SLICE_BYTES):
                 raw, staged = self._slice(part, start)
                 yield from self._fill(raw)
-                sent.update(raw)
+                sent.update(raw.data)
                 if staged is None:
                     continue
                 if staged.dtype != part.dtype:
                     cast_into(staged, torch.from_numpy(raw).view(part.dtype))
-                    cast.update(tensor_bytes(staged))
+                    cast.update(tensor_bytes(staged).data)
                 if staged.is_floating_point() and not finite(staged):
                     raise _not_finite(part, raw)
             if sent.hexdigest() != part.info.digest:
@@ -153,8 +153,8 @@ class Staging:
 def cast_into(target: torch.Tensor, source: torch.Tensor) -> None:
     """target.copy_(source) in pieces that torch does not spread over threads: beside a trainer that uses the cores, threads
     that wait for each other take many times as long."""
-    for to, piece in zip(target.split(GRAIN), source.split(GRAIN), strict=True):
-        to.copy_(piece)
+    for start in range(0, len(source), GRAIN):
+        target[start : start + GRAIN].copy_(source[start : start + GRAIN])
 
 
 def finite(values: torch.Tensor) -> bool:

@@ -60,9 +60,14 @@ def describe(name: str, tensor: torch.Tensor) -> tuple[TensorInfo, np.ndarray]:
     return info_of(name, tensor), tensor_bytes(tensor)
 
 
+def digest_of(data: np.ndarray) -> str:
+    """Take the xxh3-128 (hex) of [bytes] uint8."""
+    return xxhash.xxh3_128_hexdigest(data.data)
+
+
 def with_digest(info: TensorInfo, data: np.ndarray) -> TensorInfo:
-    """Fill in the digest: xxh3-128 (hex) of `data`, [bytes] uint8."""
-    return msgspec.structs.replace(info, digest=xxhash.xxh3_128_hexdigest(data))
+    """Fill in the digest of `data`, [bytes] uint8."""
+    return msgspec.structs.replace(info, digest=digest_of(data))
 
 
 def named_pairs(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:

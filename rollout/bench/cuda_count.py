@@ -50,7 +50,7 @@ class Operators(TorchDispatchMode):
     """Names of the aten operators that would launch a kernel."""
 
     def __init__(self, seen: list[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seen = seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -85,7 +85,7 @@ def title(row: dict[str, Any]) -> str:
     if "tile" in row:
         kind = "fp32" if row["itemsize"] == 4 else "bf16"
         return f"attend {row['tile']} {row['rows']} x {row['keys']}, head {row['dim']} {kind}"
-    return row["kernel"] + (" cut" if row.get("cut") else "") + (" fp32" if row.get("itemsize") == 4 else "")
+    return str(row["kernel"]) + (" cut" if row.get("cut") else "") + (" fp32" if row.get("itemsize") == 4 else "")
 
 
 def print_row(console: Console, row: dict[str, Any]) -> None:

@@ -140,9 +140,9 @@ class Bench:
     @property
     def read_bytes(self) -> int:
         """Of the weights that a decode step reads: all but an embedding that is only looked up in."""
-        total = sum(parameter.nbytes for parameter in self.module.parameters())
+        total: int = sum(parameter.nbytes for parameter in self.module.parameters())
         tied = self.config.tie_word_embeddings
-        return total - (0 if tied else self.module.get_input_embeddings().weight.nbytes)
+        return total - (0 if tied else int(self.module.get_input_embeddings().weight.nbytes))
 
     def settings(self, **config: Any) -> EngineConfig:
         options = {"cpu_offload_gib": 0, "max_num_seqs": self.sizes.rows, **config}

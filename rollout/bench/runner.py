@@ -137,9 +137,8 @@ def peer_run(workload: Workload, text: Prompts, one: Peer, run: int, limit_s: fl
 
 def ratio(ours: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
     """Median over the turns of our speed over the other's."""
-    return round(
-        statistics.median(a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(ours, others, strict=True)), 4
-    )
+    each: list[float] = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(ours, others, strict=True)]
+    return round(statistics.median(each), 4)
 
 
 def ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:

@@ -77,7 +77,8 @@ class EngineTarget:
                 self.recording.add(self.engine.status())
 
     def status(self) -> dict[str, Any]:
-        return self.engine.status()
+        status: dict[str, Any] = self.engine.status()
+        return status
 
     def peak_rss_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

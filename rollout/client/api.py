@@ -20,11 +20,12 @@ import numpy as np
 from engine.types import KVPolicy, Limits, Refreshed, Sample, Sampling
 from rollout.client.handle import Handle
 from rollout.client.link import Link
-from rollout.client.refresh import NamedTensors, Pusher, RefreshHandle, Via, answer
+from rollout.client.refresh import NamedTensors, Pusher, RefreshHandle, answer
 from transport.errors import InvalidRequest, LimitExceeded, ProtocolError, RequestTimeout, ServiceLost
 from transport.frames import Decoder, pack
 from transport.messages import Asleep, Control, Sleep, StatusRequest, Submit, Wake, WeightsRequest, Welcome, digest
 from transport.sockets import ClientEnd, ClientTransport
+from transport.weights import Via
 
 __all__ = ["Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
 

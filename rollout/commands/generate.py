@@ -102,9 +102,11 @@ def encode(tokenizer: Any, line: Line, number: int) -> list[int]:
     if line.token_ids is not None:
         return line.token_ids
     if line.prompt is not None:
-        return tokenizer(line.prompt)["input_ids"]
+        ids: list[int] = tokenizer(line.prompt)["input_ids"]
+        return ids
     try:
-        return tokenizer.apply_chat_template(line.messages, add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(line.messages, add_generation_prompt=True, return_dict=False)
+        return ids
     except Exception as error:  # templates are programs of their own and raise what they like
         raise InputError(f"line {number}: the chat template refused it: {error}") from error
 

@@ -57,7 +57,8 @@ def trainer_attention(block_size: int = 32, threads: int | None = None, isa: str
         if not isinstance(found, Rows):
             raise ValueError("the service's attention takes a mask [B, L], or none; for others call use_exact_attention(model)")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return _Attention.apply(query, key, value, found, backend, scaling, sliding_window or 0), None
+        apply: Any = _Attention.apply
+        return apply(query, key, value, found, backend, scaling, sliding_window or 0), None
 
     AttentionMaskInterface.register(name, rows)
     AttentionInterface.register(name, attend)

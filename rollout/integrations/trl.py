@@ -33,9 +33,9 @@ import msgspec
 from engine.types import KVPolicy, Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
-from rollout.client.refresh import Via
 from rollout.integrations.common import checkpoint_name, encode, finished, full_buffers, seed_of, whole
 from rollout.integrations.trl_async import RolloutSample, ServiceRolloutWorker, ServiceWeights
+from transport.weights import Via
 
 __all__ = [
     "GroupRollouts",

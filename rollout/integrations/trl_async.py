@@ -21,9 +21,9 @@ import numpy as np
 from engine.types import KVPolicy, Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
-from rollout.client.refresh import Via
 from rollout.integrations.common import encode, finished, full_buffers, seed_of
 from transport.errors import RequestTimeout
+from transport.weights import Via
 
 
 class ServiceWeights:

@@ -140,4 +140,5 @@ def plain_logprobs(module: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarr
     ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64)).to(device)[None]
     with torch.inference_mode():
         logits = module(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=len(tokens)).logits[0].float() / temperature
-        return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].cpu().numpy()
+        scores: np.ndarray = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].cpu().numpy()
+        return scores

@@ -10,11 +10,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -33,12 +33,15 @@ ROOT = Path(__file__).parents[2]
 GPU = torch.device("cuda", 0)
 
 
-def on_gpus(count: int) -> Any:
-    def mark(test: Any) -> Any:
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def on_gpus(count: int) -> Callable[[Test], Test]:
+    def mark(test: Test) -> Test:
         few = torch.cuda.device_count() < count
-        return pytest.mark.gpu(
-            pytest.mark.skipif(few, reason=f"{torch.cuda.device_count()} CUDA devices, {count} wanted")(test)
-        )
+        skip = pytest.mark.skipif(few, reason=f"{torch.cuda.device_count()} CUDA devices, {count} wanted")
+        marked: Test = pytest.mark.gpu(skip(test))
+        return marked
 
     return mark
 

@@ -161,7 +161,9 @@ class Broadcaster:
             raise SourceUnreachable(f"no address {host!r} of this machine to meet the service at: {error}") from None
         port, wait = listener.getsockname()[1], timedelta(seconds=JOIN_S)
         # a socket that the store makes itself listens on every address of the machine
-        self._store: Any = dist.TCPStore(host, port, 2, True, wait, False, master_listen_fd=listener.detach())
+        self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, 2, True, wait, False, master_listen_fd=listener.detach()
+        )
         self.offer = DistributedOffer(backend, host, port, secrets.token_hex(16), total)
 
     def send(self, pieces: Sequence[Any], over: Callable[[], bool], end: float) -> None:
@@ -243,7 +245,7 @@ class DistributedPayload(Payload):
         self._read = 0
         """of the oldest slot"""
         self._group: Any = None
-        self._flying: deque[tuple[Any, Any, tuple[Any, Any]]] = deque()
+        self._flying: deque[tuple[Any, int, tuple[Any, Any]]] = deque()
         """(work, bytes, slot) of the broadcasts that were posted, in their order"""
         self._heard = time.monotonic()
         """when a broadcast was last seen done"""
@@ -280,7 +282,7 @@ class DistributedPayload(Payload):
             silence = f"{time.monotonic() - self._heard:.1f} s after its last bytes"
             raise SourceUnreachable(f"the trainer was lost while it sent the weights, {silence}: {lost}")
         _, size, slot = self._flying[0]
-        count = min(len(memory), size - self._read)
+        count: int = min(len(memory), size - self._read)
         _copy_out(memory[:count], slot[1][self._read : self._read + count])
         self._read += count
         if self._read == size:
@@ -324,7 +326,8 @@ class DistributedPayload(Payload):
             line = socket.create_connection((offer.host, offer.port), REACH_S)
             line.setblocking(False)
             self._line = line
-            store = dist.TCPStore(offer.host, offer.port, 2, False, timedelta(seconds=REACH_S), False)
+            reach = timedelta(seconds=REACH_S)
+            store = dist.TCPStore(offer.host, offer.port, 2, False, reach, False)  # type: ignore[attr-defined]
             self._next_by = time.monotonic() + JOIN_S
             store.set(_joined(offer), "1")
             group = self._group = _group(offer, store, 1, line.getsockname()[0], self._device)
@@ -351,7 +354,8 @@ def _joined(offer: DistributedOffer) -> str:
 def _group(offer: DistributedOffer, store: Any, rank: int, own_address: str, device: Any) -> Any:
     import torch.distributed as dist
 
-    return join(offer.backend, dist.PrefixStore(offer.group, store), rank, own_address, device, JOIN_S)
+    prefixed = dist.PrefixStore(offer.group, store)  # type: ignore[attr-defined]
+    return join(offer.backend, prefixed, rank, own_address, device, JOIN_S)
 
 
 def _into(future: Future[Any], make: Callable[[], Any]) -> None:

@@ -1,0 +1,125 @@
+"""Which tensors a model has: what the manifest of a refresh may list, and the digests of what is live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+import xxhash
+
+from engine.types import TensorInfo, manifest_digest
+from engine.weights.tensors import DTYPES, InvalidWeights, checkpoint_tensors, digest_of, dtype_name, tensor_bytes
+
+READ_BYTES = 8 << 20
+"""read at once by `Digests.read_live`"""
+
+
+class Inventory:
+    """Parameters and persistent buffers of a module, each once under its first name; other names of tied ones lead there.
+
+    Args:
+        module: None: a model without tensors.
+        masters: for a parameter that is a copy (`engine.weights.offload`) the tensor that a refresh writes, by the parameter's
+            id."""
+
+    def __init__(self, module: torch.nn.Module | None, masters: Mapping[int, torch.nn.Parameter]) -> None:
+        own, self.first_name = ({}, {}) if module is None else checkpoint_tensors(module)
+        self.offloaded = {name for name, tensor in own.items() if id(tensor) in masters}
+        self.tensors: dict[str, torch.Tensor] = {name: masters.get(id(tensor), tensor) for name, tensor in own.items()}
+        self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        """also while the tensors hold nothing"""
+
+    @property
+    def on_cuda(self) -> bool:
+        """Some tensor is on a CUDA device."""
+        return any(tensor.is_cuda for tensor in self.tensors.values())
+
+    def targets(self, manifest: Sequence[TensorInfo], partial: bool) -> list[str | None]:
+        """Find for each entry the tensor that it writes; None: it repeats one under its other name.
+
+        Raises InvalidWeights naming the tensor for a manifest that does not fit the model."""
+        if self.tensors and not manifest:
+            raise InvalidWeights("no tensors at all: was the iterator used before?")
+        listed: set[str] = set()
+        writes: dict[str, TensorInfo] = {}
+        targets: list[str | None] = []
+        for info in manifest:
+            if info.name in listed:
+                raise InvalidWeights("it comes twice: list each name once", info.name)
+            listed.add(info.name)
+            name = self._check(info)
+            twin = writes.setdefault(name, info)
+            if (twin.dtype, twin.digest) != (info.dtype, info.digest):
+                raise InvalidWeights(f"the model ties it to {twin.name!r}, which is sent with other bytes", info.name)
+            targets.append(name if twin is info else None)
+        missing = [name for name in self.tensors if name not in writes]
+        if missing and not partial:
+            raise self._missing(missing)
+        return targets
+
+    def _check(self, info: TensorInfo) -> str:
+        """Return the first name of an entry's tensor. Raises InvalidWeights for an entry that does not fit it."""
+        name = self.first_name.get(info.name)
+        if name is None:
+            raise InvalidWeights("the model has no tensor of this name", info.name)
+        live = self.tensors[name]
+        if info.shape != tuple(live.shape):
+            raise InvalidWeights(f"its shape is {info.shape}, the model's is {tuple(live.shape)}", info.name)
+        if info.dtype != dtype_name(live) and not (live.is_floating_point() and info.dtype in DTYPES):
+            raise InvalidWeights(f"its dtype {info.dtype!r:.40} cannot be cast to {dtype_name(live)}", info.name)
+        if not live.is_contiguous():
+            raise InvalidWeights("it does not lie contiguously in this engine and cannot be refreshed", info.name)
+        return name
+
+    def _missing(self, names: list[str]) -> InvalidWeights:
+        buffers = [name for name in names if not isinstance(self.tensors[name], torch.nn.Parameter)]
+        reason = f"it is missing ({len(names)} are): pass partial=True to refresh only some tensors"
+        if not buffers:
+            return InvalidWeights(reason, names[0])
+        some = ", ".join(buffers[:4]) + ", …" * (len(buffers) > 4)
+        fix = "the checkpoint holds them and named_parameters() leaves them out: give the model itself, or its state_dict()"
+        return InvalidWeights(f"{reason}. Buffers among these: {some}; {fix}", names[0])
+
+
+class Digests:
+    """Digests of the live tensors: as they were committed, and as they are."""
+
+    def __init__(self, inventory: Inventory) -> None:
+        self._inventory = inventory
+        self._committed: dict[str, str] = {}
+        """of version 0 those that somebody asked for"""
+
+    @property
+    def committed(self) -> str:
+        """`manifest_digest` of all tensors as they were committed; of those never refreshed, as they are."""
+        self.learn(self._inventory.tensors)
+        return self._manifest_digest(self._committed)
+
+    def learn(self, names: Iterable[str]) -> None:
+        """Take the digests of these tensors that are not known."""
+        for name in names:
+            if name not in self._committed:
+                self._committed[name] = digest_of(tensor_bytes(self._inventory.tensors[name]))
+
+    def commit(self, digests: Mapping[str, str]) -> None:
+        """Replace those of tensors that were refreshed."""
+        self._committed.update(digests)
+
+    def read_live(self) -> Iterator[str | None]:
+        """Read every tensor in small portions: yields None after each of READ_BYTES, the `manifest_digest` at last. For between
+        two steps; a refresh in the middle makes it meaningless."""
+        digests: dict[str, str] = {}
+        for name, tensor in self._inventory.tensors.items():
+            state, portion = xxhash.xxh3_128(), max(1, READ_BYTES // max(1, tensor.element_size()))
+            for start in range(0, tensor.numel(), portion):
+                state.update(tensor_bytes(tensor.detach().reshape(-1)[start : start + portion]).data)
+                yield None
+            digests[name] = state.hexdigest()
+        yield self._manifest_digest(digests)
+
+    def _manifest_digest(self, digests: Mapping[str, str]) -> str:
+        shapes = self._inventory.shapes
+        return manifest_digest(
+            TensorInfo(name, dtype_name(tensor), tuple(shapes[name]), digests[name])
+            for name, tensor in self._inventory.tensors.items()
+        )
