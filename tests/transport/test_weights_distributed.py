@@ -422,3 +422,24 @@ def test_errors_of_nccl_are_told_only_to_groups_of_ours(monkeypatch: pytest.Monk
         with group.errors_are_told():
             assert os.environ[name] == "0"
         assert os.environ.get(name) == before
+
+
+def test_a_group_that_cannot_be_destroyed_holds_nobody_up() -> None:
+    """gloo joins its threads in the group's destructor, and one that missed the end of the group waits on."""
+    ends, destroyed = threading.Event(), threading.Event()
+
+    class Stuck:
+        def rank(self) -> int:
+            return 0
+
+        def recv(self, *_: object) -> Any:
+            raise RuntimeError("closed")
+
+        def __del__(self) -> None:
+            assert ends.wait(WAIT)
+            destroyed.set()
+
+    group.leave_aside([Stuck()], "gloo", seconds=0.01)
+    assert not destroyed.is_set(), "it is still being destroyed"
+    ends.set()
+    assert destroyed.wait(WAIT)

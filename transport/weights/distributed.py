@@ -33,7 +33,7 @@ import numpy as np
 from engine.types import TensorInfo
 from transport.errors import RequestTimeout, RolloutError, SourceUnreachable
 from transport.weights.ends import Expected, Payload, Sender, Way
-from transport.weights.group import Backend, join, leave, listen
+from transport.weights.group import Backend, join, leave, leave_aside, listen
 from transport.weights.tensors import Tensors, digest
 
 SLOT_BYTES = 4 << 20
@@ -48,8 +48,6 @@ JOIN_S = 30.0
 """longest that either end then waits for the group; NCCL may take seconds"""
 STALL_S = 60.0
 """longest that the service waits for a broadcast: by then its trainer hangs"""
-NEVER_S = 86_400.0
-"""of the trainer's broadcasts, which wait for the service's loop: the refresh has a time-out of its own"""
 POLL_S = 0.001
 
 
@@ -201,7 +199,8 @@ class Broadcaster:
                 continue
             tensor, view = slot = slots.pop()
             if count := _fill(view, left):
-                flying.append((self._group.broadcast(tensor[:count], 0, timedelta(seconds=NEVER_S)), slot))
+                rest = timedelta(seconds=1 + max(0.0, end - time.monotonic()))  # the service's loop takes its time
+                flying.append((self._group.broadcast(tensor[:count], 0, rest), slot))
 
     def _join(self, over: Callable[[], bool], end: float) -> bool:
         """Make the group. False if `over` comes first; raises RuntimeError, RequestTimeout. In a thread of its own: where the
@@ -223,9 +222,9 @@ class Broadcaster:
     def close(self) -> None:
         """Leave the group and close the store; where gloo still waits for the other end, the store ends with that. May be
         repeated."""
-        group, self._group, self._store = self._group, None, None
-        if group is not None:
-            leave(group, self.offer.backend)
+        holder, self._group, self._store = [self._group], None, None
+        if holder[0] is not None:
+            leave_aside(holder, self.offer.backend)
 
 
 # the service's end

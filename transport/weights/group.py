@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
+log = logging.getLogger("rollout.client.api")
+
 Backend = Literal["gloo", "nccl"]
+LEAVE_S = 5.0
+"""longest that a trainer waits for a group to end"""
 
 
 def listen(host: str) -> socket.socket:
@@ -67,3 +73,14 @@ def leave(group: Any, backend: Backend) -> None:
         group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], 1 - group.rank(), 0).wait(timedelta(milliseconds=1))
     except RuntimeError:
         pass
+
+
+def leave_aside(holder: list[Any], backend: Backend, seconds: float = LEAVE_S) -> None:
+    """Leave the group that `holder` holds alone, and destroy it, in a thread of its own; wait for that for so long at most.
+    Destroying joins gloo's threads, and one of them may have missed that the group was broken off: it ends with the time-out of
+    what it waits for."""
+    thread = threading.Thread(target=lambda: leave(holder.pop(), backend), name="rollout-weights-leave", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        log.warning("a process group ends late backend=%s waited_s=%.1f", backend, seconds)
