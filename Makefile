@@ -61,10 +61,10 @@ test-gpu: $(GPU_READY)
 # what a Python with torch, transformers and pytest lacks; run it where there is a network and carry WHEELS along
 wheels:
 	@$(PYTHON) -m pip download --quiet --only-binary :all: --dest $(WHEELS) --no-deps \
-		msgspec pyzmq tyro docstring-parser typeguard gguf xxhash pytest-timeout
+		msgspec pyzmq tyro docstring-parser typeguard tomli-w gguf xxhash pytest-timeout
 
 gpu-wheels:
-	@$(GPU_PYTHON) -c 'import msgspec, zmq, tyro, xxhash, pytest_timeout' 2>/dev/null || \
+	@$(GPU_PYTHON) -c 'import msgspec, zmq, tyro, tomli_w, xxhash, pytest_timeout' 2>/dev/null || \
 		$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps $(WHEELS)/*.whl
 
 check: $(STAMP)

@@ -15,9 +15,10 @@ jsonl = "metrics.jsonl"
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+import tomli_w
 
 from engine.config import EngineConfig
 from engine.types import Limits
@@ -29,6 +30,10 @@ MIN_GRACE_S = 2.0
 
 class InputError(ValueError):
     """What the user gave (a file, a flag, a name) cannot be used; the message says where and why."""
+
+
+class CannotServe(Exception):
+    """The model is not there, is broken, or asks for what the engine does not compute; the message says which."""
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -118,18 +123,10 @@ def load(path: str | Path) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The configuration as TOML that `load` reads back; unset (None) values are left out, TOML has no word for them."""
-    tables: dict[str, dict[str, object]] = msgspec.to_builtins(config)
-    return "".join(_dump(table, values) for table, values in tables.items())
+    """Writes the configuration as TOML that `load` reads back; unset (None) values are left out, TOML has no word for them."""
+    return tomli_w.dumps(without_none(msgspec.to_builtins(config)))
 
 
-def _dump(table: str, values: dict[str, object]) -> str:
-    """One table, then the tables inside it."""
-    inner = {key: value for key, value in values.items() if isinstance(value, dict)}
-    lines = [f"[{table}]"]
-    lines += [
-        f"{key} = {msgspec.json.encode(value).decode()}"
-        for key, value in values.items()
-        if value is not None and key not in inner
-    ]
-    return "\n".join(lines) + "\n" + "".join(_dump(f"{table}.{key}", value) for key, value in inner.items())
+def without_none(table: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out of a table, and of the tables inside it, what is None."""
+    return {key: without_none(value) if isinstance(value, dict) else value for key, value in table.items() if value is not None}

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from rollout.config import Config, dump
 
@@ -41,6 +40,8 @@ class RunningService(msgspec.Struct, frozen=True):
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
         except OSError:
+            import psutil
+
             return int(psutil.Process(self.pid).memory_info().rss)
         peak = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
         return int(peak.split()[1]) * 1024

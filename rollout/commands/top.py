@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout.client.api import RolloutClient
+from rollout.config import InputError
 from transport.errors import shown
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -164,7 +165,9 @@ def run(
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Draws until Ctrl-C, or with `once` two looks and one picture. Raises ServiceLost, RequestTimeout."""
+    """Draws until Ctrl-C, or with `once` two looks and one picture. Raises ServiceLost, RequestTimeout, InputError."""
+    if not interval_s > 0:
+        raise InputError(f"--interval {interval_s}: must be positive")
     console = console or Console()
     view = View(address)
     with RolloutClient(address, name="rollout top", connect_timeout_s=timeout_s) as client:

@@ -8,7 +8,7 @@ import pytest
 
 from engine.config import EngineConfig, WeightOffload
 from engine.types import Limits
-from rollout.commands.main import ServeArgs, parse
+from rollout.commands.arguments import ServeArgs, parse
 from rollout.config import Config, InputError, ServiceConfig, dump, load
 
 
@@ -19,7 +19,9 @@ def write(folder: Path, text: str) -> Path:
 
 
 def parse_serve(*argv: str) -> Config:
-    return parse(lambda base: ServeArgs(settings=base), list(argv), "rollout serve").settings
+    args = parse(["serve", *argv])
+    assert isinstance(args, ServeArgs)
+    return args.settings
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:

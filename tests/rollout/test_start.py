@@ -11,11 +11,18 @@ from typing import Any
 import pytest
 
 from engine.types import Limits
-from rollout.commands import main as cli
+from rollout.commands import serve
+from rollout.commands.arguments import ServeArgs, parse
 from rollout.config import InputError
 from rollout.metrics.sinks import JsonlSink
 from tests.support.fake_engine import FakeEngine
 from transport.sockets import ServiceEnd
+
+
+def serve_with(*flags: str) -> int:
+    args = parse(["serve", *flags])
+    assert isinstance(args, ServeArgs)
+    return serve.run(args)
 
 
 class Lost:
@@ -42,7 +49,7 @@ def test_a_signal_in_a_finalizer_is_not_forgotten(tiny_model: Path, monkeypatch:
             super().__init__()
 
     monkeypatch.setattr("engine.engine.Engine", Slow)
-    assert cli.serve(["--model", str(tiny_model), "--service.endpoint", "tcp://127.0.0.1:0"]) == 0
+    assert serve_with("--model", str(tiny_model), "--service.endpoint", "tcp://127.0.0.1:0") == 0
 
 
 @pytest.mark.usefixtures("own_handlers")
@@ -53,7 +60,7 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded(
     end = ServiceEnd("tcp://127.0.0.1:0", Limits())
     try:
         with pytest.raises(InputError, match="cannot listen at"):
-            cli.serve(["--model", str(tiny_model), "--service.endpoint", end.endpoint])
+            serve_with("--model", str(tiny_model), "--service.endpoint", end.endpoint)
     finally:
         end.close()
 
@@ -74,7 +81,7 @@ def test_a_start_that_fails_closes_what_it_opened(tiny_model: Path, tmp_path: Pa
     monkeypatch.setattr(JsonlSink, "close", noted(JsonlSink))
     monkeypatch.setattr(ServiceEnd, "close", noted(ServiceEnd))
     with pytest.raises(InputError, match="no memory for that"):
-        cli.serve([
+        serve_with(
             "--model", str(tiny_model), "--service.endpoint", "tcp://127.0.0.1:0", "--tracking.jsonl", str(tmp_path / "rows"),
-        ])  # fmt: skip
+        )  # fmt: skip
     assert closed == ["ServiceEnd", "JsonlSink"]

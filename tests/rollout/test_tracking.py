@@ -23,7 +23,8 @@ from engine.scheduling.preemption import Pressure
 from engine.types import Group, Sample, Sampling
 from engine.weights.offload import Streamed
 from rollout.client.api import RolloutClient
-from rollout.commands.main import main, make_tracker
+from rollout.commands.main import main
+from rollout.commands.serve import make_tracker
 from rollout.config import Config, InputError, TrackingConfig, dump, load
 from rollout.metrics.audit import Audit, plain_logprobs, plain_twin
 from rollout.metrics.meters import EngineMeter, SampleMeter

@@ -1,0 +1,163 @@
+"""The command line: a struct for each command, whose docstrings are its help, and `parse`, which tyro does the work of."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+import tyro
+
+from engine.config import IsaName, WeightOffload
+from engine.types import Sampling
+from rollout import config as configuration
+from rollout.config import DEFAULT_ENDPOINT, Config
+
+Settings = Annotated[Config, tyro.conf.arg(name="")]
+
+
+class ServeArgs(msgspec.Struct, kw_only=True):
+    """Serve a model until Ctrl-C or SIGTERM. Flags win over the TOML file, the file over the defaults."""
+
+    settings: Settings = Config()
+    config: str | None = None
+    """TOML file with tables [engine], [service], [limits], [tracking]"""
+    model: str | None = None
+    """short for --engine.model"""
+    ready_file: str | None = None
+    """file that appears, holding the endpoint, once the service listens"""
+    exit_on_stdin_close: bool = False
+    """stop when standard input ends, for parents that may die without a word"""
+
+
+class StatusArgs(msgspec.Struct, kw_only=True):
+    """Print the status of a running service as JSON."""
+
+    address: str = DEFAULT_ENDPOINT
+    timeout: float = 10.0
+    """seconds to wait for the service"""
+
+
+class TopArgs(msgspec.Struct, kw_only=True):
+    """Watch a running service; Ctrl-C ends it."""
+
+    address: str = DEFAULT_ENDPOINT
+    interval: float = 1.0
+    """seconds between two looks"""
+    once: bool = False
+    """print one picture and end, for scripts"""
+    timeout: float = 10.0
+    """seconds to wait for the service"""
+
+
+class GenerateArgs(msgspec.Struct, kw_only=True):
+    """Sample completions of prompts in a JSONL file; one JSON object a sample comes out, in the order they finish."""
+
+    prompts: str
+    """JSONL file; a line is {"messages": [...]}, {"prompt": "text"} or {"token_ids": [...]}, with an "id" if you like"""
+    out: str
+    """JSONL file to write; - is standard output"""
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling()
+    address: str | None = None
+    """a running service; without it one is started for this run"""
+    settings: Settings = Config()
+    config: str | None = None
+    """TOML file for the service that is started"""
+    model: str | None = None
+    """short for --engine.model; with --address: where the tokenizer is, if not where the service says"""
+
+
+class DemoArgs(msgspec.Struct, kw_only=True):
+    """A small real model answers the groups of a trainer, over ZeroMQ."""
+
+    model: str = "smollm2"
+    n: int = 8
+    """samples of each prompt"""
+    max_tokens: int = 48
+    """longest answer"""
+
+
+class BenchArgs(msgspec.Struct, kw_only=True):
+    """Run named workloads through the whole service and print a table."""
+
+    names: tyro.conf.Positional[tuple[str, ...]]
+    """workloads; a wrong name prints the list"""
+    model: str = "smollm2"
+    in_process: bool = False
+    """drive the engine directly, without sockets and a second process"""
+    scale: float = 1.0
+    """factor on prompt and new tokens (at least a block of each, unless the workload has less)"""
+    repeat: int = 3
+    """runs of each workload; the summary is their median"""
+    json_file: Annotated[str | None, tyro.conf.arg(name="json")] = None
+    """file that gets one JSON object a run and one a workload; - is standard output"""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    threads: int | None = None
+    isa: Annotated[IsaName, tyro.conf.arg(name="engine.isa")] = "auto"
+    """instruction set of the service, as in `rollout serve`"""
+    device: str = "cpu"
+    """of workloads and `sharing`; cuda needs a GPU"""
+    compare: bool = True
+    """run a workload whose KV pool is too small in turn with a roomy pool and with offload off, and print the ratios"""
+    unshared: bool = False
+    """run in turn with attention that reads a shared prefix once for each child, and print the ratios"""
+    against: str = ""
+    """other engines that take turns with ours: vllm=PYTHON,transformers_cb,transformers (rollout/bench/peers)"""
+    floor: bool = False
+    """measure what bounds each workload on this machine and print the share reached; --against does so too"""
+    plot: str | None = None
+    """picture (.png, .svg) of tokens/s and KV over time, of the last run of each workload"""
+
+
+Command = ServeArgs | GenerateArgs | StatusArgs | TopArgs | BenchArgs | DemoArgs
+
+
+def commands(settings: Config) -> dict[str, Command]:
+    """Names the commands of `rollout` and what each is without a flag; `settings`: the configuration flags are laid over."""
+    return {
+        "serve": ServeArgs(settings=settings),
+        "generate": GenerateArgs(prompts=tyro.MISSING, out=tyro.MISSING, settings=settings),
+        "status": StatusArgs(),
+        "top": TopArgs(),
+        "bench": BenchArgs(names=tyro.MISSING),
+        "demo": DemoArgs(),
+    }
+
+
+def parse(argv: list[str]) -> Command:
+    """Lays the command line over the TOML file that `--config` names, and that over the defaults.
+
+    Raises:
+        InputError: the file cannot be read or holds what it may not.
+        SystemExit: status 2 and the mistake on standard error, or 0 after `--help`.
+    """
+    path = config_file(argv)
+    base = Config() if path is None else configuration.load(path)
+    offload = base.engine.weight_offload
+    named = commands(with_offload(base, offload or WeightOffload()))  # --help lists its flags, on or off
+    line = tyro.extras.subcommand_type_from_defaults(named)
+    args: Command = tyro.cli(line, args=argv, prog="rollout", config=(tyro.conf.AvoidSubcommands,))
+    asked = any(word.replace("_", "-").startswith("--engine.weight-offload.") for word in argv)
+    if isinstance(args, ServeArgs | GenerateArgs) and offload is None and not asked:
+        args.settings = with_offload(args.settings, None)
+    return args
+
+
+def config_file(argv: list[str]) -> str | None:
+    """Finds what `--config` names: it has to be read before tyro is told the defaults."""
+    path = None
+    for i, word in enumerate(argv):
+        if word == "--config" and i + 1 < len(argv):
+            path = argv[i + 1]
+        elif word.startswith("--config="):
+            path = word.removeprefix("--config=")
+    return path
+
+
+def with_offload(config: Config, offload: WeightOffload | None) -> Config:
+    return msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, weight_offload=offload))
+
+
+def with_model(config: Config, model: str | None) -> Config:
+    if model is None:
+        return config
+    return msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, model=model))

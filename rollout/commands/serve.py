@@ -1,0 +1,119 @@
+"""`rollout serve`: from a configuration to a service that runs until it is told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rollout.commands.arguments import ServeArgs, with_model
+from rollout.config import CannotServe, Config, InputError, TrackingConfig
+from rollout.metrics.sinks import Sink, open_sinks
+from rollout.metrics.tracker import Tracker
+from rollout.process import write_atomically
+from transport.sockets import ServiceEnd
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from rollout.service.loop import Service
+
+
+def run(args: ServeArgs) -> int:
+    """Serves until a signal, or with `exit_on_stdin_close` the end of standard input. Returns the exit status.
+
+    Raises InputError for a configuration that this model or machine cannot serve, CannotServe for the model itself.
+    """
+    config = with_model(args.settings, args.model)
+    stop = Stopper()
+    engine, service = start(config)
+    stop.service_stop = service.stop
+    if stop.asked:
+        service.stop()
+    if args.exit_on_stdin_close:
+        threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
+    kv = engine.status()["kv"]
+    with suppress(BrokenPipeError):  # whoever started it need not read on
+        print(f"rollout: serving {config.engine.model} at {service.endpoint}, KV {kv}", flush=True)
+    if args.ready_file:
+        write_atomically(Path(args.ready_file), service.endpoint)
+    service.run()
+    return 0
+
+
+def start(config: Config) -> tuple[Engine, Service]:
+    """Loads the model and listens. What it opened is closed again if it raises: InputError, CannotServe."""
+    with ExitStack() as started:
+        try:
+            ServiceEnd(config.service.endpoint, config.limits).close()  # a port in use is told before a model is loaded
+            sinks = open_sinks(config.tracking)
+            for sink in sinks:
+                started.callback(sink.close)
+            engine = load(config)
+            from rollout.service.loop import Service
+
+            service = Service(
+                engine,
+                config.service.endpoint,
+                limits=config.limits,
+                client_grace_s=config.service.client_grace_s,
+                max_outbox_bytes=config.service.max_outbox_bytes,
+                lease_s=config.service.lease_s,
+                tracker=make_tracker(config.tracking, sinks, engine),
+            )
+        except ValueError as error:  # a configuration that this model or machine cannot serve
+            raise InputError(str(error)) from error
+        started.pop_all()  # the service closes them
+    return engine, service
+
+
+def load(config: Config) -> Engine:
+    """Makes the engine of `config.engine`, its model fetched if need be. Raises CannotServe, ValueError."""
+    from engine.engine import Engine
+    from engine.forward.model import BrokenModel, UnsupportedModel
+    from rollout import models
+
+    models.hide_progress_bars()
+    try:
+        folder = models.resolve(config.engine.model)
+        return Engine(msgspec.structs.replace(config.engine, model=str(folder)), limits=config.limits)
+    except (models.ModelNotFound, BrokenModel, UnsupportedModel) as error:
+        raise CannotServe(str(error)) from error
+
+
+def make_tracker(config: TrackingConfig, sinks: list[Sink], engine: Any) -> Tracker:
+    """With the audit, if it is on."""
+    if not config.audit_every:
+        return Tracker(config, sinks)
+    from rollout.metrics.audit import Audit
+
+    ready = lambda: not (engine.asleep or engine.weights.dropped)  # noqa: E731
+    return Tracker(config, sinks, Audit(engine.model.module, config, streamed=engine.model.streamed, ready=ready))
+
+
+class Stopper:
+    """SIGINT and SIGTERM: before the service exists they end the process, from then on they ask the service to stop."""
+
+    def __init__(self) -> None:
+        self.service_stop: Callable[[], None] | None = None
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        if self.service_stop is None:
+            raise SystemExit(0)  # which gets lost where Python is in a finalizer just then
+        self.service_stop()
+
+
+def _stop_at_end_of_input() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
