@@ -9,18 +9,25 @@ SOURCES := $(PACKAGES) $(wildcard recipes) tests
 
 NATIVE := $(wildcard tests/engine/test_cpu_*.py tests/engine/test_isa.py tests/engine/test_sampler.py tests/engine/test_equivalence.py \
 	tests/engine/test_smollm2.py tests/rollout/test_trainer_attention.py tests/rollout/test_exact*.py tests/rollout/test_fidelity*.py)
+# the heart without a process, a socket or a download; tests/test_shape.py holds that every file of scheduling and KV is met in it
+QUICK := $(addprefix tests/engine/test_,block_store.py block_tables.py engine.py lanes.py memory.py parked_group.py plan.py \
+	preemption.py prefix_index.py running_table.py shared_prefixes.py stats.py tiles.py waiting_queue.py) \
+	$(addprefix tests/transport/test_,frames.py messages.py) $(addprefix tests/rollout/test_,config.py outgoing.py) \
+	tests/test_no_pickle.py tests/test_wire_documents.py tests/test_shape.py \
+	tests/engine/test_models.py::test_greedy_equals_generate
 # of the GPU targets: a machine without network names its own Python, with torch in it, and finds the rest in WHEELS (make wheels)
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP),gpu-wheels)
 WHEELS ?= build/wheels
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test test-arithmetic test-gpu check format bench bench-gpu wheels gpu-wheels clean
+.PHONY: help venv model demo test quick test-arithmetic test-gpu check format bench bench-gpu wheels gpu-wheels clean
 .SUFFIXES:
 
 help:
 	@echo "make demo    a real model answers a trainer's groups over ZeroMQ (about a minute, after the installation)"
-	@echo "make test    the test suite"
+	@echo "make quick   the heart of the test suite, in less than a minute: at each save"
+	@echo "make test    the test suite, in two processes; ARGS='-k fork' or a path picks"
 	@echo "make test-arithmetic   its native part where torch sums as on AVX2, and an installed wheel without a compiler"
 	@echo "make check   format, lint, types, import directions"
 	@echo "make bench   throughput of the named workloads; WORKLOADS='fanout long' and ARGS='--scale 0.25' pick"
@@ -44,8 +51,12 @@ model: $(STAMP)
 demo: $(STAMP)
 	@$(BIN)/rollout demo $(ARGS)
 
+# Half of the suite waits for processes of its own: the other half runs beside it. A path in ARGS runs alone.
 test: model
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -p tests.support.beside --beside=tests/engine $(ARGS)
+
+quick: $(STAMP)
+	@$(BIN)/python -m pytest --quiet $(QUICK) $(ARGS)
 
 # What depends on how torch sums on the CPU, on one that it takes for an older one; and the wheel, without a compiler.
 test-arithmetic: model

@@ -44,6 +44,12 @@ def pytest_report_header() -> list[str]:
     return [*lines, f"torch: {torch.backends.cpu.get_cpu_capability()} {' '.join(restricted)}".rstrip()]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Models here are tiny: a second thread costs more than it brings, above all beside other processes."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def copies_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is preempted is copied to host memory if that has room. By itself the engine compares rates that it has measured,

@@ -144,33 +144,6 @@ def test_the_version_is_the_distribution_s() -> None:
     assert rollout.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
-def readme_example() -> str:
-    found = re.findall(r"<!-- example -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(found) == 1
-    return found[0]
-
-
-def test_the_readme_example_is_short() -> None:
-    assert len(readme_example().splitlines()) <= 15
-
-
-def test_the_readme_example_runs_as_printed(tiny_service: str, tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text(readme_example())
-    done = subprocess.run([sys.executable, script, tiny_service], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    children = re.findall(r"^#(\d+) (\d) (?:stop|length) -\d+\.\d\d  ", done.stdout, re.MULTILINE)
-    assert len(children) == 8 and len({group for group, _ in children}) == 2, done.stdout
-
-
-def test_the_readme_configuration_is_accepted(tmp_path: Path) -> None:
-    from rollout.config import load
-
-    (toml,) = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (tmp_path / "rollout.toml").write_text(toml)
-    assert load(tmp_path / "rollout.toml").engine.kv_gib == 4.0
-
-
 def test_files_that_the_documents_name_exist() -> None:
     for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         text = document.read_text()
@@ -200,3 +173,28 @@ def test_functions_stay_readable() -> None:
             if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 70:
                 long.add(f"{path.relative_to(ROOT)}:{node.name}")
     assert not long
+
+
+def quick() -> set[str]:
+    """Test files of `make quick`."""
+    shown = subprocess.run(["make", "--dry-run", "quick"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return set(re.findall(r"tests/[\w/]+\.py", shown.stdout))
+
+
+WHOLE = {
+    "tests/engine/test_equivalence.py": "whole models",
+    "tests/engine/test_pressure.py": "a pool that is too small for seconds on end",
+    "tests/engine/test_schedules.py": "a thousand schedules",
+}
+"""no torch in them, and yet not quick"""
+
+
+def test_quick_has_every_small_test_of_the_engine() -> None:
+    """Those that import no torch: scheduling, blocks, tables, plans."""
+    small = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests/engine").glob("test_*.py")
+        if "torch" not in {name.split(".")[0] for name in imported(path.read_text(), "tests.engine.x")}
+    }
+    assert small - WHOLE.keys() <= quick(), "name it in QUICK of the Makefile, or in WHOLE with a reason"
+    assert all((ROOT / path).exists() for path in quick() | WHOLE.keys())

@@ -22,6 +22,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.types import Group, Sample
 from engine.weights.live import Weights, WeightsTorn
+from tests.support.equivalence import assert_same
 from tests.support.harness import random_schedule
 from tests.support.tiny import tiny_engine
 from tests.support.toy import ToyModel, expected, group, run
@@ -70,14 +71,6 @@ class Record:
         return Draws(draws.tokens, read)
 
 
-def same(one: dict[tuple[str, int], Sample], other: dict[tuple[str, int], Sample]) -> None:
-    assert one.keys() == other.keys()
-    for key, sample in one.items():
-        assert sample.token_ids.tolist() == other[key].token_ids.tolist(), key
-        assert sample.logprobs.tobytes() == other[key].logprobs.tobytes()
-        assert (sample.finish_reason, sample.weight_versions) == (other[key].finish_reason, other[key].weight_versions)
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"max_num_seqs": 3}, {"kv_tokens": 100}, {"kv_tokens": 100, "cpu_offload_gib": 0.001}, {"prefix_cache": False}],
@@ -85,7 +78,7 @@ def same(one: dict[tuple[str, int], Sample], other: dict[tuple[str, int], Sample
 )
 def test_the_samples_are_the_same(options: dict[str, Any]) -> None:
     plain, over = toy_engine(**options), overlapped(**options)
-    same(run(plain, mixture()), run(over, mixture()))
+    assert_same(run(plain, mixture()), run(over, mixture()))
     assert over.counters.generated_tokens == plain.counters.generated_tokens
     assert over.counters.unused_draws > 0 and not plain.counters.unused_draws
     assert "kv_tokens" not in options or over.counters.soft_resets + over.counters.offloads > 0
@@ -311,7 +304,7 @@ def test_a_forward_that_fails_does_not_take_the_step_before_with_it() -> None:
     e = overlapped(model, max_num_seqs=4)
     samples = run(e, [group("g", [1, 2, 3], n=4, **ENDLESS)])
     assert {(sample.finish_reason, len(sample.token_ids)) for sample in samples.values()} == {("error", 4)}
-    same(run(e, mixture()), run(toy_engine(max_num_seqs=4), mixture()))
+    assert_same(run(e, mixture()), run(toy_engine(max_num_seqs=4), mixture()))
 
 
 def test_a_copy_that_fails_with_a_step_in_flight() -> None:

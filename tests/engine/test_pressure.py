@@ -86,8 +86,8 @@ def random_run(seed: int) -> None:
 
 
 def test_resets_cost_a_bounded_share() -> None:
-    """300 runs, whatever the pool, the chunks, the blocks, the children and the clients."""
-    for seed in range(300):
+    """150 runs, whatever the pool, the chunks, the blocks, the children and the clients."""
+    for seed in range(150):
         random_run(seed)
 
 

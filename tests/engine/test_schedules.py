@@ -42,8 +42,8 @@ def named(schedule: Callable[[int], Any], seed: int) -> None:
 
 @pytest.mark.timeout(900)
 def test_random_schedules() -> None:
-    """2,000 schedules of 50 operations: nothing lost, nothing leaked, nothing wrong, whatever fails in between."""
-    over_seeds(random_schedule, 0, 2000)
+    """1,000 schedules of 50 operations: nothing lost, nothing leaked, nothing wrong, whatever fails in between."""
+    over_seeds(random_schedule, 0, 1000)
 
 
 @pytest.mark.long
@@ -55,8 +55,8 @@ def test_random_schedules_long() -> None:
 
 @pytest.mark.timeout(900)
 def test_tight_pools_finish() -> None:
-    """500 pools of 1.0 to 1.5 times the largest sequence: everything finishes, and no child is preempted without bound."""
-    over_seeds(tight_schedule, 0, 500)
+    """250 pools of 1.0 to 1.5 times the largest sequence: everything finishes, and no child is preempted without bound."""
+    over_seeds(tight_schedule, 0, 250)
 
 
 def test_a_schedule_that_fails_is_named() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from engine.weights import offload as streaming
 from engine.weights.live import Weights, WeightsTorn
 from engine.weights.offload import Ring, Streamed
 from tests.support.broken_commit import PLACES, fail_commit
+from tests.support.equivalence import same
 from tests.support.fake_cuda import FakeCuda, FakeEvent, FakeStream
 from tests.support.naps import groups, run_with_naps
 from tests.support.tiny import tiny, tiny_engine
@@ -75,14 +75,6 @@ def streamed_of(engine: Engine) -> Streamed:
 
 def new_weights(seed: int = 1, name: str = "llama") -> dict[str, torch.Tensor]:
     return dict(tiny(name, seed=seed, num_hidden_layers=LAYERS).named_parameters())
-
-
-def same(mine: Samples, theirs: Samples) -> bool:
-    assert mine.keys() == theirs.keys()
-    return all(
-        np.array_equal(mine[key].token_ids, want.token_ids) and mine[key].logprobs.tobytes() == want.logprobs.tobytes()
-        for key, want in theirs.items()
-    )
 
 
 def probe() -> list[Any]:

@@ -7,7 +7,6 @@ import queue
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from rollout.client.handle import Handle
 from rollout.integrations import trl as integration
 from rollout.integrations import trl_async
 from rollout.integrations.trl_async import group_advantages
+from tests.support.waiting import until
 
 END = 99
 
@@ -219,13 +219,6 @@ def test_correction_is_switched_on_or_refused() -> None:
 
 
 # AsyncGRPOTrainer
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.005)
 
 
 def make_worker(client: FakeClient, rewards: Any = None, **options: Any) -> integration.ServiceRolloutWorker:

@@ -9,23 +9,15 @@ from pathlib import Path
 import pytest
 
 from rollout.bench import host, run
-
-
-class Clock:
-    """In place of time.perf_counter, everywhere: moves a microsecond when it is read, and when the test says so."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr(time, "perf_counter", self)
-
-    def __call__(self) -> float:
-        self.now += 1e-6
-        return self.now
+from tests.support.clock import Clock
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+    """Moves a microsecond when it is read, and when the test says so."""
+    clock = Clock(tick=1e-6)
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
 
 
 def test_bench_host_prints_the_parts(

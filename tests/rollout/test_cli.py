@@ -8,8 +8,7 @@ import selectors
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from rollout.commands.arguments import commands
 from rollout.commands.main import main
 from rollout.config import Config, dump
 from rollout.process import ServiceFailed, service_process
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(400)  # most of these start processes that load a model
 
@@ -31,13 +31,6 @@ ROLLOUT = [sys.executable, "-m", "rollout"]
 
 def rollout(*argv: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*ROLLOUT, *argv], capture_output=True, text=True, timeout=timeout)
-
-
-def await_true(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.02)
 
 
 @contextmanager
@@ -63,7 +56,7 @@ def serving(config: Config, folder: Path) -> Iterator[tuple[subprocess.Popen[str
 def test_serve_stops_cleanly(number: signal.Signals, tiny_config: Config, tmp_path: Path) -> None:
     with serving(tiny_config, tmp_path) as (process, endpoint), RolloutClient(endpoint) as client:
         handle = client.submit([5, 6, 7], Sampling(n=2, max_tokens=8000, ignore_eos=True))
-        await_true(lambda: client.status()["running"] == 2, "running")
+        until(lambda: client.status()["running"] == 2, "running")
         process.send_signal(number)
         samples = handle.result(timeout=60)
         assert [sample.finish_reason for sample in samples] == ["aborted", "aborted"]
@@ -85,7 +78,7 @@ with service_process(load({str(tmp_path / "config.toml")!r})) as service:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert done.returncode == -signal.SIGKILL
     pid = int(done.stdout)
-    await_true(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "the service ended")
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "the service ended")
 
 
 def test_a_child_service_is_stopped_when_the_block_raises(tiny_config: Config) -> None:
@@ -192,11 +185,11 @@ def test_the_demo_stops_what_it_started_on_ctrl_c(smollm2: Path) -> None:
     )
     try:
         assert process.stdout is not None
-        await_true(lambda: len(services(process.pid)) == 1, "the service was started", 200)
+        until(lambda: len(services(process.pid)) == 1, "the service was started", 200)
         (child,) = services(process.pid)
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(60) == 130
-        await_true(lambda: ended(child), "the service has ended")
+        until(lambda: ended(child), "the service has ended")
     finally:
         process.kill()
         process.stdout.close()

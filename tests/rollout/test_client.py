@@ -18,7 +18,9 @@ from rollout.client import link
 from rollout.client.api import Handle, RolloutClient, token_array
 from rollout.service import loop as service_module
 from rollout.service.loop import Service
+from tests.support.clock import Clock
 from tests.support.fake_engine import VOCAB, FakeEngine, expected
+from tests.support.waiting import until
 from transport import errors as e
 from transport import messages as m
 from transport.frames import Decoder, Frame, pack
@@ -32,13 +34,6 @@ ENDLESS = Sampling(n=2, max_tokens=40_000)
 @pytest.fixture(autouse=True)
 def stop_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "IDLE_POLL_S", 0.005)
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.001)
 
 
 @contextmanager
@@ -446,28 +441,19 @@ class Played:
         )
 
 
-class Clock:
-    """Time as the client's I/O thread sees it: it stands until the test moves it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        self.asked = 0
-        monkeypatch.setattr(link, "POLL_S", 0.005)
-        monkeypatch.setattr(link, "time", self)
-
-    def monotonic(self) -> float:
-        self.asked += 1
-        return self.now
-
-    def let_it_turn(self) -> None:
-        """The thread goes around its loop, and more than once."""
-        seen = self.asked
-        until(lambda: self.asked > seen + 10)
+def let_it_turn(clock: Clock) -> None:
+    """The client's I/O thread goes around its loop, and more than once."""
+    seen = clock.asked
+    until(lambda: clock.asked > seen + 10)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+    """Time as the client's I/O thread sees it: it stands until the test moves it."""
+    clock = Clock()
+    monkeypatch.setattr(link, "POLL_S", 0.005)
+    monkeypatch.setattr(link, "time", clock)
+    return clock
 
 
 @pytest.fixture
@@ -503,7 +489,7 @@ def test_heartbeats_come_while_nothing_happens(clock: Clock, played: Played) -> 
     for _ in range(3):
         clock.now += link.HEARTBEAT_S
         played.get(m.Heartbeat)
-    clock.let_it_turn()
+    let_it_turn(clock)
     assert not played.end.receive(0), "one a second"
 
 
@@ -661,7 +647,7 @@ def test_a_loop_that_stands_still(clock: Clock) -> None:
         until(lambda: played.client._link._heard_at == clock.now)
         assert not handle.done
     clock.now += 3.0
-    clock.let_it_turn()
+    let_it_turn(clock)
     assert not handle.done
     clock.now += 0.1
     error = failure(handle)
@@ -682,15 +668,15 @@ def test_a_service_that_never_comes_back(clock: Clock) -> None:
     played.get(m.Submit)
     played.end.close()
     clock.now += 3.0
-    clock.let_it_turn()
+    let_it_turn(clock)
     assert not handle.done
     clock.now += 0.1
     error = failure(handle)
     assert type(error) is e.ServiceLost and "dead or unreachable: no connection for 3.0 s" in str(error)
-    clock.let_it_turn()
+    let_it_turn(clock)
     later = played.client.submit([1])
     clock.now += 2.9
-    clock.let_it_turn()
+    let_it_turn(clock)
     assert not later.done, "it has a time-out of its own"
     clock.now += 0.2
     assert type(failure(later)) is e.ServiceLost
@@ -705,7 +691,7 @@ def test_a_refused_hello_is_not_repeated_in_a_hurry(clock: Clock, played: Played
     assert type(failure(first)) is e.Busy
     handle = played.client.submit([1], Sampling())
     clock.now += link.HELLO_RETRY_S - 0.1
-    clock.let_it_turn()
+    let_it_turn(clock)
     assert not any(b"hello" in bytes(frames[0]) for _, frames in played.end.receive(0)) and not handle.done
     clock.now += 0.2
     assert played.get(m.Hello)

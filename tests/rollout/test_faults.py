@@ -28,6 +28,7 @@ from rollout.service.session import Session
 from tests.support.fake_engine import FakeEngine, expected
 from tests.support.faulty_link import Proxy
 from tests.support.rubbish import rubbish
+from tests.support.waiting import until
 from tests.support.wire import serving
 from transport import errors as e
 from transport import sockets
@@ -36,13 +37,6 @@ ROOT = Path(__file__).parents[2]
 ENDLESS = Sampling(n=2, max_tokens=40_000)
 WAIT = 60.0
 """for what comes: a bound for hangs only"""
-
-
-def until(condition: Callable[[], bool], seconds: float = WAIT) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.01)
 
 
 class Process:

@@ -24,9 +24,11 @@ from rollout.service import refresh as pushes
 from rollout.service.loop import Service
 from rollout.service.refresh import REMEMBERED
 from tests.support.broken_commit import fail_commit
+from tests.support.clock import Clock
 from tests.support.described import described, digest_of
 from tests.support.fake_gpu import FakeGPU
 from tests.support.faulty_link import Proxy
+from tests.support.waiting import until
 from tests.support.watermark import check_marks, token_of, watermark_engine, weights_of
 from tests.support.wire import serving
 from transport import messages as m
@@ -55,20 +57,6 @@ def roomy_engine() -> Engine:
 
 
 # ── message by message: the test turns the loop ───────────────────────────────────────────────────────────────────────────
-
-
-class Ticks:
-    """A clock that moves when it is read, so that neither the machine nor its load says how long a dose takes."""
-
-    def __init__(self) -> None:
-        self.tick = self.now = 0.0
-
-    def perf_counter(self) -> float:
-        self.now += self.tick
-        return self.now
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 class Raw:
@@ -107,9 +95,9 @@ class Stage:
     """A service over the watermark model, with 16 samples running, and clients A and B. Its time stands still."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.doses = Ticks()
+        self.doses = Clock()
         patch.setattr(pushes, "time", self.doses)
-        patch.setattr(service_module, "time", Ticks())
+        patch.setattr(service_module, "time", Clock())
         self.engine: Engine = roomy_engine()
         self.end = LoopbackService()
         self.service = Service(self.engine, transport=self.end, lease_s=30.0)
@@ -362,7 +350,7 @@ def test_refresh_under_running_samples(served: Any, via: Any, monkeypatch: pytes
     engine, connect = served
     client = connect()
     handle = client.submit([1, 2, 3], SAMPLING)
-    wait_for(lambda: engine.counters.steps > 3)
+    until(lambda: engine.counters.steps > 3)
     for version in range(1, 6):
         refreshed = client.refresh(weights_of(version), version=version, via=via, timeout=WAIT)
         assert (refreshed.version, refreshed.bytes, refreshed.digest) == (version, 7_200_000, digest_of(version))
@@ -376,16 +364,9 @@ def test_refresh_under_running_samples(served: Any, via: Any, monkeypatch: pytes
     assert status["version"] == 5 and status["weights"]["refreshes"] == 5 and status["weights"]["bytes"] == 7_200_000
 
 
-def wait_for(condition: Callable[[], bool], timeout: float = WAIT) -> None:
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.002)
-
-
 def wait_until_free(client: RolloutClient) -> None:
     """What another client said last may come after this client's next word. The lease is longer than this waits."""
-    wait_for(lambda: client.weights_status()["staged"] is None)
+    until(lambda: client.weights_status()["staged"] is None)
 
 
 def test_a_link_that_breaks_again_and_again_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,7 +483,7 @@ def test_tensors_on_a_gpu_of_both_are_read_where_they_lie(gpu: FakeGPU, served: 
     engine, connect = served
     client, new = connect(), weights_of(0)
     handle = client.submit([1, 2, 3], SAMPLING)
-    wait_for(lambda: engine.counters.steps > 3)
+    until(lambda: engine.counters.steps > 3)
     for version in (1, 2):
         for tensor in new.values():
             tensor.fill_(version)
@@ -635,7 +616,7 @@ def test_shared_memory_goes_with_its_client(served: Any) -> None:
     client.refresh(weights_of(1), via="shm")
     assert maps() == 2, "the trainer's and the service's, which is this process as well"
     client.close()
-    wait_for(lambda: maps() == 0)
+    until(lambda: maps() == 0)
     assert other.refresh(weights_of(2), via="shm").version == 2
 
 
@@ -721,14 +702,14 @@ def test_pause_and_resume(served: Any) -> None:
     engine, connect = served
     client, other = connect(), connect()
     handle = client.submit([1, 2, 3], SAMPLING)
-    wait_for(lambda: engine.counters.steps > 3)
+    until(lambda: engine.counters.steps > 3)
     client.pause()
     steps = engine.counters.steps
     assert other.status()["state"] == "paused"
     assert other.refresh(weights_of(1)).version == 1, "a paused service takes weights"
     assert engine.counters.steps == steps
     other.resume()
-    wait_for(lambda: engine.counters.steps > steps)
+    until(lambda: engine.counters.steps > steps)
     handle.cancel()
     assert check_marks(handle.result(WAIT)) > 16
 
@@ -748,7 +729,7 @@ def test_drain(served: Any) -> None:
     engine, connect = served
     client, other = connect(), connect()
     begun = client.submit([1, 2, 3], Sampling(n=4, max_tokens=200, ignore_eos=True))
-    wait_for(lambda: engine.counters.steps > 3)
+    until(lambda: engine.counters.steps > 3)
     client.drain(timeout=WAIT)
     assert begun.done and {sample.finish_reason for sample in begun.result(0)} == {"length"}
     later = other.submit([1, 2, 3], Sampling(max_tokens=3, ignore_eos=True))
@@ -761,9 +742,9 @@ def test_a_drain_that_is_resumed_is_told(served: Any) -> None:
     engine, connect = served
     client, other = connect(), connect()
     client.submit([1, 2, 3], SAMPLING)
-    wait_for(lambda: engine.counters.steps > 3)
+    until(lambda: engine.counters.steps > 3)
     request = client._link.request(lambda id: m.Control(id, "drain"))
-    wait_for(lambda: not engine.scheduler.admitting)
+    until(lambda: not engine.scheduler.admitting)
     other.resume()
     with pytest.raises(Busy, match="resumed before"):
         request.result(WAIT)
@@ -773,7 +754,7 @@ def test_sleep_and_wake(served: Any) -> None:
     engine, connect = served
     client, other = connect(), connect()
     running = client.submit([1, 2, 3], Sampling(n=4, max_tokens=50_000, ignore_eos=True))
-    wait_for(lambda: engine.counters.steps > 3)
+    until(lambda: engine.counters.steps > 3)
     assert client.sleep() >= 0
     steps = engine.counters.steps
     waiting = other.submit([1, 2, 3], Sampling(max_tokens=3, ignore_eos=True))
@@ -789,7 +770,7 @@ def test_sleep_and_wake(served: Any) -> None:
     assert engine.counters.steps == steps
     other.wake()
     assert len(waiting.result(WAIT)) == 1
-    wait_for(lambda: engine.counters.steps > steps + 10)
+    until(lambda: engine.counters.steps > steps + 10)
     running.cancel()
     assert check_marks(running.result(WAIT)) > 40
     with pytest.raises(InvalidRequest, match="not asleep"):
@@ -800,7 +781,7 @@ def test_dropped_weights_wait_for_a_refresh(served: Any) -> None:
     engine, connect = served
     client = connect()
     handle = client.submit([1, 2, 3], Sampling(n=4, max_tokens=50_000, ignore_eos=True))
-    wait_for(lambda: engine.counters.steps > 3)
+    until(lambda: engine.counters.steps > 3)
     client.sleep(level=2)
     client.wake()
     steps = engine.counters.steps
@@ -810,7 +791,7 @@ def test_dropped_weights_wait_for_a_refresh(served: Any) -> None:
     with pytest.raises(Busy, match="without weights"):
         client.drain(timeout=WAIT)
     assert client.refresh(weights_of(1)).version == 1
-    wait_for(lambda: engine.counters.steps > steps)
+    until(lambda: engine.counters.steps > steps)
     handle.cancel()
     samples = handle.result(WAIT)
     assert check_marks(samples) > 12 and {sample.weight_versions[-1][1] for sample in samples} == {1}
@@ -839,7 +820,7 @@ def test_abort_all(served: Any) -> None:
     engine, connect = served
     client, other = connect(), connect()
     handles = [each.submit([1, 2, 3], SAMPLING) for each in (client, other)]
-    wait_for(lambda: len(engine.scheduler.groups) == 2)
+    until(lambda: len(engine.scheduler.groups) == 2)
     client.abort_all()
     assert {sample.finish_reason for handle in handles for sample in handle.result(WAIT)} == {"aborted"}
 
@@ -851,7 +832,7 @@ def test_what_happens_to_running_groups(served: Any, kv: Any) -> None:
     length = 50_000 if kv == "abort" else 300
     handle = client.submit([1, 2, 3], Sampling(n=4, max_tokens=length, ignore_eos=True))
     stale = client.submit([1, 2, 3], Sampling(n=2, max_tokens=50_000, ignore_eos=True, max_version_lag=0))
-    wait_for(lambda: engine.counters.generated_tokens > 30)
+    until(lambda: engine.counters.generated_tokens > 30)
     client.refresh(weights_of(1), kv=kv)
     reasons = {sample.finish_reason for sample in handle.result(WAIT)}
     assert reasons == ({"aborted"} if kv == "abort" else {"length"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ from engine.types import Limits, Sample
 from rollout.service import loop as service_module
 from rollout.service.loop import Service
 from rollout.service.session import MAX_REPLY_BYTES
+from tests.support.clock import Clock
 from tests.support.fake_engine import VOCAB, FakeEngine, expected
 from tests.support.wire import Bench, Peer, submit
 from transport import messages as m
@@ -365,15 +365,11 @@ def test_goodbye_ends_everything() -> None:
 # time
 
 
-class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr(service_module, "time", SimpleNamespace(monotonic=lambda: self.now))
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+    clock = Clock(1000.0)
+    monkeypatch.setattr(service_module, "time", clock)
+    return clock
 
 
 def test_a_client_that_vanishes_has_its_groups_aborted(clock: Clock) -> None:

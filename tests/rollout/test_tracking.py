@@ -32,20 +32,13 @@ from rollout.metrics.sinks import ConsoleSink, JsonlSink, WandbSink, open_sinks,
 from rollout.metrics.tracker import Tracker
 from rollout.process import service_process
 from rollout.service.loop import Service
+from tests.support.clock import Clock
 from tests.support.fake_engine import FakeEngine
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.wandb_file import history
 from transport.loopback import LoopbackService
 
 ROOT = Path(__file__).parents[2]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def sample(group_id: str = "g", tokens: int = 4, **fields: Any) -> Sample:
@@ -184,7 +177,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     config = TrackingConfig(
         interval_s=1.0, window_s=1e6, audit_every=1, audit_max_share=1.0, wandb_project="test", wandb_dir=str(folder)
     )
-    clock, console, jsonl = Clock(), io.StringIO(), folder / "metrics.jsonl"
+    clock, console, jsonl = Clock(100.0), io.StringIO(), folder / "metrics.jsonl"
     sinks = [ConsoleSink(console), JsonlSink(str(jsonl)), WandbSink(config)]
     tracker = Tracker(config, sinks, Audit(model, config), clock)
     groups = [group(str(i), prompt=24, n=4, max_tokens=40, seed=i) for i in range(4)]
@@ -275,7 +268,7 @@ class Kept:
 
 
 def test_a_sink_that_fails_warns_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
-    clock, broken, kept = Clock(), Broken(), Kept()
+    clock, broken, kept = Clock(100.0), Broken(), Kept()
     tracker = Tracker(TrackingConfig(interval_s=1.0), [broken, kept], clock=clock)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -332,7 +325,7 @@ def test_the_trainer_s_run_is_shared_not_owned(monkeypatch: pytest.MonkeyPatch) 
 
 def audited(model: Any, engine: Any, spoil: Any = None, **sampling: Any) -> dict[str, float]:
     config = TrackingConfig(interval_s=1.0, window_s=1e6, audit_every=1, audit_max_share=1.0)
-    clock = Clock()
+    clock = Clock(100.0)
     tracker = Tracker(config, [], Audit(model, config), clock)
     engine.submit(one := group(prompt=9, n=2, **{"max_tokens": 12, "seed": 3, "ignore_eos": True, **sampling}))
     tracker.begin(one)

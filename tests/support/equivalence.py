@@ -38,9 +38,23 @@ def groups(seed: int = 0) -> list[Group]:
     return [*made, group("greedy", r.integers(3, 199, 21), **greedy), group("cut", r.integers(3, 199, 33), n=3, **cut)]
 
 
-def assert_same(one: dict[tuple[str, int], Sample], other: dict[tuple[str, int], Sample]) -> None:
+Samples = dict[tuple[str, int], Sample]
+"""by group id and index, as `tests.support.toy.run` gives them"""
+
+
+def assert_same(one: Samples, other: Samples) -> None:
+    """To the bit, and the same endings."""
     assert one.keys() == other.keys()
     for key, sample in one.items():
-        np.testing.assert_array_equal(sample.token_ids, other[key].token_ids)
-        assert sample.logprobs.tobytes() == other[key].logprobs.tobytes(), "log-probs differ in some bit"
-        assert sample.finish_reason == other[key].finish_reason
+        theirs = other[key]
+        np.testing.assert_array_equal(sample.token_ids, theirs.token_ids, err_msg=f"{key}")
+        assert sample.logprobs.tobytes() == theirs.logprobs.tobytes(), f"{key}: log-probs differ in some bit"
+        assert (sample.finish_reason, sample.weight_versions) == (theirs.finish_reason, theirs.weight_versions), key
+
+
+def same(one: Samples, other: Samples) -> bool:
+    """Whether tokens and log-probs are the same to the bit, whatever the number of the weights that made them."""
+    return one.keys() == other.keys() and all(
+        np.array_equal(sample.token_ids, other[key].token_ids) and sample.logprobs.tobytes() == other[key].logprobs.tobytes()
+        for key, sample in one.items()
+    )

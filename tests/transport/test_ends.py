@@ -8,25 +8,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 
 from engine.types import Limits
+from tests.support.waiting import until
 from transport.loopback import LoopbackClient, LoopbackService
 from transport.sockets import QUEUED_MESSAGES, ClientEnd, ServiceEnd, check_bind
 
 ROOT = Path(__file__).parents[2]
 LIMITS = Limits(max_frames=4, max_frame_bytes=100_000, max_header_bytes=1000)
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.0005)
 
 
 class Pair:

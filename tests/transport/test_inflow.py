@@ -6,12 +6,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import zmq
 
 from engine.types import Limits
+from tests.support.waiting import until
 from transport import inflow, sockets
 from transport.sockets import ClientEnd, ServiceEnd
 
@@ -19,13 +20,6 @@ LIMITS = Limits(max_frame_bytes=100_000, max_header_bytes=1000)
 BOUND = 1 << 20
 MOST = 64 << 20
 """that a peer sends before it is found that nothing ends it"""
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.001)
 
 
 @pytest.fixture

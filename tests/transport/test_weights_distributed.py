@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.sent_tensors import ARRAYS, MANIFEST, WHOLE
+from tests.support.waiting import until
 from transport.errors import InvalidRequest, RequestTimeout, SourceUnreachable
 from transport.weights import capabilities, distributed, group, open_payload
 from transport.weights.distributed import Broadcaster, DistributedOffer, DistributedPayload
@@ -35,13 +36,6 @@ CPU = torch.device("cpu")
 NEVER: Callable[[], bool] = lambda: False  # noqa: E731
 WAIT = 60.0
 """for what comes: a bound for hangs only"""
-
-
-def wait_for(condition: Callable[[], bool], timeout: float = WAIT) -> None:
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.002)
 
 
 def held() -> tuple[int, int, int]:
@@ -61,7 +55,7 @@ def small_slots_and_nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     monkeypatch.setattr(distributed, "REACH_S", WAIT)
     before = held()
     yield
-    wait_for(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
+    until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
 
 
 class Sending:
@@ -140,7 +134,7 @@ def test_bytes_that_come_late_hold_nothing_up() -> None:
     payload = DistributedPayload(sender.offer, CPU)
     memory = np.empty(10, np.uint8)
     joined = f"{sender.offer.group}/joined"
-    wait_for(lambda: sender._store.check([joined]))
+    until(lambda: sender._store.check([joined]))
     for _ in range(1000):
         assert not payload.ready and payload.read(memory) == 0
     thread = threading.Thread(target=sender.send, args=(ARRAYS, NEVER, time.monotonic() + WAIT))
@@ -163,7 +157,7 @@ def failure_of(payload: DistributedPayload) -> str:
         return bool(told)
 
     told: list[str] = []
-    wait_for(failed)
+    until(failed)
     payload.close()
     return told[0]
 
@@ -299,7 +293,7 @@ def test_a_service_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "time", clock)
     trainer = Sending([np.zeros(5_000_000, np.uint8)], 5_000_000)
     payload = DistributedPayload(trainer.sender.offer, CPU)
-    wait_for(payload._joined.is_set)
+    until(payload._joined.is_set)
     late[0] = 10 * WAIT
     trainer.close()
     assert isinstance(trainer.error, RequestTimeout)
@@ -319,7 +313,7 @@ def test_a_service_that_dies_before_the_group_is_made(told: bool, monkeypatch: p
     over = threading.Event()
     trainer = Sending(ARRAYS, len(WHOLE), over.is_set if told else NEVER, seconds=WAIT if told else 0.1)
     trainer.sender._store.set(f"{trainer.sender.offer.group}/joined", "1")  # all that such a service has done
-    wait_for(lambda: not told or "rollout-weights-join" in [thread.name for thread in threading.enumerate()])
+    until(lambda: not told or "rollout-weights-join" in [thread.name for thread in threading.enumerate()])
     over.set()
     trainer.join()
     waiting = [thread.name for thread in threading.enumerate()]
@@ -374,12 +368,12 @@ def test_only_the_chosen_address_listens() -> None:
     payload = DistributedPayload(trainer.sender.offer, CPU)
     some = len(read(payload, 100_000))
     assert listening() - before <= {"0100007F"}
-    wait_for(lambda: "0100007F" in listening())
+    until(lambda: "0100007F" in listening())
     read(payload, 5_000_000 - some)
     trainer.close()
     payload.close()
     wide = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)  # as torch makes it by itself
-    wait_for(lambda: bool(listening() - before - {"0100007F"}))  # an address that is not loopback would be seen
+    until(lambda: bool(listening() - before - {"0100007F"}))  # an address that is not loopback would be seen
     del wide
 
 

@@ -1,0 +1,37 @@
+"""What the README shows is true: its program and its configuration run as printed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from rollout.config import load
+
+ROOT = Path(__file__).parents[1]
+
+
+def readme_example() -> str:
+    found = re.findall(r"<!-- example -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(found) == 1
+    return found[0]
+
+
+def test_the_readme_example_is_short() -> None:
+    assert len(readme_example().splitlines()) <= 15
+
+
+def test_the_readme_example_runs_as_printed(tiny_service: str, tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(readme_example())
+    done = subprocess.run([sys.executable, script, tiny_service], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    children = re.findall(r"^#(\d+) (\d) (?:stop|length) -\d+\.\d\d  ", done.stdout, re.MULTILINE)
+    assert len(children) == 8 and len({group for group, _ in children}) == 2, done.stdout
+
+
+def test_the_readme_configuration_is_accepted(tmp_path: Path) -> None:
+    (toml,) = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "rollout.toml").write_text(toml)
+    assert load(tmp_path / "rollout.toml").engine.kv_gib == 4.0
