@@ -26,10 +26,11 @@ SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32, 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_chunks() -> Iterator[None]:
-    """And no trial of attention at each start, which is as long as a test here."""
+    """And no trial or comparison at each start, which takes as long as a test here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "CHUNK_TOKENS", 8)
         patch.setattr("engine.engine.try_out", lambda *_: None)
+        patch.setattr("engine.engine.judge", lambda *_: None)
         yield
 
 
