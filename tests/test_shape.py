@@ -144,6 +144,13 @@ def test_the_version_is_the_distribution_s() -> None:
     assert rollout.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
+def test_log_probs_are_scored_in_one_place() -> None:
+    """What trains, audits and measures calls `rollout.exact`."""
+    places = {str(path.relative_to(ROOT)) for path in modules() if "log_softmax" in path.read_text()}
+    elsewhere = ("engine/", "rollout/bench/peers/")  # the sampler; scripts of other environments, which have none of our code
+    assert {path for path in places if not path.startswith(elsewhere)} == {"rollout/exact/module.py"}
+
+
 def test_files_that_the_documents_name_exist() -> None:
     for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         text = document.read_text()

@@ -20,7 +20,7 @@ from engine.types import Sample, Sampling
 from rollout.bench.target import OpenTarget
 from rollout.bench.text import PromptText
 from rollout.config import Config
-from rollout.exact import token_logprobs, use_exact
+from rollout.exact import sample_logprobs, use_exact
 
 NAME = "fidelity"
 PROMPTS, PROMPT_TOKENS, N, NEW_TOKENS = 8, 512, 4, 128
@@ -82,18 +82,11 @@ def print_summary(console: Console, row: dict[str, Any]) -> None:
 
 def score(model: Any, rows: list[tuple[np.ndarray, Sample]], batch: int = 1) -> np.ndarray:
     """[tokens] float64 log-probs of every sample's tokens, `batch` samples a forward, padded on the right."""
-    scores = []
+    scores: list[torch.Tensor] = []
     with torch.inference_mode():
         for first in range(0, len(rows), batch):
-            some = rows[first : first + batch]
-            whole = [torch.from_numpy(np.concatenate([prompt, sample.token_ids]).astype(np.int64)) for prompt, sample in some]
-            ids = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
-            mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in whole], batch_first=True)
-            hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-            for row, (prompt, _), tokens in zip(hidden, some, whole, strict=True):
-                logits = model.get_output_embeddings()(row[len(prompt) - 1 : len(tokens) - 1])
-                scores.append(token_logprobs(logits, tokens[len(prompt) :]).numpy())
-    return np.concatenate(scores).astype(np.float64)
+            scores += sample_logprobs(model, [(prompt, sample.token_ids) for prompt, sample in rows[first : first + batch]])
+    return torch.cat(scores).double().numpy()
 
 
 def compare(name: str, trainer: np.ndarray, service: np.ndarray) -> dict[str, float]:

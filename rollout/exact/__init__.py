@@ -8,6 +8,6 @@ torch's own products have our bits, which the service's status tells (`torch_bit
 """
 
 from rollout.exact.attention import trainer_attention, use_exact_attention
-from rollout.exact.module import Exact, token_logprobs, use_exact
+from rollout.exact.module import Exact, sample_logprobs, token_logprobs, use_exact
 
-__all__ = ["Exact", "token_logprobs", "trainer_attention", "use_exact", "use_exact_attention"]
+__all__ = ["Exact", "sample_logprobs", "token_logprobs", "trainer_attention", "use_exact", "use_exact_attention"]

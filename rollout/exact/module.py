@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from engine.cpu.products import isas_for, plain_products, products_of, use_products
 from rollout.exact.attention import use_exact_attention
@@ -56,3 +58,25 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
     the service takes the likeliest token, has the log-probs of 1, as the service reports them."""
     scaled = logits.float() / temperature if temperature not in (0, 1) else logits.float()
     return scaled.log_softmax(-1).gather(-1, tokens[..., None].long())[..., 0]
+
+
+def sample_logprobs(
+    model: Any, sequences: Sequence[tuple[np.ndarray, np.ndarray]], temperature: float = 1.0
+) -> list[torch.Tensor]:
+    """Scores tokens after their prompts in one forward of a transformers model, as a trainer does.
+
+    sequences: (prompt [p], tokens [t]), integer token ids, p and t at least 1; padded on the right where lengths differ.
+    Returns [t] float32 of each, on the model's device, with a gradient unless the caller turned gradients off. Logits are
+    computed from the last token of the shortest prompt on, so memory grows with what is scored and not with the prompts.
+    """
+    whole = [torch.from_numpy(np.concatenate(pair).astype(np.int64)) for pair in sequences]
+    ids = pad_sequence(whole, batch_first=True)[:, :-1].to(model.device)
+    first = min(len(prompt) for prompt, _ in sequences) - 1
+    mask = None
+    if len({len(each) for each in whole}) > 1:
+        mask = pad_sequence([torch.ones_like(each) for each in whole], batch_first=True)[:, :-1].to(model.device)
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=ids.shape[1] - first).logits
+    return [
+        token_logprobs(row[len(prompt) - 1 - first : len(each) - 1 - first], each[len(prompt) :].to(row.device), temperature)
+        for row, (prompt, _), each in zip(logits, sequences, whole, strict=True)
+    ]

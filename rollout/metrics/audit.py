@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from engine.types import Group, Sample
 from engine.weights.offload import Streamed
 from rollout.config import TrackingConfig
+from rollout.exact import sample_logprobs
 from rollout.metrics.meters import Row
 
 OUTSIDE = 0.1
@@ -78,7 +79,9 @@ class Audit:
         temperature, logprobs = served
         began = self._clock()
         try:
-            plain = plain_logprobs(self._plain, group.prompt, sample.token_ids[:count], temperature)
+            with torch.inference_mode():
+                (scored,) = sample_logprobs(self._plain, [(group.prompt, sample.token_ids[:count])], temperature)
+            plain = scored.cpu().numpy()
         except Exception:
             self._skipped += 1
             raise
@@ -132,13 +135,3 @@ def plain_twin(module: PreTrainedModel) -> PreTrainedModel:
         setattr(twin.get_submodule(parent), leaf, buffer)
     twin.set_attn_implementation("sdpa")
     return twin
-
-
-def plain_logprobs(module: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray, temperature: float) -> np.ndarray:
-    """[tokens] float32 log-probs of `tokens` after `prompt` by one forward over the whole sequence, as a trainer does it."""
-    device = module.device
-    ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64)).to(device)[None]
-    with torch.inference_mode():
-        logits = module(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=len(tokens)).logits[0].float() / temperature
-        scores: np.ndarray = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].cpu().numpy()
-        return scores

@@ -16,7 +16,7 @@ from engine.cpu.isa import here
 from engine.cpu.products import ExactLinear, products_of, sensitive
 from engine.types import Sample
 from recipes.grpo import logprobs as tree_logprobs
-from rollout.exact import token_logprobs, use_exact
+from rollout.exact import sample_logprobs, token_logprobs, use_exact
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
 
@@ -99,6 +99,22 @@ def test_max_difference_is_zero(name: str, sizes: dict[str, Any], dtype: str, is
             torch.testing.assert_close(logprobs, want, atol=2e-6, rtol=0)
     else:
         assert all(torch.equal(logprobs, want) for logprobs in ways)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_samples_are_scored_together_as_alone(temperature: float) -> None:
+    """One forward over prompts and samples of many lengths has the service's bits, as one for each has; and a gradient."""
+    module = tiny("llama", torch.float32, **NATIVE)
+    arithmetic, samples = served(module, "float32", "auto", temperature)
+    use_exact(module, arithmetic, block_size=8)
+    pairs = [(np.array(PROMPTS[int(sample.group_id)]), sample.token_ids) for sample in samples]
+    together = sample_logprobs(module, pairs, temperature)
+    alone = [sample_logprobs(module, [pair], temperature)[0] for pair in pairs]
+    assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+    assert torch.equal(torch.cat(together), of_service(samples))
+    assert not torch.equal(torch.cat(sample_logprobs(module, pairs, temperature + 0.1)), of_service(samples))
+    torch.cat(together).sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
 
 
 def test_another_arithmetic_is_seen() -> None:

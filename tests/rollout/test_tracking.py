@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from engine.config import WeightOffload
 from engine.scheduling.preemption import Pressure
@@ -26,7 +27,8 @@ from rollout.client.api import RolloutClient
 from rollout.commands.main import main
 from rollout.commands.serve import make_tracker
 from rollout.config import Config, InputError, TrackingConfig, dump, load
-from rollout.metrics.audit import Audit, plain_logprobs, plain_twin
+from rollout.exact import sample_logprobs
+from rollout.metrics.audit import Audit, plain_twin
 from rollout.metrics.meters import EngineMeter, SampleMeter
 from rollout.metrics.sinks import ConsoleSink, JsonlSink, WandbSink, open_sinks, wandb_mode
 from rollout.metrics.tracker import Tracker
@@ -361,6 +363,12 @@ def test_the_audit_sees_weights_that_are_not_those_of_the_sample() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-mha", "gemma3_text", "qwen3_moe", "phi3"])
+def scored(module: PreTrainedModel, ids: np.ndarray) -> np.ndarray:
+    """[tokens] log-probs of what comes after the first five."""
+    with torch.inference_mode():
+        return sample_logprobs(module, [(ids[:5], ids[5:])])[0].numpy()
+
+
 def test_the_plain_twin_shares_every_tensor_and_no_module(name: str) -> None:
     model = tiny(name)
     tiny_engine(model=model)
@@ -371,22 +379,22 @@ def test_the_plain_twin_shares_every_tensor_and_no_module(name: str) -> None:
     assert not any(parameter.requires_grad for parameter in model.parameters())
     model.base_model.layers[0].forward = None  # whatever is done to what serves
     ids = np.arange(3, 20, dtype=np.int32)
-    before = plain_logprobs(twin, ids[:5], ids[5:], 1.0)
+    before = scored(twin, ids)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1.5)
-    assert not np.allclose(before, plain_logprobs(twin, ids[:5], ids[5:], 1.0))  # a refresh in place reaches it
+    assert not np.allclose(before, scored(twin, ids))  # a refresh in place reaches it
 
 
 def test_the_audit_reads_offloaded_layers() -> None:
     """The twin has no hooks of its own: without those of the offload its layers compute with whatever lies in the slots."""
     module, offload = tiny("llama", num_hidden_layers=5), WeightOffload(group_size=1, prefetch_step=2)
     ids = np.arange(3, 20)
-    want = plain_logprobs(plain_twin(module), ids[:5], ids[5:], 1.0)
+    want = scored(plain_twin(module), ids)
     streamed = Streamed(module, "llama", offload, torch.device("cpu"))
     audit = Audit(module, TrackingConfig(audit_every=1), streamed=streamed)
     for _ in range(2):
-        assert plain_logprobs(audit._plain, ids[:5], ids[5:], 1.0).tobytes() == want.tobytes()
-    assert not np.allclose(plain_logprobs(plain_twin(module), ids[:5], ids[5:], 1.0), want)
+        assert scored(audit._plain, ids).tobytes() == want.tobytes()
+    assert not np.allclose(scored(plain_twin(module), ids), want)
 
 
 def test_the_audit_skips_what_it_cannot_compare() -> None:
@@ -422,7 +430,7 @@ def test_an_audit_that_fails_is_a_skipped_sample(monkeypatch: pytest.MonkeyPatch
     def broken(*_: Any) -> Any:
         raise RuntimeError("injected failure of the plain forward")
 
-    monkeypatch.setattr("rollout.metrics.audit.plain_logprobs", broken)
+    monkeypatch.setattr("rollout.metrics.audit.sample_logprobs", broken)
     model = tiny("llama")
     row = audited(model, tiny_engine(model=model))
     assert row["mismatch/audited_tokens"] == 0 and row["mismatch/skipped_samples"] == 2

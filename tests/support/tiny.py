@@ -11,6 +11,7 @@ from engine.engine import Engine
 from engine.forward.model import model_of
 from engine.types import Sample
 from engine.weights.offload import Streamed
+from rollout.exact import sample_logprobs
 
 COMMON = {
     "hidden_size": 64,
@@ -68,8 +69,5 @@ def tiny_engine(
 
 def plain_logprobs(model: PreTrainedModel, prompt: np.ndarray, sample: Sample, temperature: float = 1.0) -> np.ndarray:
     """[tokens] log-probs of a sample by one full forward of the transformers model, as a trainer computes them."""
-    ids = torch.from_numpy(np.concatenate([prompt, sample.token_ids]).astype(np.int64))[None]
     with torch.inference_mode():
-        output = model(input_ids=ids.to(model.device), use_cache=False)
-        logits = output.logits[0, len(prompt) - 1 : -1].float().cpu() / temperature
-    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
+        return sample_logprobs(model, [(prompt, sample.token_ids)], temperature)[0].cpu().numpy()
