@@ -1,4 +1,4 @@
-"""The trainer's end. Imports neither torch nor the engine.
+"""The trainer's end. Imports neither torch nor an engine.
 
 with RolloutClient("tcp://127.0.0.1:5655") as client:
     for sample in client.generate([[1, 2, 3], [4, 5]], Sampling(n=8, max_tokens=256)):
@@ -10,40 +10,35 @@ from __future__ import annotations
 import itertools
 import queue
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, cast
 
-import msgspec
-import numpy as np
-
 from engine.types import KVPolicy, Limits, Refreshed, Sample, Sampling
-from rollout.client.handle import Handle
+from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
 from rollout.client.refresh import NamedTensors, Pusher, RefreshHandle, answer
-from transport.errors import InvalidRequest, LimitExceeded, ProtocolError, RequestTimeout, ServiceLost
-from transport.frames import Decoder, pack
-from transport.messages import Asleep, Control, Sleep, StatusRequest, Submit, Wake, WeightsRequest, Welcome, digest
+from rollout.client.submission import Prompt, sendable
+from transport.errors import InvalidRequest, RequestTimeout, ServiceLost
+from transport.messages import Asleep, Control, Sleep, StatusRequest, Wake, WeightsRequest, Welcome
 from transport.sockets import ClientEnd, ClientTransport
 from transport.weights import Via
 
 __all__ = ["Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
 
-Prompt = Sequence[int] | np.ndarray
-
 
 class RolloutClient:
-    """A connection to a rollout service. Thread-safe; one background thread does all the talking, heartbeats included, so a
-    trainer may be busy for as long as it likes.
+    """Connects to a rollout service. Thread-safe; one background thread does all the talking, heartbeats included, so a trainer
+    may be busy for as long as it likes.
 
     Args:
         address: as `rollout serve` prints it, e.g. tcp://127.0.0.1:5655.
         name: for people, in logs and in the status.
         transport: another end instead of a socket, e.g. `LoopbackService().connect()`.
         connect_timeout_s: how long to wait for the service here. ServiceLost after that, saying what to check.
-        link_timeout_s: without a connection for so long, open groups and calls fail with ServiceLost. The first that comes
-            when the link is lost already waits as long for it, and what comes meanwhile ends with that one. A link that heals
-            sooner loses nothing. A stopped process is noticed 4 s before that clock starts.
+        link_timeout_s: seconds without a connection after which open groups and calls fail with ServiceLost. A call made while
+            disconnected waits as long; calls made during that wait share its deadline. A link that heals sooner loses nothing.
+            A stopped process is noticed 4 s before that clock starts.
         stall_timeout_s: connected, but the service's loop says nothing for so long (a single engine step may take minutes):
             open groups fail with ServiceLost.
         require_version: oldest weights to sample from. A service with older ones, e.g. after a restart, refuses groups of this
@@ -76,21 +71,15 @@ class RolloutClient:
         except TimeoutError:
             connected = end.connected
             self.close()
-            raise ServiceLost(
-                f"{end.address} accepts connections but did not answer within {connect_timeout_s} s: it is in a long step, it "
-                "is stopped, or it is not a rollout service"
-                if connected
-                else f"no service at {end.address} within {connect_timeout_s} s: is `rollout serve` running, and is this the "
-                "endpoint that it printed?"
-            ) from None
+            raise no_answer(end.address, connected, connect_timeout_s) from None
         except BaseException:
             self.close()
             raise
 
     @property
     def info(self) -> Welcome:
-        """What the service said of itself when this client last connected: model, vocab_size, context, eos_token_ids, version,
-        limits, incarnation."""
+        """Return what the service said of itself when this client last connected: model, vocab_size, context, eos_token_ids,
+        version, limits, incarnation."""
         welcome = self._link.welcome
         assert welcome is not None, "the constructor waits for it"
         return welcome
@@ -106,36 +95,10 @@ class RolloutClient:
         """
         return self._submit(prompt, sampling if sampling is not None else Sampling(), group_id, None)
 
-    def _submit(
-        self,
-        prompt: Prompt,
-        sampling: Sampling,
-        group_id: str | None,
-        on_change: Callable[[Handle, Sample | None], None] | None,
-    ) -> Handle:
-        if not isinstance(sampling, Sampling):
-            raise InvalidRequest(f"sampling is a {type(sampling).__name__}: give Sampling(n=…, max_tokens=…, …)")
-        of_numpy = {name: value for name, value in msgspec.structs.asdict(sampling).items() if isinstance(value, np.generic)}
-        sampling = msgspec.structs.replace(sampling, **{name: value.item() for name, value in of_numpy.items()})
+    def _submit(self, prompt: Prompt, sampling: Sampling, group_id: str | None, on_change: OnChange | None) -> Handle:
         group_id = group_id if group_id is not None else f"#{next(self._ids)}"
-        tokens = token_array(prompt)
-        submit = Submit(group_id, tokens, sampling, next(self._serials), self.require_version)
-        limits = self.info.limits
-        try:
-            frames, content = pack(submit), digest(submit)
-            for what, size, most, name in (
-                ("a group id", len(str(group_id).encode()), limits.max_id_bytes, "max_id_bytes"),
-                ("a header", len(frames[0]), limits.max_header_bytes, "max_header_bytes"),
-                ("a prompt", tokens.nbytes, limits.max_frame_bytes, "max_frame_bytes"),
-            ):
-                if size > most:
-                    raise LimitExceeded(f"{what} of {size} bytes: at most {most} (Limits.{name})")
-            Decoder[Submit](Submit, limits).unpack(frames)  # as the service will: a field of a wrong type is told here
-        except LimitExceeded:
-            raise
-        except (ProtocolError, TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequest(f"this group cannot be sent: {error}") from None
-        handle = Handle(group_id, sampling.n, len(tokens), frames, content)
+        serial, limits = next(self._serials), self.info.limits
+        handle = sendable(group_id, prompt, sampling, serial=serial, require_version=self.require_version, limits=limits)
         handle.on_cancel, handle.on_change = self._link.cancel, on_change
         self._link.submit(handle)
         return handle
@@ -148,7 +111,7 @@ class RolloutClient:
         group_ids: Sequence[str] | None = None,
         timeout: float | None = None,
     ) -> Iterator[Sample]:
-        """Samples of all groups as they finish. Groups are sent when the iteration starts; ending it early cancels them.
+        """Yield samples of all groups as they finish. Groups are sent when the iteration starts; ending it early cancels them.
 
         Args:
             prompts: one group each.
@@ -182,8 +145,8 @@ class RolloutClient:
         group_ids: Sequence[str] | None = None,
         timeout: float | None = None,
     ) -> Iterator[list[Sample]]:
-        """Whole groups (n samples, sorted by index) in the order of the prompts. Otherwise as `generate`; `timeout` is the
-        longest wait for one group."""
+        """Yield whole groups (n samples, sorted by index) in the order of the prompts. Otherwise as `generate`; `timeout` is
+        the longest wait for one group."""
         handles = self._submit_all(prompts, sampling, group_ids)
         try:
             for handle in handles:
@@ -192,7 +155,7 @@ class RolloutClient:
             _cancel(handles)
 
     def status(self, timeout: float = 10.0) -> dict[str, Any]:
-        """The service's status. Raises RequestTimeout, ServiceLost."""
+        """Ask for the service's status. Raises RequestTimeout, ServiceLost."""
         status: dict[str, Any] = answer(self._link.request(StatusRequest), timeout, "status")
         return status
 
@@ -206,7 +169,7 @@ class RolloutClient:
         partial: bool = False,
         timeout: float = 600.0,
     ) -> Refreshed:
-        """New weights for the service, in place and all or nothing, while it goes on generating. Returns when they are live.
+        """Refresh the service's weights, in place and all or nothing, while it goes on generating. Returns when they are live.
 
         Args:
             named_tensors: the model, its state dict or any iterable of (name, tensor), on any device, of any
@@ -234,13 +197,13 @@ class RolloutClient:
         partial: bool = False,
         timeout: float = 600.0,
     ) -> RefreshHandle:
-        """As `refresh`, but returns when the tensors have been read. With shm they may change from then on. With all others
+        """Begin a `refresh`; returns when the tensors have been read. With shm they may change from then on. With all others
         they must not until the handle is done: if they do, the refresh is refused, because the digests no longer fit."""
         return self._pusher.start(named_tensors, version, kv, via, partial, timeout)
 
     def weights_status(self, verify: bool = False, timeout: float = 60.0) -> dict[str, Any]:
-        """The live version and digest, and what is being staged by whom. `verify`: also `live_digest`, of the bytes as they lie
-        there. That costs the service a pass over its weights, as does the first digest of those that were never refreshed."""
+        """Ask for the live version and digest, and what is being staged by whom. `verify`: also `live_digest`, of the bytes as
+        they lie there. That costs the service a pass over its weights, as does the first digest of those never refreshed."""
         if not isinstance(verify, bool):
             raise InvalidRequest(f"verify={verify!r}: must be True or False")
         request = self._link.request(lambda id: WeightsRequest(id, verify))
@@ -298,7 +261,7 @@ class RolloutClient:
         prompts: Sequence[Prompt],
         sampling: Sampling | Sequence[Sampling] | None,
         group_ids: Sequence[str] | None,
-        on_change: Callable[[Handle, Sample | None], None] | None = None,
+        on_change: OnChange | None = None,
     ) -> list[Handle]:
         samplings = [sampling or Sampling()] * len(prompts) if isinstance(sampling, Sampling | None) else list(sampling)
         ids: list[str | None] = [None] * len(prompts) if group_ids is None else list(group_ids)
@@ -320,17 +283,13 @@ def _cancel(handles: list[Handle]) -> None:
             handle.cancel()
 
 
-def token_array(prompt: Prompt) -> np.ndarray:
-    """[prompt_tokens] int32, a copy. Raises InvalidRequest for anything that is not integers of 32 bits, in one dimension."""
-    try:
-        array = np.asarray(prompt)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidRequest(f"prompt: {error}") from None
-    if array.size == 0 and array.ndim == 1:
-        return np.zeros(0, np.int32)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidRequest(f"prompt is {array.dtype} of shape {array.shape}: must be integer token ids [prompt_tokens]")
-    low, high = int(array.min()), int(array.max())
-    if low < -(2**31) or high >= 2**31:
-        raise InvalidRequest(f"prompt holds {low if low < -(2**31) else high}: token ids are 32-bit integers")
-    return np.array(array, np.int32)
+def no_answer(address: str, connected: bool, seconds: float) -> ServiceLost:
+    """Say why a service may not have answered, and what to check."""
+    if connected:
+        return ServiceLost(
+            f"{address} accepts connections but did not answer within {seconds} s: it is in a long step, it is stopped, or it "
+            "is not a rollout service"
+        )
+    return ServiceLost(
+        f"no service at {address} within {seconds} s: is `rollout serve` running, and is this the endpoint that it printed?"
+    )

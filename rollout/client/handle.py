@@ -12,6 +12,9 @@ from engine.types import Sample
 from transport.errors import InvalidRequest, RequestTimeout, RolloutError
 from transport.frames import Frame
 
+OnChange = Callable[["Handle", Sample | None], None]
+"""called in the I/O thread with each sample of a group, with None when the group failed"""
+
 
 class Handle:
     """One submitted group. Any thread may wait on it; only the client's I/O thread changes it.
@@ -32,8 +35,7 @@ class Handle:
         self.cancelled = False
         """the client has asked for its end"""
         self.on_cancel: Callable[[Handle], None] | None = None
-        self.on_change: Callable[[Handle, Sample | None], None] | None = None
-        """called in the I/O thread with each sample, with None when the group failed"""
+        self.on_change: OnChange | None = None
         self._changed = threading.Condition()
         self._samples: list[Sample] = []
         self._indices: set[int] = set()
@@ -46,7 +48,7 @@ class Handle:
         return self._ended
 
     def result(self, timeout: float | None = None) -> list[Sample]:
-        """The n samples, sorted by index. A child that failed is among them, with finish_reason "error".
+        """Wait for the n samples, sorted by index. A child that failed is among them, with finish_reason "error".
 
         Raises the typed error of a refusal or a lost service, RequestTimeout after `timeout` seconds (the group stays live)."""
         with self._changed:
@@ -57,7 +59,7 @@ class Handle:
             return sorted(self._samples, key=lambda sample: sample.index)
 
     def samples(self, timeout: float | None = None) -> Iterator[Sample]:
-        """Each sample when it ends, in that order; every call starts with the first. `timeout`: seconds for all of them.
+        """Yield each sample when it ends, in that order; every call starts with the first. `timeout`: seconds for all of them.
 
         Raises as `result`, after the samples that came before."""
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -82,8 +84,8 @@ class Handle:
 
     # called by the I/O thread only
 
-    def take(self, sample: Sample) -> None:
-        """Raises ValueError for a sample this group cannot have; a repeated one changes nothing."""
+    def add_sample(self, sample: Sample) -> None:
+        """Hand out a sample that has come; a repeated one changes nothing. Raises ValueError for one this group cannot have."""
         if not 0 <= sample.index < self.n:
             raise ValueError(f"sample {sample.index} of a group of {self.n}")
         with self._changed:
@@ -97,6 +99,7 @@ class Handle:
             self.on_change(self, sample)
 
     def fail(self, error: RolloutError) -> None:
+        """Raise `error` for everybody who waits. Nothing to do for a group that has ended."""
         with self._changed:
             if self._ended:
                 return
@@ -106,12 +109,12 @@ class Handle:
             self.on_change(self, None)
 
     def abort_unsent(self, max_n: int) -> None:
-        """Cancelled before the service heard of it: n aborted samples without tokens, if it would have been served."""
+        """End a group that the service never got: n aborted samples without tokens, if it would have been served."""
         if not 1 <= self.n <= max_n:
             self.fail(InvalidRequest(f"n={self.n}: must be between 1 and {max_n} (Limits.max_n)", self.group_id))
             return
         for index in range(self.n):
-            self.take(
+            self.add_sample(
                 Sample(
                     group_id=self.group_id,
                     index=index,

@@ -1,6 +1,6 @@
 """The groups that somebody waits for, as the client's I/O thread keeps them.
 
-add -> unsent, in order -> send_next -> sent -> remove (whole, failed or cancelled)
+add -> unsent, in order -> pop_sendable -> sent -> remove (whole, failed or cancelled)
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class OpenGroups:
     def has(self, handle: Handle) -> bool:
         return self._all.get(handle.group_id) is handle
 
-    def send_next(self, limits: Limits) -> Handle | None:
-        """The next group that the service takes besides those sent; the others wait, so that a trainer may submit any number.
-        One that it will refuse anyway need not wait for room."""
+    def pop_sendable(self, limits: Limits) -> Handle | None:
+        """Take the next group that the service has room for besides those sent; the others wait, so that a trainer may submit
+        any number. One that it will refuse anyway need not wait for room."""
         while self._unsent and not self.has(self._unsent[0]):  # ended while it waited
             self._unsent.popleft()
         if not self._unsent:

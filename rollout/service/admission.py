@@ -1,4 +1,4 @@
-"""What is checked before the service does anything: each function raises the typed error that goes back to the client."""
+"""Check what comes from a client, once and before anything is done: each function raises the typed error that goes back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transport.weights import capabilities
 
 
 def check_hello(hello: m.Hello, limits: Limits) -> set[bytes]:
-    """Digests of the groups that the client still wants."""
+    """Return the digests of the groups that the client still wants. Raises VersionMismatch, LimitExceeded, InvalidRequest."""
     if hello.protocol != m.PROTOCOL:
         raise VersionMismatch(
             f"the client speaks protocol {hello.protocol}, the service {m.PROTOCOL}: install the same version at both ends"
@@ -28,18 +28,23 @@ def check_hello(hello: m.Hello, limits: Limits) -> set[bytes]:
     return {row.tobytes() for row in groups}
 
 
-def check_group(submit: m.Submit, limits: Limits, vocab_size: int, context: int) -> None:
+def checked_group(submit: m.Submit, engine_id: str, limits: Limits, vocab_size: int, context: int) -> Group:
+    """Make the group that a client asks for, under the engine's name for it. Raises LimitExceeded, InvalidRequest."""
     size = len(submit.group_id.encode())
     if size > limits.max_id_bytes:  # without the id: it is not echoed
         raise LimitExceeded(f"a group id of {size} bytes: at most {limits.max_id_bytes} (Limits.max_id_bytes)")
+    if not size:
+        raise InvalidRequest(f"group id of 0 bytes: must be 1 to {limits.max_id_bytes} bytes (Limits.max_id_bytes)", "")
+    group = Group(engine_id, submit.prompt, submit.sampling)
     try:
-        Group(submit.group_id, submit.prompt, submit.sampling).validate(limits, vocab_size, context)
+        group.validate(limits, vocab_size, context)
     except ValueError as error:
         raise InvalidRequest(str(error), submit.group_id) from None
+    return group
 
 
 def check_room(session: Session, submit: m.Submit, limits: Limits, max_outbox_bytes: int) -> None:
-    """`submit` has passed `check_group` and is new to the session."""
+    """Raises Busy or LimitExceeded where the session has no room for a group that is new to it."""
     group_id, n = submit.group_id, submit.sampling.n
     if session.unacked_bytes > max_outbox_bytes:
         raise Busy(f"{session.unacked_bytes} bytes of samples wait to be read; read them and submit again", group_id)
@@ -54,7 +59,7 @@ def check_room(session: Session, submit: m.Submit, limits: Limits, max_outbox_by
 
 
 def welcome(hello: m.Hello, session: Session, engine: EngineLike, incarnation: str, limits: Limits) -> m.Welcome:
-    """What a client that is let in is told."""
+    """Answer a Hello: what a client needs to know of the service, and which of its groups are here."""
     return m.Welcome(
         protocol=m.PROTOCOL,
         hello=hello.number,

@@ -12,10 +12,10 @@ from time import perf_counter
 
 import msgspec
 
-from engine.types import Group, Limits, Sample
+from engine.types import Limits, Sample
 from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
-from rollout.service.admission import check_group, check_room
+from rollout.service.admission import check_room, checked_group
 from rollout.service.engine_api import EngineLike
 from rollout.service.session import Held, Session, without_tokens
 from transport import messages as m
@@ -48,9 +48,10 @@ class Running:
         return bool(self._ending)
 
     def submit(self, session: Session, submit: m.Submit) -> None:
-        """Raises the typed error that goes back to the client."""
+        """Hand a group to the engine. Raises the typed error that goes back to the client."""
         group_id, engine = submit.group_id, self._engine
-        check_group(submit, self._limits, engine.vocab_size, engine.context)
+        engine_id = f"{session.number}.{self._made + 1}"
+        group = checked_group(submit, engine_id, self._limits, engine.vocab_size, engine.context)
         if engine.version < submit.require_version:
             raise StaleWeights(f"the weights are version {engine.version}, {submit.require_version} is required", group_id)
         digest, held = m.digest(submit), session.groups.get(group_id)
@@ -60,7 +61,6 @@ class Running:
             return
         check_room(session, submit, self._limits, self._max_outbox_bytes)
         self._made += 1
-        group = Group(f"{session.number}.{self._made}", submit.prompt, submit.sampling)
         try:
             engine.submit(group, client=str(session.number))
         except ValueError as error:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from engine.types import Limits, Sample, Sampling
-from rollout.client import link
-from rollout.client.api import Handle, RolloutClient, token_array
+from rollout.client import connection, link
+from rollout.client.api import Handle, RolloutClient
+from rollout.client.submission import token_array
 from rollout.service import loop as service_module
 from rollout.service.loop import Service
 from tests.support.clock import Clock
@@ -487,7 +488,7 @@ def test_each_sample_is_acked_and_repeats_change_nothing(played: Played) -> None
 
 def test_heartbeats_come_while_nothing_happens(clock: Clock, played: Played) -> None:
     for _ in range(3):
-        clock.now += link.HEARTBEAT_S
+        clock.now += connection.HEARTBEAT_S
         played.get(m.Heartbeat)
     let_it_turn(clock)
     assert not played.end.receive(0), "one a second"
@@ -644,7 +645,7 @@ def test_a_loop_that_stands_still(clock: Clock) -> None:
     for _ in range(4):  # longer than the timeout, but it says something
         clock.now += 2.0
         played.send(m.Alive(0, 1))
-        until(lambda: played.client._link._heard_at == clock.now)
+        until(lambda: played.client._link._connection.last_received_at == clock.now)
         assert not handle.done
     clock.now += 3.0
     let_it_turn(clock)
@@ -690,7 +691,7 @@ def test_a_refused_hello_is_not_repeated_in_a_hurry(clock: Clock, played: Played
     played.send(m.Refused("busy", "too many clients"))
     assert type(failure(first)) is e.Busy
     handle = played.client.submit([1], Sampling())
-    clock.now += link.HELLO_RETRY_S - 0.1
+    clock.now += connection.HELLO_RETRY_S - 0.1
     let_it_turn(clock)
     assert not any(b"hello" in bytes(frames[0]) for _, frames in played.end.receive(0)) and not handle.done
     clock.now += 0.2
@@ -700,10 +701,28 @@ def test_a_refused_hello_is_not_repeated_in_a_hurry(clock: Clock, played: Played
 def test_a_mistake_in_the_io_thread_leaves_nobody_waiting(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = played.client.submit([1], Sampling(), "g")
     played.get(m.Submit)
-    monkeypatch.setattr(Handle, "take", lambda self, sample: 1 / 0)
+    monkeypatch.setattr(Handle, "add_sample", lambda self, sample: 1 / 0)
     played.send(played.sample("g", 0))
     assert "I/O thread failed: ZeroDivisionError" in str(failure(handle))
     assert "ZeroDivisionError" in str(failure(played.client.submit([1])))
+
+
+def test_a_client_decodes_nothing_of_its_own(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a submit checks it checks before it packs; only the I/O thread decodes, and only what the service sends."""
+    decoding: list[str] = []
+    unpack = Decoder.unpack
+
+    def spied(self: Decoder[Any], frames: Any) -> Any:
+        decoding.append(threading.current_thread().name)
+        return unpack(self, frames)
+
+    monkeypatch.setattr(Decoder, "unpack", spied)
+    handle = played.client.submit([1], Sampling(), "g")
+    assert decoding == []
+    played.get(m.Submit)
+    played.send(played.sample("g", 0))
+    handle.result(WAIT)
+    assert "rollout-client" in decoding
 
 
 def test_ids_made_up_are_never_twice(played: Played) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Limits, Sample
+from engine.types import Group, Limits, Sample
 from rollout.service import loop as service_module
 from rollout.service.loop import Service
 from rollout.service.session import MAX_REPLY_BYTES
@@ -118,6 +118,19 @@ def test_samples_come_when_they_end_and_are_the_engine_s() -> None:
         assert sample.token_ids.tolist() == expected([5], sample.index, 5)
         assert sample.logprobs.dtype == np.float32 and len(sample.logprobs) == 5
         assert (sample.finish_reason, sample.weight_versions, sample.prompt_tokens) == ("length", [(0, 3)], 1)
+
+
+def test_a_group_is_made_and_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the service has checked is what the engine gets, under the engine's name."""
+    made: list[Group] = []
+    given: list[Group] = []
+    monkeypatch.setattr("rollout.service.admission.Group", lambda *fields: made.append(Group(*fields)) or made[-1])
+    bench = Bench()
+    monkeypatch.setattr(bench.engine, "submit", lambda group, client: given.append(group))
+    bench.client().send(submit("a", [5]), submit("b", [6]))
+    bench.turn()
+    assert len(given) == len(made) == 2 and all(one is other for one, other in zip(given, made, strict=True))
+    assert [group.id for group in given] == ["1.1", "1.2"]
 
 
 def bad_groups() -> list[Any]:
