@@ -34,7 +34,8 @@ class Controls:
         self._woken: tuple[Session, int] | None = None
         """answers to the last sleep and wake, which are asked for again after a reconnect"""
 
-    def take(self, session: Session, control: m.Control) -> None:
+    def handle(self, session: Session, control: m.Control) -> None:
+        """Serve a request, or note who waits for its end. Raises Busy."""
         if control.action == "resume":
             self._resume()
         elif control.action == "drain" and self._engine.paused:

@@ -1,6 +1,6 @@
 """The service: one loop, one thread.
 
-    receive, take (validate, submit, abort, ack, answer)  ->  engine.step()  ->  deliver  ->  send  ->  tend (time)
+    receive, handle (validate, submit, abort, ack, answer)  ->  engine.step()  ->  deliver  ->  send  ->  check timers
 
 What clients ask for has a share of the time: messages are taken in turn from all connections for at most TAKE_S, or TAKE_SHARE
 of a step, and groups end for as long. The rest waits, so that no peer keeps the others' samples from being made.
@@ -22,6 +22,7 @@ from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
 from rollout.service.admission import check_hello, welcome
 from rollout.service.as_json import to_json
+from rollout.service.clock import LoopClock
 from rollout.service.closing import say_closing
 from rollout.service.controls import Controls
 from rollout.service.engine_api import EngineLike
@@ -95,16 +96,10 @@ class Service:
         self._controls = Controls(engine)
         self._tracker = tracker if tracker is not None else Tracker()
         self._running = Running(engine, self._tracker, self._limits, max_outbox_bytes)
-        self._steps = 0
-        self._step_s = 0.0
-        """of the last step"""
         self._malformed = 0
         self._stop_reason: str | None = None
-        self._started = self._turned = time.monotonic()
-        self._clock = 0.0
-        """seconds the loop has been turning: see `_tend`"""
-        self._caught_up = 0.0
-        """when, on that clock, everything received was taken"""
+        self._started = time.monotonic()
+        self._clock = LoopClock(self._started, client_grace_s)
 
     @property
     def endpoint(self) -> str:
@@ -133,19 +128,19 @@ class Service:
         at_once = self._engine.has_work or self._pushes.has_work or self._running.ending
         self._receive(0.0 if at_once else SOON_POLL_S if soon else IDLE_POLL_S)
         self._running.end_some(self._dose())
-        self._pushes.work(self._clock, busy=self._engine.has_work)
+        self._pushes.work(self._clock.now, busy=self._engine.has_work)
         if not self._running.ending:
             self._controls.work()
         self._transport.expect(self._pushes.window_bytes)
         self._flush()  # answers need not wait for the step
         if self._engine.has_work:
-            self._step()
+            self._running.step(self._sessions)
             self._flush()
-        self._tend()
+        self._check_timers()
 
     def _dose(self) -> float:
         """Seconds of this turn for what peers ask."""
-        return min(TAKE_S, max(TAKE_LEAST_S, TAKE_SHARE * self._step_s)) if self._engine.has_work else TAKE_S
+        return min(TAKE_S, max(TAKE_LEAST_S, TAKE_SHARE * self._running.step_s)) if self._engine.has_work else TAKE_S
 
     def _flush(self) -> None:
         for session in list(self._sessions):
@@ -165,7 +160,7 @@ class Service:
             if perf_counter() >= until:
                 return
             received = self._transport.receive(0.0, 1)
-        self._caught_up = self._clock
+        self._clock.catch_up()
 
     def _take(self, peer: bytes, frames: list[Frame]) -> None:
         request_id = None
@@ -199,7 +194,7 @@ class Service:
         session = self._sessions.at(peer)
         if session is None:
             raise NoSession("the service does not know this session (any more): send Hello first")
-        session.heard = self._clock
+        session.last_received_at = self._clock.now
         match message:
             case m.Submit():
                 self._running.submit(session, message)
@@ -211,13 +206,13 @@ class Service:
             case m.StatusRequest():
                 session.reply(pack(m.StatusReply(message.request_id, to_json(self.status()))))
             case m.Begin() | m.Chunk() | m.Commit() | m.Abandon():
-                self._pushes.take(session, message, self._clock)
+                self._pushes.handle(session, message, self._clock.now)
             case m.WeightsRequest():
                 self._pushes.ask_status(session, message)
             case m.Control():
                 if message.action == "abort_all":
                     self._running.abort_all(self._sessions)
-                self._controls.take(session, message)
+                self._controls.handle(session, message)
             case m.Sleep():
                 self._controls.sleep(session, message, self._pushes.owner)
             case m.Wake():
@@ -232,28 +227,10 @@ class Service:
         session = self._sessions.open(hello.session, hello.name)
         for held in [held for held in session.groups.values() if held.digest not in wanted]:
             self._running.drop(session, held)
-        session.heard = session.told = self._clock
+        session.last_received_at = session.last_sent_at = self._clock.now
         session.paced = m.TAKEN in hello.capabilities
         answer = pack(welcome(hello, session, self._engine, self.incarnation, self._limits))
         self._sessions.connect(session, peer, hello.number, answer)
-
-    # step and deliver
-
-    def _step(self) -> None:
-        """The engine turns what goes wrong with a forward into "error" samples by itself. Here is for what it did not expect:
-        which group it was cannot be told, so all end, and the service goes on with an empty engine."""
-        started = perf_counter()
-        try:
-            samples = self._engine.step()
-        except Exception as error:
-            log.exception("engine.step failed")
-            if not self._running:
-                raise  # it holds nobody's group and fails: no request caused this, and none will mend it
-            self._running.fail_all(f"engine.step failed: {told(error)}")
-            return
-        self._steps += 1
-        self._step_s = perf_counter() - started
-        self._running.deliver(samples, self._sessions)
 
     def _forget(self, session: Session, reason: str) -> None:
         log.info("client %d (%s) forgotten with %d running samples: %s", session.number, session.name, session.running, reason)
@@ -265,24 +242,15 @@ class Service:
 
     # time
 
-    def _tend(self) -> None:
-        """Heartbeats to the clients, and judgement of those not heard from.
-
-        Heartbeats that queued up during a long step count: nobody is judged before everything received was taken, or twice the
-        grace time has passed, in which each connection had its turn many times. The clock moves at most half the grace time a
-        turn: a process that was itself suspended gives its clients time to come back."""
-        now = time.monotonic()
-        self._clock += min(now - self._turned, self._grace_s / 2)
-        self._turned = now
-        behind = self._clock - self._caught_up  # since before this turn if nothing was left over
-        patience = self._grace_s if behind <= self._grace_s / 2 else 2 * self._grace_s
+    def _check_timers(self) -> None:
+        """Send heartbeats to the clients, forget those that are silent, and let the tracker look."""
+        self._clock.turn(time.monotonic())
+        now, patience_s = self._clock.now, self._clock.patience_s
         for session in list(self._sessions):
-            if self._clock - session.heard > patience:
+            if now - session.last_received_at > patience_s:
                 self._forget(session, f"not heard from for {self._grace_s} s")
-            elif self._clock - session.told >= HEARTBEAT_S or session.taken_bytes - session.told_bytes > m.UNTAKEN_BYTES // 4:
-                session.told, session.told_bytes = self._clock, session.taken_bytes
-                taken = session.taken_bytes if session.paced else 0
-                session.reply(pack(m.Alive(self._steps, self._engine.version, taken)))
+            elif now - session.last_sent_at >= HEARTBEAT_S or session.unreported_bytes > m.UNTAKEN_BYTES // 4:
+                session.report(m.Alive(self._running.steps, self._engine.version), now)
                 session.flush(self._transport.send)
         self._tracker.tend(self._engine.status, self._engine.version)
 
@@ -295,9 +263,9 @@ class Service:
                 "endpoint": self.endpoint,
                 "incarnation": self.incarnation,
                 "uptime_s": round(time.monotonic() - self._started, 3),
-                "steps": self._steps,
+                "steps": self._running.steps,
                 "malformed": self._malformed,
-                "clients": [session.status(self._clock) for session in self._sessions],
+                "clients": [session.status(self._clock.now) for session in self._sessions],
             },
         }
 

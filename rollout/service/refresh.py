@@ -53,7 +53,7 @@ class Push:
         self.session = session
         self.staging = staging
         self.payload = payload
-        self.heard = now
+        self.last_received_at = now
         self.open = True
         self.applied: Refreshed | None = None
         self.error: RolloutError | None = None
@@ -108,7 +108,7 @@ class Pushes:
         """Whose refresh is being staged."""
         return None if self._open is None else _owner(self._open.session)
 
-    def take(self, session: Session, message: m.Push, now: float) -> None:
+    def handle(self, session: Session, message: m.Push, now: float) -> None:
         """Serve a request; what takes time is answered by `work`. Raises the typed error that goes back for it."""
         push = self._find(session, message.push_id)
         if push is None:
@@ -119,7 +119,7 @@ class Pushes:
             else:
                 raise WeightsRefused("no such refresh: its lease ran out, or the service has forgotten it")
             return
-        push.heard = now
+        push.last_received_at = now
         if push.error is not None and not isinstance(message, m.Abandon):
             raise type(push.error)(push.error.message)
         match message:
@@ -154,7 +154,7 @@ class Pushes:
                     push.reply(m.Applied(request_id, push.applied))
         except Exception as error:
             self._fail(push, _typed(error))
-        if push.open and not push.commits and not push.chunks and now - push.heard > self._lease_s:
+        if push.open and not push.commits and not push.chunks and now - push.last_received_at > self._lease_s:
             self._fail(push, WeightsRefused(f"its lease ran out: nothing was heard of it for {self._lease_s} s"))
 
     def forget(self, session: Session) -> None:

@@ -38,13 +38,16 @@ class Running:
         self._ending: dict[str, None] = {}
         """engine's names of groups that are to end, in the order in which that was asked for"""
         self._made = 0
+        self.steps = 0
+        self.step_s = 0.0
+        """seconds of the last step"""
 
     def __bool__(self) -> bool:
         return bool(self._groups)
 
     @property
     def ending(self) -> bool:
-        """Some groups are to end and have not yet."""
+        """Whether groups are to end that have not yet."""
         return bool(self._ending)
 
     def submit(self, session: Session, submit: m.Submit) -> None:
@@ -73,8 +76,27 @@ class Running:
         self._groups[group.id] = (session, held)
         self._tracker.begin(group)
 
+    def step(self, sessions: Iterable[Session]) -> None:
+        """Step the engine and deliver what ended.
+
+        The engine turns what goes wrong with a forward into "error" samples by itself. What it did not expect cannot be told
+        from one group: all end, and the service goes on with an empty engine. Raises the error where it held no group: no
+        request caused that, and none will mend it."""
+        started = perf_counter()
+        try:
+            samples = self._engine.step()
+        except Exception as error:
+            log.exception("engine.step failed")
+            if not self:
+                raise
+            self.fail_all(f"engine.step failed: {told(error)}")
+            return
+        self.steps += 1
+        self.step_s = perf_counter() - started
+        self.deliver(samples, sessions)
+
     def deliver(self, samples: Iterable[Sample], sessions: Iterable[Session]) -> None:
-        """What a step has ended goes to its sessions. Groups of those that do not read are to end."""
+        """Hand samples to their sessions, and end the groups of those that do not read."""
         for sample in samples:
             self._deliver(sample)
         for session in sessions:
@@ -83,18 +105,19 @@ class Running:
                     self._end(held)
 
     def abort(self, session: Session, group_id: str) -> None:
-        """End the group, if there is such; the client gets its samples."""
+        """End a group of this id, if there is one; the client gets its samples."""
         held = session.groups.get(group_id)
         if held is not None:
             self._end(held)
 
     def abort_all(self, sessions: Iterable[Session]) -> None:
+        """End every group; the clients get their samples."""
         for session in sessions:
             for held in session.groups.values():
                 self._end(held)
 
     def drop(self, session: Session, held: Held) -> None:
-        """Nobody wants this group any more: it ends, and its samples are thrown away."""
+        """End a group that nobody wants any more; its samples are thrown away."""
         if self._groups.pop(held.engine_id, None):
             self._ending[held.engine_id] = None
             self._tracker.forget(held.engine_id)
@@ -114,7 +137,7 @@ class Running:
                 return
 
     def fail_all(self, reason: str) -> None:
-        """Every group ends as "error", with what the engine still has of it."""
+        """End every group as "error", with what the engine still has of it."""
         for session, held in list(self._groups.values()):
             try:
                 ended = self._engine.abort(held.engine_id)

@@ -19,7 +19,7 @@ from engine.types import Sample
 from rollout.logs import logger
 from transport.errors import Busy
 from transport.frames import Frame, frame_bytes, pack
-from transport.messages import SampleDone
+from transport.messages import Alive, SampleDone
 
 log = logger("rollout.service.loop")
 
@@ -54,14 +54,17 @@ class Session:
         self.name = name
         self.number = number
         self.peer: bytes | None = None
-        self.greeted: tuple[bytes, int] | None = None
+        self.last_hello: tuple[bytes, int] | None = None
         """connection and number of the last Hello"""
-        self.heard = 0.0
-        self.told = 0.0
+        self.last_received_at = 0.0
+        self.last_sent_at = 0.0
+        """of heartbeats; both on the service's clock"""
         self.paced = False
         """it waits to be told what was taken"""
-        self.taken_bytes = self.told_bytes = 0
-        """of messages taken from this connection since Welcome, and how much of that the client was told"""
+        self.taken_bytes = 0
+        """of messages taken from this connection since Welcome"""
+        self._reported_bytes = 0
+        """how much of that the client was told"""
         self.groups: dict[str, Held] = {}
         self.samples = 0
         """sum of n over `groups`"""
@@ -84,8 +87,18 @@ class Session:
         """It asks without reading the answers."""
         return self._reply_bytes > MAX_REPLY_BYTES
 
+    @property
+    def unreported_bytes(self) -> int:
+        """Bytes taken that the client was not told of."""
+        return self.taken_bytes - self._reported_bytes
+
+    def report(self, alive: Alive, now: float) -> None:
+        """Queue a heartbeat, which tells a client that is paced what was taken from it."""
+        self.last_sent_at, self._reported_bytes = now, self.taken_bytes
+        self.reply(pack(msgspec.structs.replace(alive, taken_bytes=self.taken_bytes) if self.paced else alive))
+
     def status(self, clock: float) -> dict[str, object]:
-        """For people and dashboards; `clock` is the service's."""
+        """Describe the client for people and dashboards. `clock`: the service's."""
         return {
             "name": self.name,
             "number": self.number,
@@ -93,7 +106,7 @@ class Session:
             "groups": len(self.groups),
             "running_samples": self.running,
             "unacked_bytes": self.unacked_bytes,
-            "silent_s": round(clock - self.heard, 3),
+            "silent_s": round(clock - self.last_received_at, 3),
         }
 
     def hold(self, held: Held) -> None:
@@ -133,9 +146,9 @@ class Session:
                 self.drop(group_id)
 
     def attach(self, peer: bytes, welcome: list[Frame]) -> None:
-        """A (new) connection: the Welcome goes first, then whatever it has not acked is sent again."""
+        """Take a (new) connection: the Welcome goes first, then whatever it has not acked is sent again."""
         self.peer = peer
-        self.taken_bytes = self.told_bytes = 0
+        self.taken_bytes = self._reported_bytes = 0
         self._queue = deque([(None, welcome)])
         self._reply_bytes = frame_bytes(welcome)
         for held in self.groups.values():
@@ -169,23 +182,23 @@ class Sessions:
         return self._by_peer.get(peer)
 
     def open(self, id: str, name: str) -> Session:
-        """The session of this id, a new one if there is none. Raises Busy."""
+        """Return the session of this id, a new one if there is none. Raises Busy."""
         if id not in self._by_id:
             if len(self._by_id) >= self._most:
                 raise Busy(f"{len(self._by_id)} clients are connected, the most allowed (Limits.max_clients)")
             self._made += 1
             self._by_id[id] = Session(id, name, self._made)
-            log.info("client %d (%s) connected", self._made, name)
+            log.info("client connected client=%d name=%r", self._made, name)
         return self._by_id[id]
 
     def connect(self, session: Session, peer: bytes, hello: int, welcome: list[Frame]) -> None:
-        """`peer` is the session's connection from now on, and nobody else's. `hello`: number of the Hello that says so. One
+        """Make `peer` the session's connection, and nobody else's. `hello`: number of the Hello that says so. One
         that is repeated, because its answer was slow, changes nothing: what was sent on this connection arrives, and a sample
         that came twice might be taken for one of a new group of the same id."""
-        if session.peer == peer and session.greeted == (peer, hello):
+        if session.peer == peer and session.last_hello == (peer, hello):
             session.reply(welcome)
             return
-        session.greeted = peer, hello
+        session.last_hello = peer, hello
         previous = self._by_peer.get(peer)
         if previous is not None:
             previous.peer = None
@@ -201,7 +214,7 @@ class Sessions:
 
 
 def without_tokens(sample: Sample, reason: str) -> Sample:
-    """What is delivered in place of a sample that there is no room to keep."""
+    """Make what is delivered in place of a sample that there is no room to keep."""
     return msgspec.structs.replace(
         sample,
         token_ids=np.zeros(0, np.int32),

@@ -193,12 +193,12 @@ def test_a_second_pusher_is_told_who_the_first_is(stage: Stage) -> None:
 def test_a_lease_that_runs_out_frees_the_staging(stage: Stage) -> None:
     stage.begin(stage.a)
     stage.send_chunks(stage.a)
-    stage.service._clock += 29
+    stage.service._clock.now += 29
     stage.a.ask(m.Chunk, IDS[0], 0, [])  # renews it
-    stage.service._clock += 29
+    stage.service._clock.now += 29
     stage.a.turn()
     assert stage.begin(stage.b, IDS[1]).kind == "busy"
-    stage.service._clock += 2
+    stage.service._clock.now += 2
     stage.a.send(m.Heartbeat())
     stage.b.send(m.Heartbeat())
     refused = stage.a.ask(m.Commit, IDS[0], stage.digest)

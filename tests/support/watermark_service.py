@@ -40,7 +40,7 @@ def main() -> None:
 
     def age(number: int, frame: Any) -> None:
         if (push := service._pushes._open) is not None:
-            push.heard -= 2 * LEASE_S
+            push.last_received_at -= 2 * LEASE_S
 
     signal.signal(signal.SIGUSR1, age)
     signal.signal(signal.SIGTERM, lambda number, frame: service.stop("SIGTERM"))
