@@ -261,7 +261,7 @@ class Engine:
         source = source_of(data for _, data in described)
         try:
             while not staging.complete:
-                staging.take(source)
+                staging.feed(source)
             refreshed = self.commit(staging, kv)
         finally:
             staging.close()

@@ -82,7 +82,7 @@ class Inflow:
         """bytes taken from a connection that the watching thread has not heard of"""
         self._left = 0
         """bytes that ended connections have left"""
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
         self._closed = False
         address = f"inproc://inflow-{id(self)}"
         sock.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -94,7 +94,7 @@ class Inflow:
 
     def taken(self, descriptor: int, size: int) -> None:
         """The service has received `size` bytes of the connection."""
-        with self._door:
+        with self._lock:
             connection = self._connections.get(descriptor)
             if connection is not None:
                 connection.taken += size
@@ -104,7 +104,7 @@ class Inflow:
 
     def emptied(self) -> None:
         """No whole message waits: what ended connections had left is taken or gone."""
-        with self._door:
+        with self._lock:
             self._left = 0
 
     def close(self) -> None:
@@ -136,12 +136,12 @@ class Inflow:
             waits = connection.waits()
         except OSError:
             return  # it has ended; or its number is of something else by now
-        with self._door:
+        with self._lock:
             connection.taken = min(self._early.pop(descriptor, 0), waits)
             self._connections[descriptor] = connection
 
     def _ended(self, descriptor: int) -> None:
-        with self._door:
+        with self._lock:
             connection = self._connections.pop(descriptor, None)
             if connection is not None:
                 self._left += connection.waits()
@@ -158,5 +158,7 @@ class Inflow:
             over.append(largest.pop())
         for connection in over:
             if not connection.cut:
-                log.warning("a connection was ended: %d bytes of it wait to be received", waits[connection])
+                log.warning(
+                    "connection ended waiting_bytes=%d allowed_bytes=%d", waits[connection], self._bound + self.expected
+                )
                 connection.shut()

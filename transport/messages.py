@@ -255,9 +255,9 @@ class Closing(msgspec.Struct, frozen=True, tag="closing", forbid_unknown_fields=
     reason: str
 
 
-Push = Begin | Chunk | Commit | Abandon
-Whole = WeightsRequest | Control | Sleep | Wake
-ClientMessage = Hello | Submit | Abort | Ack | StatusRequest | Heartbeat | Goodbye | Push | Whole
+WeightMessage = Begin | Chunk | Commit | Abandon
+AdminMessage = WeightsRequest | Control | Sleep | Wake
+ClientMessage = Hello | Submit | Abort | Ack | StatusRequest | Heartbeat | Goodbye | WeightMessage | AdminMessage
 Answer = Lease | Staged | Applied | Asleep | Done
 ServiceMessage = Welcome | Refused | SampleDone | StatusReply | Alive | Closing | Answer
 

@@ -1,7 +1,7 @@
 """Weights: the one writer of the parameters and of their version. A refresh is a transaction.
 
     staging = weights.begin(manifest)    names, shapes, dtypes and version are checked; nothing is written yet
-    staging.take(source) …               see `engine.weights.staging`; generation goes on
+    staging.feed(source) …               see `engine.weights.staging`; generation goes on
     weights.commit(staging)              between two steps: live ⇄ staged, then the version; or nothing at all
 
     live       [parameters of the module]   same storage, whatever is refreshed; another one after `release_memory`

@@ -221,17 +221,17 @@ class Streamed:
     def _report(self, offload: WeightOffload, before: int, resident: int) -> None:
         mib = 2**20
         log.info(
-            "%s: %d layers offloaded (%s), %.1f MiB in host memory; slots: %d of %.1f MiB; weights on device %.1f → %.1f MiB",
-            self._name, len(self.indices), ", ".join(map(str, self.indices)), self.offloaded_bytes / mib, self.ring.slots,
+            "layers offloaded model=%r layers=%s host_mib=%.1f slots=%d slot_mib=%.1f device_mib_before=%.1f device_mib=%.1f",
+            self._name, self.indices, self.offloaded_bytes / mib, self.ring.slots,
             self._slots.nbytes / self.ring.slots / mib, before / mib, resident / mib,
         )  # fmt: skip
         if len(self.indices) <= offload.prefetch_step:
             log.warning(
-                "%s: weight_offload saves nothing, its %d layers have a slot each; lower prefetch_step=%d or offload more",
-                self._name, len(self.indices), offload.prefetch_step,
+                "weight_offload saves nothing, each layer has a slot: lower prefetch_step or offload more "
+                "model=%r layers=%d prefetch_step=%d", self._name, len(self.indices), offload.prefetch_step,
             )  # fmt: skip
         elif self._device.type == "cpu":
-            log.warning("%s: weight_offload saves nothing on the CPU, where the slots are host memory as well", self._name)
+            log.warning("weight_offload saves nothing on the CPU, where the slots are host memory as well model=%r", self._name)
 
 
 def decoder_layers(module: nn.Module, name: str) -> tuple[str, nn.ModuleList]:

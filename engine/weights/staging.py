@@ -70,7 +70,7 @@ class Staging:
         self._closed = False
         self._source: Source | None = None
         self._failure: str | None = None
-        self._work = self._take_all()
+        self._work = self._work_through()
         self._advance()
 
     @property
@@ -78,8 +78,8 @@ class Staging:
         """The model's names of the tensors that a commit writes."""
         return [part.target for part in self._parts if part.target is not None]
 
-    def take(self, source: Source) -> int:
-        """The next bytes of the payload, at most a slice. Returns how many, 0 if the source has none now.
+    def feed(self, source: Source) -> int:
+        """Take in the next bytes of the payload, at most a slice. Returns how many, 0 if the source has none now.
 
         Raises InvalidWeights for bytes that are not what the manifest says, NaN and infinity, and what `source` raises. A
         staging that has failed only fails again."""
@@ -108,8 +108,8 @@ class Staging:
             self.complete = next(self._work)
             self.seconds = time.perf_counter() - self._started
 
-    def _take_all(self) -> Iterator[bool]:
-        """From the first slice to the last; yields False where bytes are wanted, and True at the end."""
+    def _work_through(self) -> Iterator[bool]:
+        """Take in the slices, from the first to the last; yields False where bytes are wanted, and True at the end."""
         for part in self._parts:
             sent, cast = xxhash.xxh3_128(), xxhash.xxh3_128()
             for start in range(0, part.nbytes, SLICE_BYTES):

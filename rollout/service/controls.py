@@ -62,7 +62,7 @@ class Controls:
             raise Busy(f"{pushing} is staging a refresh: sleep when it is done")
         if not self._engine.asleep:
             freed = self._engine.sleep(message.level)
-            log.info("asleep (level %d) for client %d: %.2f GiB free again", message.level, session.number, freed / 2**30)
+            log.info("engine asleep level=%d client=%d freed_gib=%.2f", message.level, session.number, freed / 2**30)
             self._sleeper, self._asleep = session, m.Asleep(message.request_id, freed)
         elif (self._sleeper, self._asleep.request_id) != (session, message.request_id):
             raise InvalidRequest("the service is asleep already: wake it first")
@@ -97,7 +97,7 @@ class Controls:
         if session is self._sleeper and self._engine.asleep:
             self._wake()
             if self._engine.weights.dropped:
-                log.warning("client %d dropped the weights and is gone: nothing is sampled before a refresh", session.number)
+                log.warning("weights dropped, nothing is sampled before a refresh gone_client=%d", session.number)
 
     def _wake(self) -> None:
         self._sleeper = None

@@ -53,7 +53,7 @@ class LiveReads:
         try:
             self._read(end)
         except Exception as error:
-            log.exception("the weights could not be read")
+            log.exception("live weights not read")
             failed, self._served, self._next, self._pass = [*self._served, *self._next], [], [], None
             reason = f"the service failed on this message: {type(error).__name__}: {error}"
             for session, request_id, _ in failed:

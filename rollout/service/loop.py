@@ -26,8 +26,8 @@ from rollout.service.clock import LoopClock
 from rollout.service.closing import say_closing
 from rollout.service.controls import Controls
 from rollout.service.engine_api import EngineLike
-from rollout.service.refresh import Pushes
-from rollout.service.running import Running, told
+from rollout.service.refresh import Refreshes
+from rollout.service.running import Running, described
 from rollout.service.session import Session, Sessions
 from transport import messages as m
 from transport.errors import GroupFailed, NoSession, RolloutError
@@ -92,7 +92,7 @@ class Service:
         self._linger_s = linger_s
 
         self._sessions = Sessions(self._limits.max_clients)
-        self._pushes = Pushes(engine, lease_s)
+        self._refreshes = Refreshes(engine, lease_s)
         self._controls = Controls(engine)
         self._tracker = tracker if tracker is not None else Tracker()
         self._running = Running(engine, self._tracker, self._limits, max_outbox_bytes)
@@ -113,7 +113,7 @@ class Service:
             while self._stop_reason is None:
                 self.turn()
         except BaseException as error:
-            self._stop_reason = f"the service failed: {told(error)}"
+            self._stop_reason = f"the service failed: {described(error)}"
             raise
         finally:
             self._close(self._stop_reason or "")
@@ -124,14 +124,14 @@ class Service:
 
     def turn(self) -> None:
         """Once around the loop. Waits up to IDLE_POLL_S if there is nothing to do."""
-        soon = self._pushes.unannounced or any(session.pending for session in self._sessions)
-        at_once = self._engine.has_work or self._pushes.has_work or self._running.ending
+        soon = self._refreshes.unannounced or any(session.pending for session in self._sessions)
+        at_once = self._engine.has_work or self._refreshes.has_work or self._running.ending
         self._receive(0.0 if at_once else SOON_POLL_S if soon else IDLE_POLL_S)
         self._running.end_some(self._dose())
-        self._pushes.work(self._clock.now, busy=self._engine.has_work)
+        self._refreshes.work(self._clock.now, busy=self._engine.has_work)
         if not self._running.ending:
             self._controls.work()
-        self._transport.expect(self._pushes.window_bytes)
+        self._transport.expect(self._refreshes.window_bytes)
         self._flush()  # answers need not wait for the step
         if self._engine.has_work:
             self._running.step(self._sessions)
@@ -177,8 +177,8 @@ class Service:
         except RolloutError as error:
             self._refuse(peer, error, request_id)
         except Exception as error:
-            log.exception("a message could not be served")
-            self._refuse(peer, GroupFailed(f"the service failed on this message: {told(error)}"), request_id)
+            log.exception("message not served")
+            self._refuse(peer, GroupFailed(f"the service failed on this message: {described(error)}"), request_id)
 
     def _refuse(self, peer: bytes, error: RolloutError, request_id: int | None) -> None:
         refused = pack(m.Refused(error.kind, error.message, error.group_id, request_id))
@@ -206,15 +206,15 @@ class Service:
             case m.StatusRequest():
                 session.reply(pack(m.StatusReply(message.request_id, to_json(self.status()))))
             case m.Begin() | m.Chunk() | m.Commit() | m.Abandon():
-                self._pushes.handle(session, message, self._clock.now)
+                self._refreshes.handle(session, message, self._clock.now)
             case m.WeightsRequest():
-                self._pushes.ask_status(session, message)
+                self._refreshes.ask_status(session, message)
             case m.Control():
                 if message.action == "abort_all":
                     self._running.abort_all(self._sessions)
                 self._controls.handle(session, message)
             case m.Sleep():
-                self._controls.sleep(session, message, self._pushes.owner)
+                self._controls.sleep(session, message, self._refreshes.owner)
             case m.Wake():
                 self._controls.wake(session, message)
             case m.Heartbeat():
@@ -233,10 +233,11 @@ class Service:
         self._sessions.connect(session, peer, hello.number, answer)
 
     def _forget(self, session: Session, reason: str) -> None:
-        log.info("client %d (%s) forgotten with %d running samples: %s", session.number, session.name, session.running, reason)
+        fields = session.number, session.name, session.running, reason
+        log.info("client forgotten client=%d name=%r running_samples=%d reason=%r", *fields)
         for held in list(session.groups.values()):
             self._running.drop(session, held)
-        self._pushes.forget(session)
+        self._refreshes.forget(session)
         self._controls.forget(session)
         self._sessions.close(session)
 

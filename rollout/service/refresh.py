@@ -44,7 +44,7 @@ REMEMBERED = 64
 log = logger("rollout.service.loop")
 
 
-class Push:
+class OngoingRefresh:
     """One refresh. Open while it has a staging; then it was applied, or it has an error."""
 
     def __init__(self, begin: m.Begin, session: Session, staging: StagingLike, payload: Payload, now: float) -> None:
@@ -76,15 +76,15 @@ class Push:
         return self.payload.ready
 
 
-class Pushes:
+class Refreshes:
     """Written by the service's loop only. `lease_s`: a client that says nothing about its push for so long has given it up."""
 
     def __init__(self, engine: EngineLike, lease_s: float) -> None:
         self._engine = engine
         self._lease_s = lease_s
-        self._open: Push | None = None
+        self._open: OngoingRefresh | None = None
         self._segment = SegmentView()
-        self._ended: OrderedDict[str, Push] = OrderedDict()
+        self._ended: OrderedDict[str, OngoingRefresh] = OrderedDict()
         self._reads = LiveReads(engine)
         self._credit = DOSE_S
         self._credited = time.perf_counter()
@@ -108,7 +108,7 @@ class Pushes:
         """Whose refresh is being staged."""
         return None if self._open is None else _owner(self._open.session)
 
-    def handle(self, session: Session, message: m.Push, now: float) -> None:
+    def handle(self, session: Session, message: m.WeightMessage, now: float) -> None:
         """Serve a request; what takes time is answered by `work`. Raises the typed error that goes back for it."""
         push = self._find(session, message.push_id)
         if push is None:
@@ -148,7 +148,7 @@ class Pushes:
             self._dose(busy, lambda end: self._stage(push, end))
             if push.staging.complete and push.commits:
                 push.applied = self._engine.commit(push.staging, push.kv, push.payload.via)
-                log.info("version %d is live, from client %d", push.applied.version, push.session.number)
+                log_applied(push.applied, push.session)
                 self._close(push)
                 for request_id in push.commits:
                     push.reply(m.Applied(request_id, push.applied))
@@ -198,7 +198,7 @@ class Pushes:
 
     # requests
 
-    def _find(self, session: Session, push_id: str) -> Push | None:
+    def _find(self, session: Session, push_id: str) -> OngoingRefresh | None:
         push = self._open if self._open is not None and self._open.id == push_id else self._ended.get(push_id)
         return push if push is not None and push.session is session else None
 
@@ -216,20 +216,20 @@ class Pushes:
         except BaseException:
             staging.close()
             raise
-        push = self._open = Push(begin, session, staging, payload, now)
+        push = self._open = OngoingRefresh(begin, session, staging, payload, now)
         push.reply(self._lease(push, begin.request_id))
 
-    def _lease(self, push: Push, request_id: int) -> m.Lease:
+    def _lease(self, push: OngoingRefresh, request_id: int) -> m.Lease:
         return m.Lease(request_id, push.staging.version, self._lease_s, WINDOW_BYTES)
 
-    def _chunk(self, push: Push, chunk: m.Chunk) -> None:
+    def _chunk(self, push: OngoingRefresh, chunk: m.Chunk) -> None:
         end = push.payload.put(chunk.offset, chunk.data)
         if end <= push.staging.received:
             push.reply(m.Staged(chunk.request_id))
         else:
             push.chunks.append((end, chunk.request_id))
 
-    def _commit(self, push: Push, commit: m.Commit) -> None:
+    def _commit(self, push: OngoingRefresh, commit: m.Commit) -> None:
         if commit.digest != push.staging.manifest_digest:
             raise WeightsRefused("the commit is about another manifest than the begin")
         if push.applied is not None:
@@ -255,23 +255,24 @@ class Pushes:
         work(started + (self._credit if busy else DOSE_S))
         self._credit -= time.perf_counter() - started
 
-    def _stage(self, push: Push, end: float) -> None:
+    def _stage(self, push: OngoingRefresh, end: float) -> None:
         staging = push.staging
-        while not staging.complete and staging.take(push.payload.read):
+        while not staging.complete and staging.feed(push.payload.read):
             while push.chunks and push.chunks[0][0] <= staging.received:
                 push.reply(m.Staged(push.chunks.popleft()[1]))
             if time.perf_counter() >= end:
                 break
 
-    def _fail(self, push: Push, error: RolloutError) -> None:
+    def _fail(self, push: OngoingRefresh, error: RolloutError) -> None:
         """The push is over, with this error for everybody who waits or asks."""
-        log.warning("refresh to version %d from client %d failed: %s", push.staging.version, push.session.number, error)
+        number = push.session.number
+        log.warning("refresh failed version=%d client=%d reason=%r", push.staging.version, number, error.message)
         push.error = error
         self._close(push)
         for request_id in [*(request_id for _, request_id in push.chunks), *push.commits]:
             push.refuse(request_id, error)
 
-    def _close(self, push: Push) -> None:
+    def _close(self, push: OngoingRefresh) -> None:
         assert push.open
         push.open = False
         push.staging.close()
@@ -283,13 +284,20 @@ class Pushes:
             self._ended.popitem(last=False)
 
 
+def log_applied(done: Refreshed, session: Session) -> None:
+    log.info(
+        "refresh applied version=%d via=%s bytes=%d seconds=%.3f paused_seconds=%.3f client=%d",
+        done.version, done.via, done.bytes, done.seconds, done.paused_seconds, session.number,
+    )  # fmt: skip
+
+
 def _typed(error: Exception) -> RolloutError:
     """InvalidWeights is a ValueError; anything else is the engine's or the machine's fault, and has been undone."""
     if isinstance(error, RolloutError):
         return error
     if isinstance(error, ValueError):
         return WeightsRefused(str(error))
-    log.exception("a refresh failed")
+    log.exception("refresh failed")
     return GroupFailed(f"the service failed on this refresh: {type(error).__name__}: {error}")
 
 

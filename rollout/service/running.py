@@ -17,7 +17,7 @@ from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
 from rollout.service.admission import check_room, checked_group
 from rollout.service.engine_api import EngineLike
-from rollout.service.session import Held, Session, without_tokens
+from rollout.service.session import HeldGroup, Session, without_tokens
 from transport import messages as m
 from transport.errors import GroupFailed, IdConflict, InvalidRequest, StaleWeights
 from transport.frames import pack
@@ -33,7 +33,7 @@ class Running:
         self._tracker = tracker
         self._limits = limits
         self._max_outbox_bytes = max_outbox_bytes
-        self._groups: dict[str, tuple[Session, Held]] = {}
+        self._groups: dict[str, tuple[Session, HeldGroup]] = {}
         """by the engine's name"""
         self._ending: dict[str, None] = {}
         """engine's names of groups that are to end, in the order in which that was asked for"""
@@ -70,8 +70,8 @@ class Running:
             raise InvalidRequest(str(error), group_id) from None
         except Exception as error:
             log.exception("engine.submit failed")
-            raise GroupFailed(f"the engine failed on this group: {told(error)}", group_id) from None
-        held = Held(group_id, group.id, digest, group.sampling.n)
+            raise GroupFailed(f"the engine failed on this group: {described(error)}", group_id) from None
+        held = HeldGroup(group_id, group.id, digest, group.sampling.n)
         session.hold(held)
         self._groups[group.id] = (session, held)
         self._tracker.begin(group)
@@ -89,7 +89,7 @@ class Running:
             log.exception("engine.step failed")
             if not self:
                 raise
-            self.fail_all(f"engine.step failed: {told(error)}")
+            self.fail_all(f"engine.step failed: {described(error)}")
             return
         self.steps += 1
         self.step_s = perf_counter() - started
@@ -116,7 +116,7 @@ class Running:
             for held in session.groups.values():
                 self._end(held)
 
-    def drop(self, session: Session, held: Held) -> None:
+    def drop(self, session: Session, held: HeldGroup) -> None:
         """End a group that nobody wants any more; its samples are thrown away."""
         if self._groups.pop(held.engine_id, None):
             self._ending[held.engine_id] = None
@@ -152,14 +152,14 @@ class Running:
                 session.drop(held.group_id)
                 session.reply(pack(m.Refused(GroupFailed.kind, reason, held.group_id)))
 
-    def _end(self, held: Held) -> None:
+    def _end(self, held: HeldGroup) -> None:
         if held.running:
             self._ending[held.engine_id] = None
 
     def _deliver(self, sample: Sample) -> None:
         if sample.group_id not in self._groups:
             if sample.group_id not in self._ending:
-                log.error("the engine ended a sample of group %s, which nobody waits for", sample.group_id)
+                log.error("sample of an unknown group group=%s index=%d", sample.group_id, sample.index)
             return
         session, held = self._groups[sample.group_id]
         self._tracker.observe(sample, self._engine.version)
@@ -171,5 +171,5 @@ class Running:
             del self._groups[held.engine_id]
 
 
-def told(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -1,6 +1,6 @@
 """What the service keeps of one client: its groups, and what it has not taken yet.
 
-    Submit -> Held (in the engine) -> sample ends -> unacked + queue -> sent -> Ack -> forgotten
+    Submit -> HeldGroup (in the engine) -> sample ends -> unacked + queue -> sent -> Ack -> forgotten
 
 A session outlives its connection: after a reconnect everything unacked is queued again, so a broken link loses nothing. No
 sockets and no clock in here; `rollout.service.loop` moves the messages.
@@ -28,7 +28,7 @@ MAX_REPLY_BYTES = 1 << 24
 
 
 @dataclass(slots=True)
-class Held:
+class HeldGroup:
     """A group that the service has taken and the client has not wholly acked."""
 
     group_id: str
@@ -65,11 +65,11 @@ class Session:
         """of messages taken from this connection since Welcome"""
         self._reported_bytes = 0
         """how much of that the client was told"""
-        self.groups: dict[str, Held] = {}
+        self.groups: dict[str, HeldGroup] = {}
         self.samples = 0
         """sum of n over `groups`"""
         self.unacked_bytes = 0
-        self._queue: deque[tuple[tuple[Held, int] | None, list[Frame]]] = deque()
+        self._queue: deque[tuple[tuple[HeldGroup, int] | None, list[Frame]]] = deque()
         self._reply_bytes = 0
 
     @property
@@ -109,7 +109,7 @@ class Session:
             "silent_s": round(clock - self.last_received_at, 3),
         }
 
-    def hold(self, held: Held) -> None:
+    def hold(self, held: HeldGroup) -> None:
         self.groups[held.group_id] = held
         self.samples += held.n
 
@@ -125,7 +125,7 @@ class Session:
         self._queue.append((None, frames))
         self._reply_bytes += frame_bytes(frames)
 
-    def deliver(self, held: Held, sample: Sample) -> None:
+    def deliver(self, held: HeldGroup, sample: Sample) -> None:
         """Queue a sample of `held`; it is kept until acked."""
         frames = pack(SampleDone(sample))
         held.ended += 1

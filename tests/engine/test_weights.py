@@ -292,10 +292,10 @@ def test_a_flipped_bit_is_noticed(at: int) -> None:
     opened, source = staged(engine, new, flip)
     with pytest.raises(InvalidWeights, match="digest") as caught:
         while not opened.complete:
-            opened.take(source)
+            opened.feed(source)
     assert caught.value.tensor == list(new)[at]
     with pytest.raises(InvalidWeights, match="has failed"):
-        opened.take(source)
+        opened.feed(source)
     assert_untouched(engine, before)
     opened.close()
     engine.refresh(new)
@@ -308,7 +308,7 @@ def test_one_staging_at_a_time() -> None:
         engine.refresh(pushed())
     opened.close()
     with pytest.raises(InvalidWeights, match="closed"):
-        opened.take(source)
+        opened.feed(source)
     second, _ = staged(engine, pushed())
     opened.close()  # once more, which must not close the second one
     with pytest.raises(RuntimeError, match="close it first"):
@@ -324,7 +324,7 @@ def test_sources_that_give_little_and_nothing() -> None:
     opened, source = staged(engine, {name: tensor.double() for name, tensor in new.items()})
     taken = []
     while not opened.complete:
-        taken.append(opened.take(lambda buffer: source(buffer[: r.choice([0, 1, 3, 5000])])))
+        taken.append(opened.feed(lambda buffer: source(buffer[: r.choice([0, 1, 3, 5000])])))
     engine.commit(opened)
     assert 0 in taken and sum(taken) == opened.total == opened.received
     assert all(torch.equal(tensor, new[name]) for name, tensor in state(engine).items())
@@ -338,11 +338,11 @@ def test_a_source_that_fails_fails_the_staging() -> None:
     def broken(buffer: np.ndarray) -> int:
         raise OSError("the disk is gone")
 
-    opened.take(source)
+    opened.feed(source)
     with pytest.raises(OSError, match="disk"):
-        opened.take(broken)
+        opened.feed(broken)
     with pytest.raises(InvalidWeights, match="disk"):
-        opened.take(source)
+        opened.feed(source)
     assert not opened.complete
     assert_untouched(engine, before)
 
@@ -436,7 +436,7 @@ def watermark_run(engine: Engine, refreshes: int, tokens: int, kv: str = "keep")
         while not opened.complete:
             if r.random() < 0.3:
                 samples += engine.step()
-            opened.take(source)
+            opened.feed(source)
         engine.commit(opened, kv)  # type: ignore[arg-type]
         done += 1
         for _ in range(r.choice([1, 5, tokens // refreshes // 8])):
@@ -517,7 +517,7 @@ def test_a_failed_push_leaves_no_trace(fault: str, monkeypatch: pytest.MonkeyPat
             stop = r.randrange(opened.total)
             try:
                 while not opened.complete and (fault == "flipped" or opened.received < stop):
-                    opened.take(source)
+                    opened.feed(source)
                     assert engine.step() == []
             except InvalidWeights as error:
                 assert "digest" in str(error)
@@ -713,7 +713,7 @@ def test_a_partial_refresh_digests_nothing_in_its_pause(monkeypatch: pytest.Monk
     staged = engine.stage([with_digest(*data)], partial=True)
     source = source_of([data[1]])
     while not staged.complete:
-        staged.take(source)
+        staged.feed(source)
     monkeypatch.setattr("engine.weights.inventory.tensor_bytes", None)  # would raise TypeError
     assert engine.commit(staged).digest == engine.weights.digest
     monkeypatch.undo()

@@ -109,7 +109,7 @@ def refresh(payload: Payload, manifest: list[TensorInfo], device: torch.device) 
     end = time.monotonic() + 60
     while not staging.complete:
         assert time.monotonic() < end
-        if not staging.take(payload.read):
+        if not staging.feed(payload.read):
             time.sleep(0.001)
     weights.commit(staging)
     for name, tensor in new_tensors(torch.device("cpu")).items():

@@ -38,7 +38,7 @@ class Client:
     def run(self) -> None:
         while self.engine.has_work:
             for sample in self.engine.step():
-                self.handles[sample.group_id].take(sample)
+                self.handles[sample.group_id].add_sample(sample)
 
     def refresh(self, model: torch.nn.Module, *, version: int, kv: str) -> Any:
         assert version > self.engine.version

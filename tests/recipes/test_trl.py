@@ -53,7 +53,7 @@ class FakeClient:
         self.events.append(("submit", (tuple(prompt), sampling.n)))
         if self.answers:
             for index in reversed(range(sampling.n)):
-                handle.take(self.sample(handle.group_id, index, len(prompt)))
+                handle.add_sample(self.sample(handle.group_id, index, len(prompt)))
         return handle
 
     def sample(self, group_id: str, index: int, prompt_tokens: int) -> Sample:

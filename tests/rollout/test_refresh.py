@@ -296,7 +296,7 @@ def test_what_is_remembered_is_bounded(stage: Stage) -> None:
     for id in IDS[: REMEMBERED + 20]:
         stage.begin(stage.a, id)
         stage.a.ask(m.Abandon, id)
-    assert len(stage.service._pushes._ended) == REMEMBERED
+    assert len(stage.service._refreshes._ended) == REMEMBERED
 
 
 @needs_shm

@@ -39,7 +39,7 @@ def main() -> None:
     service = Service(watermark_engine(), "tcp://127.0.0.1:*", lease_s=LEASE_S, client_grace_s=60.0)
 
     def age(number: int, frame: Any) -> None:
-        if (push := service._pushes._open) is not None:
+        if (push := service._refreshes._open) is not None:
             push.last_received_at -= 2 * LEASE_S
 
     signal.signal(signal.SIGUSR1, age)

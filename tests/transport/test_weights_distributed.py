@@ -413,7 +413,7 @@ def test_errors_of_nccl_are_told_only_to_groups_of_ours(monkeypatch: pytest.Monk
         monkeypatch.delenv(name, raising=False)
         if before:
             monkeypatch.setenv(name, before)
-        with group.errors_are_told():
+        with group.without_nccl_watchdog():
             assert os.environ[name] == "0"
         assert os.environ.get(name) == before
 

@@ -184,23 +184,23 @@ class Broadcaster:
 
     def _send(self, left: deque[Any], over: Callable[[], bool], end: float) -> None:
         slots = _slots(self._device, SLOTS, self.offer.total)
-        flying: deque[tuple[Any, tuple[Any, Any]]] = deque()
+        in_flight: deque[tuple[Any, tuple[Any, Any]]] = deque()
         while not self._store.check([_joined(self.offer)]):
             if _waited(over, end):
                 return
         if not self._join(over, end):
             return
-        while left or flying:
+        while left or in_flight:
             if not left or not slots:
-                work, slot = flying.popleft()
-                if not _landed(work, over, end):
+                work, slot = in_flight.popleft()
+                if not _finished(work, over, end):
                     return
                 slots.append(slot)
                 continue
             tensor, view = slot = slots.pop()
             if count := _fill(view, left):
                 rest = timedelta(seconds=1 + max(0.0, end - time.monotonic()))  # the service's loop takes its time
-                flying.append((self._group.broadcast(tensor[:count], 0, rest), slot))
+                in_flight.append((self._group.broadcast(tensor[:count], 0, rest), slot))
 
     def _join(self, over: Callable[[], bool], end: float) -> bool:
         """Make the group. False if `over` comes first; raises RuntimeError, RequestTimeout. In a thread of its own: where the
@@ -244,9 +244,9 @@ class DistributedPayload(Payload):
         self._read = 0
         """of the oldest slot"""
         self._group: Any = None
-        self._flying: deque[tuple[Any, int, tuple[Any, Any]]] = deque()
+        self._in_flight: deque[tuple[Any, int, tuple[Any, Any]]] = deque()
         """(work, bytes, slot) of the broadcasts that were posted, in their order"""
-        self._heard = time.monotonic()
+        self._last_received_at = time.monotonic()
         """when a broadcast was last seen done"""
         self._failure: str | None = None
         self._line: socket.socket | None = None
@@ -262,7 +262,7 @@ class DistributedPayload(Payload):
     def ready(self) -> bool:
         if not self._joined.is_set():
             return self._given_up
-        return self._failure is not None or bool(self._flying) and bool(self._flying[0][0].is_completed())
+        return self._failure is not None or bool(self._in_flight) and bool(self._in_flight[0][0].is_completed())
 
     def read(self, memory: np.ndarray) -> int:
         """Raises SourceUnreachable if the trainer cannot be reached, or was lost."""
@@ -275,19 +275,19 @@ class DistributedPayload(Payload):
             raise SourceUnreachable(f"no group with the trainer at {where}: {self._failure}")
         if not self.ready or not len(memory):
             return 0
-        if (lost := _error_of(self._flying[0][0])) is not None:
-            self._flying.clear()  # errors are kept, with their frames: none may hold a broadcast
+        if (lost := _error_of(self._in_flight[0][0])) is not None:
+            self._in_flight.clear()  # errors are kept, with their frames: none may hold a broadcast
             # of two broadcasts that time out together gloo says so of one, and of the other that its connection was closed
-            silence = f"{time.monotonic() - self._heard:.1f} s after its last bytes"
+            silence = f"{time.monotonic() - self._last_received_at:.1f} s after its last bytes"
             raise SourceUnreachable(f"the trainer was lost while it sent the weights, {silence}: {lost}")
-        _, size, slot = self._flying[0]
+        _, size, slot = self._in_flight[0]
         count: int = min(len(memory), size - self._read)
         _copy_out(memory[:count], slot[1][self._read : self._read + count])
         self._read += count
         if self._read == size:
-            self._flying.popleft()
+            self._in_flight.popleft()
             self._read = 0
-            self._heard = time.monotonic()
+            self._last_received_at = time.monotonic()
             self._post(slot)
         return count
 
@@ -295,7 +295,7 @@ class DistributedPayload(Payload):
         """The helper thread leaves the group: at once, or when connecting has failed."""
         self._closed.set()
         if self._joined.is_set():
-            self._flying.clear()
+            self._in_flight.clear()
             self._group = None
 
     @property
@@ -314,7 +314,7 @@ class DistributedPayload(Payload):
         if size := min(SLOT_BYTES, self._unasked):
             self._unasked -= size
             work = self._group.broadcast(slot[0][:size], 0, timedelta(seconds=STALL_S))
-            self._flying.append((work, size, slot))
+            self._in_flight.append((work, size, slot))
 
     def _hold(self) -> None:
         """The helper thread. Until `_joined` it alone touches the group, from then on the loop; after `_closed` it leaves."""
@@ -330,7 +330,7 @@ class DistributedPayload(Payload):
             self._next_by = time.monotonic() + JOIN_S
             store.set(_joined(offer), "1")
             group = self._group = _group(offer, store, 1, line.getsockname()[0], self._device)
-            self._heard = time.monotonic()
+            self._last_received_at = time.monotonic()
             for slot in _slots(self._device, POSTED, offer.total):
                 self._post(slot)
         except Exception as error:
@@ -339,7 +339,7 @@ class DistributedPayload(Payload):
         self._closed.wait()
         if self._line is not None:
             self._line.close()
-        self._flying.clear()
+        self._in_flight.clear()
         self._group = None
         if group is not None:
             leave(group, offer.backend)
@@ -411,7 +411,7 @@ def _error_of(work: Any) -> str | None:
     return None
 
 
-def _landed(work: Any, over: Callable[[], bool], end: float) -> bool:
+def _finished(work: Any, over: Callable[[], bool], end: float) -> bool:
     """True when it has; False if `over` comes first. Raises RuntimeError for what went wrong with it, RequestTimeout."""
     while not work.is_completed():
         if _waited(over, end):

@@ -1,4 +1,4 @@
-"""Process groups of two, made of torch's objects and known to nobody else: joining, breaking off, whose errors are whose."""
+"""Process groups of two members, built of torch's objects without `init_process_group`: join, leave, error handling."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LEAVE_S = 5.0
 
 
 def listen(host: str) -> socket.socket:
-    """At any free port of one address of this machine. Raises OSError."""
+    """Listen at any free port of one address of this machine. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address[:2], family=family)
 
 
 def join(backend: Backend, store: Any, rank: int, own_address: str, device: Any, seconds: float) -> Any:
-    """The group; returns when both are in it. `own_address`: where gloo listens. `device`: torch.device that NCCL uses. Raises
-    RuntimeError, with gloo after so many `seconds`."""
+    """Make the group; returns when both are in it. `own_address`: where gloo listens. `device`: torch.device that NCCL uses.
+    Raises RuntimeError, with gloo after so many `seconds`."""
     import torch.distributed as dist
 
     options: Any
@@ -39,16 +39,16 @@ def join(backend: Backend, store: Any, rank: int, own_address: str, device: Any,
         raise RuntimeError("this torch is built without NCCL")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=seconds)
-    with errors_are_told():
+    with without_nccl_watchdog():
         group = dist.ProcessGroupNCCL(store, rank, 2, options)
         group.eager_connect_single_device(device)
     return group
 
 
 @contextmanager
-def errors_are_told() -> Iterator[None]:
-    """A group of NCCL's that is made in here leaves its errors to us. By default its watchdog ends the process when the other
-    end dies, and a service outlives its trainers."""
+def without_nccl_watchdog() -> Iterator[None]:
+    """Make a group of NCCL's that leaves its errors to us. By default its watchdog ends the process when the other end dies,
+    and a service outlives its trainers."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -83,4 +83,4 @@ def leave_aside(holder: list[Any], backend: Backend, seconds: float = LEAVE_S) -
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        log.warning("a process group ends late backend=%s waited_s=%.1f", backend, seconds)
+        log.warning("process group ends late backend=%s waited_s=%.1f", backend, seconds)

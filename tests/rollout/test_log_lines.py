@@ -1,0 +1,42 @@
+"""Log lines are a message and then key=value, so that they can be searched and cut by a program."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("transport", "rollout/client", "rollout/service", "engine/weights")
+LINE = re.compile(r"[^%=]+( \w+=%[.\d]*[a-z])+")
+
+
+def log_lines(source: str) -> Iterator[str]:
+    """First arguments of all calls of `log.…`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "log":
+            if node.func.attr in ("debug", "info", "warning", "error", "exception"):
+                yield ast.literal_eval(node.args[0])
+
+
+def well_formed(line: str) -> bool:
+    return bool(LINE.fullmatch(line)) if "%" in line else "=" not in line
+
+
+def test_log_lines_are_a_message_and_key_value() -> None:
+    seen = 0
+    for path in (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))):
+        for line in log_lines(path.read_text()):
+            seen += 1
+            assert well_formed(line), f"{path.relative_to(ROOT)}: {line!r}: write a message, then key=%s for each value"
+    assert seen > 15
+
+
+@pytest.mark.parametrize(
+    "line", ["client %d (%s) connected", "asleep (level %d)", "%s: it failed", "refresh failed version=%d: %s", "version=%d"]
+)
+def test_other_lines_would_be_seen(line: str) -> None:
+    assert list(log_lines(f"log.info({line!r}, 1)")) == [line] and not well_formed(line)
