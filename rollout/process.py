@@ -36,7 +36,7 @@ class RunningService(msgspec.Struct, frozen=True):
     pid: int
 
     def peak_rss_bytes(self) -> int:
-        """Largest resident memory of the process so far; where the system does not say, the present one."""
+        """Return the largest resident memory of the process so far; where the system does not say, the present one."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
         except OSError:
@@ -49,7 +49,7 @@ class RunningService(msgspec.Struct, frozen=True):
 
 @contextmanager
 def service_process(config: Config, *, start_timeout_s: float = 300.0) -> Iterator[RunningService]:
-    """Runs `rollout serve` with `config` on a free loopback port until the block ends, however it ends.
+    """Run `rollout serve` with `config` on a free loopback port until the block ends, however it ends.
 
     Raises ServiceFailed if it is not listening after start_timeout_s.
     """
@@ -95,7 +95,7 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The file appears whole, so that whoever waits for it can read it at once."""
+    """Write a file that appears whole, so that whoever waits for it can read it at once."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.rename(path)

@@ -24,8 +24,8 @@ from typing import ClassVar
 
 
 def shown(text: str) -> str:
-    """Text that came from a peer, for a terminal or a log: what would not print (control characters, escape sequences, marks
-    that turn the direction of text) is written as Python writes it, e.g. \\x1b."""
+    """Escape text that came from a peer, for a terminal or a log: what would not print (control characters, escape sequences,
+    marks that turn the direction of text) is written as Python writes it, e.g. \\x1b."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -42,7 +42,7 @@ class RolloutError(Exception):
         self.group_id = group_id
 
     def __str__(self) -> str:
-        """For people; `message` is as it came."""
+        """Format for people; `message` is as it came."""
         return shown(self.message if self.group_id is None else f"group {self.group_id!r}: {self.message}")
 
 
@@ -130,6 +130,6 @@ KINDS: dict[str, type[RolloutError]] = {
 
 
 def from_wire(kind: str, message: str, group_id: str | None = None) -> RolloutError:
-    """The typed error of a `Refused`. A kind that this end does not know (a newer service) becomes a plain RolloutError."""
+    """Make the typed error of a `Refused`. A kind that this end does not know (a newer service) gives a plain RolloutError."""
     known = KINDS.get(kind)
     return known(message, group_id) if known else RolloutError(f"{kind}: {message}", group_id)

@@ -38,7 +38,7 @@ M = TypeVar("M")
 
 
 def pack(message: msgspec.Struct) -> list[Frame]:
-    """The frames of a message. Arrays must stay unchanged until sent.
+    """Encode a message as frames. Arrays must stay unchanged until sent.
 
     Raises TypeError for a field that cannot travel, OverflowError for an integer beyond 64 bits, UnicodeEncodeError for text
     that is not Unicode."""
@@ -57,7 +57,7 @@ def pack(message: msgspec.Struct) -> list[Frame]:
 
 
 def frame_bytes(frames: Sequence[Frame]) -> int:
-    """Bytes of a message on the wire, without ZMTP's own few."""
+    """Count the bytes of a message on the wire, without ZMTP's own few."""
     return sum(frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames)
 
 
@@ -71,7 +71,8 @@ class Decoder(Generic[M]):
         self._used: set[int] = set()
 
     def unpack(self, frames: Sequence[Frame]) -> M:
-        """Arrays of the result are views of `frames`, writable where the frame is. Raises ProtocolError and nothing else."""
+        """Decode a message. Its arrays are views of `frames`, writable where the frame is. Raises ProtocolError, nothing
+        else."""
         self._check_sizes(frames)
         self._frames, self._used = frames, set()
         try:
@@ -99,7 +100,7 @@ class Decoder(Generic[M]):
             raise ProtocolError(f"frame of {largest} bytes: at most {limits.max_frame_bytes} (Limits.max_frame_bytes)")
 
     def _array(self, kind: type, value: Any) -> np.ndarray:
-        """Checked before numpy sees any of it: the reference comes from the peer."""
+        """Decode a reference to a frame, checked before numpy sees any of it: it comes from the peer."""
         if not (isinstance(value, list) and len(value) == 3):
             raise ProtocolError("an array field must be [frame, dtype, shape]")
         number, name, shape = value

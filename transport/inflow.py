@@ -51,15 +51,15 @@ class Connection:
         self.cut = False
 
     def waits(self) -> int:
-        """Bytes that have come and were not taken."""
+        """Count the bytes that have come and were not taken. Raises OSError."""
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES_RECEIVED + 8)
         received = int.from_bytes(info[TCP_INFO_BYTES_RECEIVED : TCP_INFO_BYTES_RECEIVED + 8], sys.byteorder)
         age = time.monotonic() - self.since
         return max(0, received - self.taken - UNCOUNTED_BYTES - int(age * UNCOUNTED_BYTES_PER_S))
 
     def shut(self) -> None:
-        """libzmq reads the end of the connection and closes it. It is reset then: a peer that waits for room to send would wait
-        for minutes otherwise."""
+        """Shut the connection down: libzmq reads its end and closes it. It is reset then: a peer that waits for room to send
+        would wait for minutes otherwise."""
         self.cut = True
         try:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -93,7 +93,7 @@ class Inflow:
         self._thread.start()
 
     def taken(self, descriptor: int, size: int) -> None:
-        """The service has received `size` bytes of the connection."""
+        """Note that the service has received `size` bytes of the connection."""
         with self._lock:
             connection = self._connections.get(descriptor)
             if connection is not None:
@@ -103,12 +103,12 @@ class Inflow:
                 self._left = max(0, self._left - size)
 
     def emptied(self) -> None:
-        """No whole message waits: what ended connections had left is taken or gone."""
+        """Note that no whole message waits: what ended connections had left is taken or gone."""
         with self._lock:
             self._left = 0
 
     def close(self) -> None:
-        """Ends the watch. Before the socket is closed; may be repeated."""
+        """End the watch, before the socket is closed. May be repeated."""
         if self._closed:
             return
         self._closed = True

@@ -53,10 +53,10 @@ class LoopbackService:
         return client is not None and client._put(frames)
 
     def expect(self, extra_bytes: int) -> None:
-        """Nothing: messages are counted here."""
+        """Do nothing: messages are counted here."""
 
     def close(self, linger: float = 0.0) -> None:
-        """Waits up to `linger` seconds until the clients have taken what was sent."""
+        """Wait up to `linger` seconds until the clients have taken what was sent."""
         deadline = time.monotonic() + linger
         with self._changed:
             self._open = False

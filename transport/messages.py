@@ -266,12 +266,12 @@ ANSWER_HEADER_BYTES = 1 << 24
 
 
 def answer_limits(limits: Limits) -> Limits:
-    """For what the service sends: the header of a status grows with the number of clients."""
+    """Widen limits for what the service sends: the header of a status grows with the number of clients."""
     return msgspec.structs.replace(limits, max_header_bytes=max(limits.max_header_bytes, ANSWER_HEADER_BYTES))
 
 
 def digest(submit: Submit) -> bytes:
-    """DIGEST_BYTES bytes that two Submits share only if they ask for the same (BLAKE2b; a NaN equals itself)."""
+    """Take DIGEST_BYTES bytes that two Submits share only if they ask for the same (BLAKE2b; a NaN equals itself)."""
     prompt = np.ascontiguousarray(submit.prompt)
     fields = (submit.group_id, submit.serial, prompt.dtype.name, prompt.shape, submit.sampling)
     state = hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=DIGEST_BYTES)
@@ -280,5 +280,5 @@ def digest(submit: Submit) -> bytes:
 
 
 def digests(of: Iterable[bytes]) -> np.ndarray:
-    """[groups, DIGEST_BYTES] uint8, as Hello and Welcome list them."""
+    """Join digests to [groups, DIGEST_BYTES] uint8, as Hello and Welcome list them."""
     return np.frombuffer(b"".join(of), np.uint8).reshape(-1, DIGEST_BYTES)

@@ -70,7 +70,7 @@ class ClientTransport(Protocol):
 
 
 def check_bind(endpoint: str) -> str:
-    """The endpoint as libzmq takes it, if nobody outside this host can reach it; ValueError with the reason otherwise."""
+    """Return the endpoint as libzmq takes it. Raises ValueError with the reason if others than this host could reach it."""
     if endpoint.startswith("ipc://") and len(endpoint) > len("ipc://"):
         return endpoint
     scheme, _, rest = endpoint.partition("://")
@@ -109,7 +109,8 @@ def _context(endpoint: str, limits: Limits, kind: int) -> tuple[zmq.Context[zmq.
 
 
 def _receive(sock: zmq.Socket[bytes], max_frames: int, inflow: Inflow | None = None) -> list[Frame] | None:
-    """One waiting message or None. Of a message with too many frames, one more than allowed is kept: the decoder refuses it."""
+    """Receive one waiting message, or None. Of a message with too many frames, one more than allowed is kept: the decoder
+    refuses it."""
     try:
         frame = sock.recv(zmq.NOBLOCK, copy=False)
     except zmq.Again:
@@ -128,8 +129,8 @@ def _receive(sock: zmq.Socket[bytes], max_frames: int, inflow: Inflow | None = N
 
 
 def _descriptor(frame: zmq.Frame) -> int:
-    """Number of the connection's descriptor that the message came by; -1 if the peer was gone before libzmq asked for its
-    address."""
+    """Return the number of the connection's descriptor that the message came by; -1 if the peer was gone before libzmq asked
+    for its address."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -157,8 +158,8 @@ class ServiceEnd:
         self._inflow = Inflow(self._sock, message_bytes) if endpoint.startswith("tcp://") else None
 
     def receive(self, timeout: float, most: int = BATCH) -> list[tuple[bytes, list[Frame]]]:
-        """Up to `most` waiting messages as (peer, frames), in turn from all connections; waits up to `timeout` seconds for a
-        first one."""
+        """Receive up to `most` waiting messages as (peer, frames), in turn from all connections; wait up to `timeout` seconds
+        for a first one."""
         received: list[tuple[bytes, list[Frame]]] = []
         if timeout == 0 or self._sock.poll(int(timeout * 1000), zmq.POLLIN):
             while len(received) < most:
@@ -171,12 +172,12 @@ class ServiceEnd:
         return received
 
     def expect(self, extra_bytes: int) -> None:
-        """A connection may send so much ahead, besides what any may."""
+        """Let a connection send so much ahead, besides what any may."""
         if self._inflow is not None:
             self._inflow.expected = extra_bytes
 
     def send(self, peer: bytes, frames: list[Frame]) -> bool:
-        """True if libzmq took the message for that connection. ROUTER refuses the whole message or takes all of it."""
+        """Send a message. True if libzmq took it for that connection: ROUTER refuses the whole message or takes all of it."""
         try:
             self._sock.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
@@ -186,7 +187,7 @@ class ServiceEnd:
         return True
 
     def close(self, linger: float = 0.0) -> None:
-        """Returns after at most `linger` seconds, used to push out what was taken. May be repeated."""
+        """Close within `linger` seconds, used to push out what was taken. May be repeated."""
         if self._inflow is not None:
             self._inflow.close()
         self._context.destroy(linger=int(linger * 1000))
@@ -226,8 +227,8 @@ class ClientEnd:
             raise ValueError(f"address {address!r}: {error}") from None
 
     def receive(self, timeout: float, sending: bool = False) -> list[list[Frame]]:
-        """Up to BATCH waiting messages. Returns early on `wake`, on a change of the connection and, if `sending`, when there
-        is room to send."""
+        """Receive up to BATCH waiting messages. Returns early on `wake`, on a change of the connection and, if `sending`, when
+        there is room to send."""
         self._poller.register(self._sock, zmq.POLLIN | (zmq.POLLOUT if sending else 0))
         self._poller.poll(int(timeout * 1000))
         self._drain_events()
@@ -266,7 +267,7 @@ class ClientEnd:
             pass  # the buffer is full of wakes, or the end is closed: either way nobody needs another one
 
     def close(self, linger: float = 0.0) -> None:
-        """As ServiceEnd's. May be repeated."""
+        """Close as ServiceEnd does. May be repeated."""
         if self._context.closed:
             return
         self._sock.disable_monitor()

@@ -31,7 +31,7 @@ class Inventory:
 
     @property
     def on_cuda(self) -> bool:
-        """Some tensor is on a CUDA device."""
+        """Whether some tensor is on a CUDA device."""
         return any(tensor.is_cuda for tensor in self.tensors.values())
 
     def targets(self, manifest: Sequence[TensorInfo], partial: bool) -> list[str | None]:

@@ -76,17 +76,17 @@ class Weights:
 
     @property
     def staging(self) -> bool:
-        """A refresh is being staged."""
+        """Whether a refresh is being staged."""
         return self._staging is not None
 
     @property
     def resident_bytes(self) -> int:
-        """Of the parameters on the model's device, slots included."""
+        """Bytes of the parameters on the model's device, slots included."""
         return 0 if self._module is None else storage_bytes(self._module.parameters())
 
     @property
     def offloaded_bytes(self) -> int:
-        """Of the decoder layers that live in host memory."""
+        """Bytes of the decoder layers that live in host memory."""
         return 0 if self._streamed is None else self._streamed.offloaded_bytes
 
     def release_memory(self, keep: bool) -> None:
@@ -159,7 +159,7 @@ class Weights:
         return self._staging
 
     def _allocate(self) -> torch.Tensor:
-        """[bytes] uint8 to stage in, pinned if the model is on CUDA."""
+        """Allocate [bytes] uint8 to stage in, pinned if the model is on CUDA."""
         return host_buffer(self._size, self._inventory.on_cuda)
 
     def commit(self, staging: Staging) -> None:
@@ -207,7 +207,7 @@ class Weights:
         self._staging = None
 
     def _place(self, name: str) -> torch.Tensor:
-        """The staged twin of a live tensor."""
+        """Return the staged twin of a live tensor."""
         assert self._buffer is not None
         return placed(self._buffer, self._places[name], self._tensors[name])
 

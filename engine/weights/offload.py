@@ -57,8 +57,8 @@ class Ring:
         """event behind the copy into each slot, until the compute waits for it"""
 
     def before(self, k: int) -> None:
-        """The compute that is issued from here on finds layer k in its slot. It is there or on its way, unless a forward broke
-        off or runs its layers in an order of its own."""
+        """Have the compute that is issued from here on find layer k in its slot. It is there or on its way, unless a forward
+        broke off or runs its layers in an order of its own."""
         slot = k % self.slots
         if self._holds[slot] != k:
             self._fetch(k)
@@ -67,7 +67,7 @@ class Ring:
             self._filled[slot] = None
 
     def after(self, k: int) -> None:
-        """Layer k has been issued: its slot goes to the layer that needs it next."""
+        """Note that layer k has been issued: its slot goes to the layer that needs it next."""
         if self._next[k] != k:
             self._fetch(self._next[k])
 
@@ -78,7 +78,7 @@ class Ring:
             self._fetch(k)
 
     def join(self) -> None:
-        """Every slot holds its first layer for what the compute stream does from here on, and no copy is under way beside it.
+        """Have every slot hold its first layer for what the compute stream does from here on, and no copy under way beside it.
 
         For CUDA graphs: before a capture (work inside must not wait for events outside), as the last thing inside it (every
         stream that it forked must join), and before each replay (a step without the graph may have left copies under way).
@@ -120,7 +120,7 @@ class OffloadedLayer:
             master.data.copy_(parameter.data)
 
     def allocate(self) -> None:
-        """Masters of zeros."""
+        """Allocate masters of zeros."""
         self.buffer = host_buffer(self.size, self._pinned)
         self.lay(self.masters, self.buffer)
 
@@ -201,7 +201,7 @@ class Streamed:
         self._take_slots()
 
     def check(self) -> None:
-        """Asserts that every parameter lies where the slots were taken."""
+        """Assert that every parameter lies where the slots were taken."""
         for k, layer in enumerate(self._layers):
             base = self._slots[k % self.ring.slots].data_ptr()
             for parameter, start in zip(layer.parameters, layer.starts, strict=True):
@@ -235,8 +235,8 @@ class Streamed:
 
 
 def decoder_layers(module: nn.Module, name: str) -> tuple[str, nn.ModuleList]:
-    """Path and list of the decoder layers: the one outermost list of as many modules as the configuration has layers. Raises
-    ValueError naming the model."""
+    """Find path and list of the decoder layers: the one outermost list of as many modules as the configuration has layers.
+    Raises ValueError naming the model."""
     count = module.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
     found: dict[str, nn.ModuleList] = {}
     for path, child in module.named_modules():
@@ -252,7 +252,7 @@ def decoder_layers(module: nn.Module, name: str) -> tuple[str, nn.ModuleList]:
 
 
 def _refuse_ties(module: nn.Module, path: str, name: str) -> None:
-    """Raises ValueError if a parameter of the layer at `path` has a name outside of it."""
+    """Check that no parameter of the layer at `path` has a name outside of it. Raises ValueError."""
     names: dict[int, list[str]] = {}
     for other, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(other)

@@ -75,7 +75,7 @@ class Staging:
 
     @property
     def names(self) -> list[str]:
-        """The model's names of the tensors that a commit writes."""
+        """List the model's names of the tensors that a commit writes."""
         return [part.target for part in self._parts if part.target is not None]
 
     def feed(self, source: Source) -> int:
@@ -131,7 +131,8 @@ class Staging:
         yield True
 
     def _slice(self, part: Part, start: int) -> tuple[np.ndarray, torch.Tensor | None]:
-        """Where the payload from byte `start` of a tensor goes, [slice] uint8, and the staged elements that it becomes."""
+        """Return where the payload from byte `start` of a tensor goes, [slice] uint8, and the staged elements that it
+        becomes."""
         count = min(SLICE_BYTES, part.nbytes - start)
         if part.place is None:
             return self._scratch[:count], None
@@ -151,14 +152,14 @@ class Staging:
 
 
 def cast_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """target.copy_(source) in pieces that torch does not spread over threads: beside a trainer that uses the cores, threads
-    that wait for each other take many times as long."""
+    """Copy `source` to `target` in pieces that torch does not spread over threads: beside a trainer that uses the cores,
+    threads that wait for each other take many times as long."""
     for start in range(0, len(source), GRAIN):
         target[start : start + GRAIN].copy_(source[start : start + GRAIN])
 
 
 def finite(values: torch.Tensor) -> bool:
-    """No NaN and no infinity among [elements] floats of 2, 4 or 8 bytes on the CPU.
+    """Whether there is no NaN and no infinity among [elements] floats of 2, 4 or 8 bytes on the CPU.
 
     Read as signed integers, everything from +infinity on is the largest; read as unsigned ones, everything from -infinity on.
     So two maxima decide, without a temporary."""
@@ -178,7 +179,7 @@ def _not_finite(part: Part, raw: np.ndarray) -> InvalidWeights:
 
 
 def source_of(arrays: Iterable[np.ndarray]) -> Source:
-    """Reads [bytes] uint8 arrays one after the other."""
+    """Make a source of [bytes] uint8 arrays, read one after the other."""
     left = iter(arrays)
     current = np.zeros(0, np.uint8)
 

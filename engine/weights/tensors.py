@@ -33,17 +33,17 @@ class InvalidWeights(ValueError):
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Name of a tensor's dtype as a manifest has it, e.g. "bfloat16"."""
+    """Name a tensor's dtype as a manifest has it, e.g. "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """[bytes] uint8 on the tensor's device: its elements in C order. A view if it is contiguous, else a copy."""
+    """Return [bytes] uint8 on the tensor's device: its elements in C order. A view if it is contiguous, else a copy."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """[bytes] uint8 in host memory: its elements in C order. A view if it lies so on the CPU, else a copy."""
+    """Return [bytes] uint8 in host memory: its elements in C order. A view if it lies so on the CPU, else a copy."""
     array: np.ndarray = flat_bytes(tensor.detach().cpu()).numpy()
     return array
 

@@ -246,7 +246,7 @@ class RolloutClient:
         answer(self._link.request(Wake), timeout, "waking")
 
     def close(self) -> None:
-        """Ends the session: the service aborts what is still open, waiting callers get ClientClosed. May be repeated."""
+        """End the session: the service aborts what is still open, waiting callers get ClientClosed. May be repeated."""
         self._link.close()
         self._pusher.close()
 

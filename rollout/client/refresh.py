@@ -68,7 +68,7 @@ class Wanted(NamedTuple):
     partial: bool
 
     def check(self) -> None:
-        """Raises InvalidRequest naming the argument."""
+        """Check the arguments. Raises InvalidRequest naming one."""
         if self.kv not in get_args(KVPolicy):
             raise InvalidRequest(f"kv={self.kv!r}: must be one of {', '.join(get_args(KVPolicy))}")
         if self.version is not None and (type(self.version) is not int or not 0 <= self.version < 2**63):
@@ -157,7 +157,7 @@ class Transaction:
         self._push_id = secrets.token_hex(16)
 
     def run(self) -> Refreshed:
-        """Raises what the service refuses it with, RequestTimeout; nothing stays staged then."""
+        """Refresh. Raises what the service refuses it with, RequestTimeout; nothing stays staged then."""
         try:
             return self._commit()
         except BaseException:

@@ -42,13 +42,13 @@ def plain(sampling: Sampling) -> Sampling:
 
 
 def check_types(submit: Submit) -> None:
-    """Raises TypeError, ValueError or OverflowError for a field of another type than the service decodes it to."""
+    """Check field types. Raises TypeError, ValueError or OverflowError for one that the service would decode to another."""
     for value, kind in ((submit.group_id, str), (submit.require_version, int), (submit.sampling, Sampling)):
         msgspec.convert(msgspec.to_builtins(value), kind)
 
 
 def check_sizes(submit: Submit, frames: list[Frame], limits: Limits) -> None:
-    """Raises LimitExceeded naming the limit of the service."""
+    """Check sizes. Raises LimitExceeded naming the limit of the service."""
     for what, size, most, name in (
         ("a group id", len(submit.group_id.encode()), limits.max_id_bytes, "max_id_bytes"),
         ("a header", len(frames[0]), limits.max_header_bytes, "max_header_bytes"),

@@ -44,7 +44,7 @@ def checked_group(submit: m.Submit, engine_id: str, limits: Limits, vocab_size: 
 
 
 def check_room(session: Session, submit: m.Submit, limits: Limits, max_outbox_bytes: int) -> None:
-    """Raises Busy or LimitExceeded where the session has no room for a group that is new to it."""
+    """Check that the session has room for a group that is new to it. Raises Busy, LimitExceeded."""
     group_id, n = submit.group_id, submit.sampling.n
     if session.unacked_bytes > max_outbox_bytes:
         raise Busy(f"{session.unacked_bytes} bytes of samples wait to be read; read them and submit again", group_id)

@@ -9,7 +9,8 @@ import numpy as np
 
 
 def to_json(status: dict[str, Any]) -> bytes:
-    """numpy scalars and arrays become numbers and lists. Raises TypeError for anything else that is not JSON."""
+    """Encode a status; numpy scalars and arrays become numbers and lists. Raises TypeError for anything else that is not
+    JSON."""
     return json.dumps(status, default=_plain).encode()
 
 

@@ -16,7 +16,7 @@ ROOM_POLL_S = 0.005
 def say_closing(
     sessions: Sessions, transport: ServiceTransport, decoder: Decoder[m.ClientMessage], reason: str, deadline: float
 ) -> None:
-    """Sends what waits and then Closing to every client. Returns when all have answered that they have it (Goodbye), or at the
+    """Send what waits and then Closing to every client. Returns when all have answered that they have it (Goodbye), or at the
     deadline (of time.monotonic). Anything else that comes is too late: Closing answers it as well."""
     for session in sessions:
         session.reply(pack(m.Closing(reason)))

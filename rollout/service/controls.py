@@ -57,7 +57,7 @@ class Controls:
         session.reply(pack(m.Done(control.request_id)))
 
     def sleep(self, session: Session, message: m.Sleep, pushing: str | None) -> None:
-        """`pushing`: whose refresh is being staged. Raises Busy, InvalidRequest."""
+        """Send the engine to sleep. `pushing`: whose refresh is being staged. Raises Busy, InvalidRequest."""
         if pushing is not None:
             raise Busy(f"{pushing} is staging a refresh: sleep when it is done")
         if not self._engine.asleep:
@@ -69,7 +69,7 @@ class Controls:
         session.reply(pack(self._asleep))
 
     def wake(self, session: Session, message: m.Wake) -> None:
-        """Raises InvalidRequest."""
+        """Wake the engine. Raises InvalidRequest if it is not asleep."""
         if self._engine.asleep:
             self._wake()
             self._woken = session, message.request_id

@@ -38,7 +38,7 @@ class LiveReads:
         return bool(self._next or self._served)
 
     def ask(self, session: Session, request_id: int, reply: Callable[[str], None]) -> None:
-        """`reply` is called with the digest. Raises Busy."""
+        """Have `reply` called with the digest. Raises Busy."""
         if len(self._next) >= MAX_WAITING:
             raise Busy(f"{len(self._next)} requests to verify the weights wait; try again when they are answered")
         self._next.append((session, request_id, reply))

@@ -119,11 +119,11 @@ class Service:
             self._close(self._stop_reason or "")
 
     def stop(self, reason: str = "stopped") -> None:
-        """Makes `run` return, within one step. Safe from a signal handler and from any thread."""
+        """Make `run` return, within one step. Safe from a signal handler and from any thread."""
         self._stop_reason = reason
 
     def turn(self) -> None:
-        """Once around the loop. Waits up to IDLE_POLL_S if there is nothing to do."""
+        """Go once around the loop. Waits up to IDLE_POLL_S if there is nothing to do."""
         soon = self._refreshes.unannounced or any(session.pending for session in self._sessions)
         at_once = self._engine.has_work or self._refreshes.has_work or self._running.ending
         self._receive(0.0 if at_once else SOON_POLL_S if soon else IDLE_POLL_S)
@@ -139,7 +139,7 @@ class Service:
         self._check_timers()
 
     def _dose(self) -> float:
-        """Seconds of this turn for what peers ask."""
+        """Return how many seconds of this turn are for what peers ask."""
         return min(TAKE_S, max(TAKE_LEAST_S, TAKE_SHARE * self._running.step_s)) if self._engine.has_work else TAKE_S
 
     def _flush(self) -> None:
@@ -256,7 +256,7 @@ class Service:
         self._tracker.tend(self._engine.status, self._engine.version)
 
     def status(self) -> dict[str, Any]:
-        """The engine's status, the last `metrics` and a `service` object of our own."""
+        """Join the engine's status, the last `metrics` and a `service` object of our own."""
         return {
             **self._engine.status(),
             "metrics": self._tracker.row,

@@ -70,7 +70,7 @@ class OngoingRefresh:
 
     @property
     def ready(self) -> bool:
-        """There is something to do for `work`."""
+        """Whether there is something to do for `work`."""
         if self.staging.complete:
             return bool(self.commits)
         return self.payload.ready
@@ -95,17 +95,17 @@ class Refreshes:
 
     @property
     def unannounced(self) -> bool:
-        """Bytes may come of which no message tells."""
+        """Whether bytes may come of which no message tells."""
         return self._open is not None and self._open.payload.unannounced and not self._open.staging.complete
 
     @property
     def window_bytes(self) -> int:
-        """That the owner of a refresh may send ahead."""
+        """Bytes that the owner of the refresh may send ahead."""
         return 0 if self._open is None else self._open.payload.window_bytes
 
     @property
     def owner(self) -> str | None:
-        """Whose refresh is being staged."""
+        """Name of the client whose refresh is being staged."""
         return None if self._open is None else _owner(self._open.session)
 
     def handle(self, session: Session, message: m.WeightMessage, now: float) -> None:
@@ -137,7 +137,7 @@ class Refreshes:
                 push.reply(m.Done(message.request_id))
 
     def work(self, now: float, busy: bool) -> None:
-        """A dose of staging or of reading the live weights, the commit if its time has come, and the end of a lease. For the
+        """Do a dose of staging or of reading the live weights, the commit if its time has come, and the end of a lease. For the
         time between two steps."""
         if self._reads:
             self._dose(busy, self._reads.work)
@@ -158,7 +158,7 @@ class Refreshes:
             self._fail(push, WeightsRefused(f"its lease ran out: nothing was heard of it for {self._lease_s} s"))
 
     def forget(self, session: Session) -> None:
-        """The session ends, and with it its push."""
+        """End the refresh of a session that ends."""
         if self._open is not None and self._open.session is session:
             self._fail(self._open, WeightsRefused("its client is gone"))
         if self._open is None:
@@ -264,7 +264,7 @@ class Refreshes:
                 break
 
     def _fail(self, push: OngoingRefresh, error: RolloutError) -> None:
-        """The push is over, with this error for everybody who waits or asks."""
+        """End a refresh, with this error for everybody who waits or asks."""
         number = push.session.number
         log.warning("refresh failed version=%d client=%d reason=%r", push.staging.version, number, error.message)
         push.error = error
@@ -292,7 +292,8 @@ def log_applied(done: Refreshed, session: Session) -> None:
 
 
 def _typed(error: Exception) -> RolloutError:
-    """InvalidWeights is a ValueError; anything else is the engine's or the machine's fault, and has been undone."""
+    """Make the error that goes to the client. InvalidWeights is a ValueError; anything else is the engine's or the machine's
+    fault, and has been undone."""
     if isinstance(error, RolloutError):
         return error
     if isinstance(error, ValueError):

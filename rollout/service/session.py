@@ -79,12 +79,12 @@ class Session:
 
     @property
     def pending(self) -> bool:
-        """Something waits to be sent, and there is a connection to send it on."""
+        """Whether something waits to be sent and there is a connection to send it on."""
         return bool(self._queue) and self.peer is not None
 
     @property
     def flooded(self) -> bool:
-        """It asks without reading the answers."""
+        """Whether it asks without reading the answers."""
         return self._reply_bytes > MAX_REPLY_BYTES
 
     @property

@@ -190,7 +190,7 @@ class CudaIpcPayload(Payload):
         self._opened: dict[int, Any] = {}
 
     def read(self, memory: np.ndarray) -> int:
-        """Raises SourceUnreachable for memory that cannot be opened."""
+        """Read as every Payload. Raises SourceUnreachable for memory that cannot be opened."""
         if not self._spans or not len(memory):
             return 0
         index, first, size = self._spans.pop()

@@ -265,7 +265,7 @@ class DistributedPayload(Payload):
         return self._failure is not None or bool(self._in_flight) and bool(self._in_flight[0][0].is_completed())
 
     def read(self, memory: np.ndarray) -> int:
-        """Raises SourceUnreachable if the trainer cannot be reached, or was lost."""
+        """Read as every Payload. Raises SourceUnreachable if the trainer cannot be reached, or was lost."""
         where = f"{self._offer.host}:{self._offer.port}"
         if not self._joined.is_set():
             if self._given_up:
@@ -292,7 +292,7 @@ class DistributedPayload(Payload):
         return count
 
     def close(self) -> None:
-        """The helper thread leaves the group: at once, or when connecting has failed."""
+        """Have the helper thread leave the group: at once, or when connecting has failed."""
         self._closed.set()
         if self._joined.is_set():
             self._in_flight.clear()
@@ -300,7 +300,7 @@ class DistributedPayload(Payload):
 
     @property
     def _given_up(self) -> bool:
-        """There is no use in waiting for the group any longer."""
+        """Whether there is no use in waiting for the group any longer."""
         if self._line is not None:
             try:
                 return not self._line.recv(1, socket.MSG_PEEK)
@@ -317,7 +317,8 @@ class DistributedPayload(Payload):
             self._in_flight.append((work, size, slot))
 
     def _hold(self) -> None:
-        """The helper thread. Until `_joined` it alone touches the group, from then on the loop; after `_closed` it leaves."""
+        """Run the helper thread. Until `_joined` it alone touches the group, from then on the loop; after `_closed` it
+        leaves."""
         import torch.distributed as dist
 
         offer, group = self._offer, None
@@ -346,7 +347,7 @@ class DistributedPayload(Payload):
 
 
 def _joined(offer: DistributedOffer) -> str:
-    """The key that the service sets when it has reached the store."""
+    """Name the key that the service sets when it has reached the store."""
     return f"{offer.group}/joined"
 
 
@@ -371,8 +372,8 @@ def _left(backend: Backend, future: Future[Any]) -> None:
 
 
 def _slots(device: Any, most: int, total: int) -> list[tuple[Any, Any]]:
-    """As many as a payload of `total` bytes can use: pairs of a [SLOT_BYTES] uint8 tensor and what reads and writes it, on the
-    CPU numpy, whose copies have no threads to wait for."""
+    """Allocate slots, as many as a payload of `total` bytes can use: pairs of a [SLOT_BYTES] uint8 tensor and what reads and
+    writes it, on the CPU numpy, whose copies have no threads to wait for."""
     import torch
 
     count = max(1, min(most, -(-total // SLOT_BYTES)))
@@ -403,7 +404,7 @@ def _copy_out(memory: np.ndarray, view: Any) -> None:
 
 
 def _error_of(work: Any) -> str | None:
-    """What went wrong with a broadcast that is done."""
+    """Say what went wrong with a broadcast that is done; None: nothing."""
     try:
         work.wait()
     except RuntimeError as error:
@@ -412,7 +413,7 @@ def _error_of(work: Any) -> str | None:
 
 
 def _finished(work: Any, over: Callable[[], bool], end: float) -> bool:
-    """True when it has; False if `over` comes first. Raises RuntimeError for what went wrong with it, RequestTimeout."""
+    """Wait for a broadcast. False if `over` comes first. Raises RuntimeError for what went wrong with it, RequestTimeout."""
     while not work.is_completed():
         if _waited(over, end):
             return False
@@ -421,7 +422,7 @@ def _finished(work: Any, over: Callable[[], bool], end: float) -> bool:
 
 
 def _waited(over: Callable[[], bool], end: float) -> bool:
-    """Waits a moment. True if there is nothing to wait for any more; raises RequestTimeout at `end`."""
+    """Wait a moment. True if there is nothing to wait for any more; raises RequestTimeout at `end`."""
     if time.monotonic() > end:
         raise RequestTimeout("the service did not take all of the weights in time")
     time.sleep(POLL_S)

@@ -21,7 +21,7 @@ class Channel(Protocol):
 
     @property
     def limits(self) -> Limits:
-        """The service's."""
+        """Limits of the service."""
         ...
 
     def window_bytes(self) -> int:
@@ -94,7 +94,7 @@ class Expected(NamedTuple):
     """torch.device of the model; None: an engine without torch"""
 
     def check_total(self, offered: int) -> None:
-        """Raises InvalidRequest if another number of bytes is offered."""
+        """Compare the bytes that are offered with the manifest's. Raises InvalidRequest."""
         if offered != self.total:
             raise InvalidRequest(f"{offered} bytes are offered, the manifest's tensors have {self.total}")
 
@@ -110,7 +110,7 @@ class Payload:
 
     @property
     def ready(self) -> bool:
-        """`read` would give bytes, or raise."""
+        """Whether `read` would give bytes, or raise."""
         return True
 
     def put(self, offset: int, data: Sequence[np.ndarray]) -> int:
@@ -119,7 +119,7 @@ class Payload:
         raise WeightsRefused(f"a chunk in a refresh via {self.via}")
 
     def check_sent(self) -> None:
-        """Raises WeightsRefused if a Commit comes before chunks that it needs."""
+        """Check that all chunks have come, before Commit is taken. Raises WeightsRefused."""
 
     def read(self, memory: np.ndarray) -> int:
         """Fill the beginning of [bytes] uint8 with what comes next. Returns how many bytes; 0: nothing has come yet."""

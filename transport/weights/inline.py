@@ -81,7 +81,7 @@ class InlinePayload(Payload):
 
     @property
     def ready(self) -> bool:
-        """Something has come that was not read yet."""
+        """Whether something has come that was not read yet."""
         return bool(self._views)
 
     def put(self, offset: int, data: Sequence[np.ndarray]) -> int:

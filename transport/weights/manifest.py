@@ -18,7 +18,7 @@ ENTRY_BYTES = 1024
 
 
 def _length(head: bytes) -> int:
-    """Entries of the MessagePack array that begins so; 0 for anything that is none."""
+    """Count the entries of the MessagePack array that begins so; 0 for anything that is none."""
     if head and head[0] >> 4 == 0x9:
         return head[0] & 0xF
     wide = {0xDC: 2, 0xDD: 4}.get(head[0] if head else 0, 0)
@@ -26,13 +26,13 @@ def _length(head: bytes) -> int:
 
 
 def pack_manifest(manifest: Sequence[TensorInfo]) -> np.ndarray:
-    """[bytes] uint8: MessagePack of [[name, dtype, [length …], digest] …]."""
+    """Encode a manifest as [bytes] uint8: MessagePack of [[name, dtype, [length …], digest] …]."""
     return np.frombuffer(msgspec.msgpack.encode(manifest), np.uint8)
 
 
 def unpack_manifest(data: np.ndarray, most: int) -> list[TensorInfo]:
-    """Raises InvalidRequest for anything else, and for more than `most` entries or ENTRY_BYTES for each of these, before any of
-    it is decoded."""
+    """Decode a manifest. Raises InvalidRequest for anything else, and for more than `most` entries or ENTRY_BYTES for each of
+    these, before any of it is decoded."""
     if data.dtype != np.uint8 or data.ndim != 1:
         raise InvalidRequest(f"the manifest is {data.dtype} of shape {data.shape}: must be uint8 [bytes]")
     if len(data) > 5 + most * ENTRY_BYTES:

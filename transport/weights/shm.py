@@ -137,7 +137,7 @@ class SegmentView:
         self._memory = np.zeros(0, np.uint8)
 
     def open(self, offer: ShmOffer) -> np.ndarray:
-        """[bytes] uint8: the payload. Raises SourceUnreachable if what is offered is not to be seen from here."""
+        """Map the payload, [bytes] uint8. Raises SourceUnreachable if what is offered is not to be seen from here."""
         if offer.inode != self._inode:
             self.close()
             self._memory, self._inode = _map(offer), offer.inode

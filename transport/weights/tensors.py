@@ -29,7 +29,7 @@ class Tensors:
 
     @property
     def on_gpus(self) -> bool:
-        """There are tensors, and all of them are on CUDA devices."""
+        """Whether there are tensors and all of them are on CUDA devices."""
         return bool(self.data) and all(map(on_gpu, self.data))
 
     @property
@@ -38,11 +38,11 @@ class Tensors:
         return {one.device for one in self.data}
 
     def on_host(self) -> list[np.ndarray]:
-        """[bytes] uint8 arrays: views of tensors on the CPU, copies of others."""
+        """Return [bytes] uint8 arrays: views of tensors on the CPU, copies of others."""
         return on_host(self.data)
 
     def check_on_gpus(self, via: str) -> None:
-        """Raises WeightsRefused naming a tensor that is on no GPU."""
+        """Check that all are on GPUs. Raises WeightsRefused naming a tensor that is not."""
         for info, one in zip(self.infos, self.data, strict=True):
             if not on_gpu(one):
                 raise WeightsRefused(
