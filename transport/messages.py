@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from engine.types import KVPolicy, Limits, Refreshed, Sample, Sampling
+from transport.begun import BegunChildren
 from transport.weights import Offer
 
 PROTOCOL = 2
@@ -62,6 +63,10 @@ class Submit(msgspec.Struct, frozen=True, eq=False, tag="submit", forbid_unknown
     """part of the digest: tells two groups apart that use one id, one after the other, with the same content"""
     require_version: int = 0
     """refuse the group if the live weights are older than this"""
+    indices: tuple[int, ...] | None = None
+    """which of the n children are wanted, ascending; None = all"""
+    begun: BegunChildren | None = None
+    """children that have tokens already and go on from there"""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
@@ -272,10 +277,12 @@ def answer_limits(limits: Limits) -> Limits:
 
 def digest(submit: Submit) -> bytes:
     """Take DIGEST_BYTES bytes that two Submits share only if they ask for the same (BLAKE2b; a NaN equals itself)."""
-    prompt = np.ascontiguousarray(submit.prompt)
-    fields = (submit.group_id, submit.serial, prompt.dtype.name, prompt.shape, submit.sampling)
+    arrays = [submit.prompt, *(() if submit.begun is None else submit.begun.arrays())]
+    kinds = [(array.dtype.name, array.shape) for array in arrays]
+    fields = (submit.group_id, submit.serial, submit.sampling, submit.indices, kinds)
     state = hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=DIGEST_BYTES)
-    state.update(prompt.reshape(-1).view(np.uint8).data)
+    for array in arrays:
+        state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return state.digest()
 
 

@@ -160,7 +160,7 @@ class SampleMeter:
         self._samples = self._tokens = self._whole_groups = 0
 
     def begin(self, group: Group) -> None:
-        self._live[group.id] = _Live(group.sampling.n)
+        self._live[group.id] = _Live(len(group.wanted))
 
     def forget(self, group_id: str) -> None:
         """Nobody waits for this group any more. Unknown ids are nothing to do."""

@@ -8,6 +8,7 @@ from engine.types import Group, Limits
 from rollout.service.engine_api import EngineLike
 from rollout.service.session import Session
 from transport import messages as m
+from transport.begun import unpack_begun
 from transport.errors import Busy, InvalidRequest, LimitExceeded, VersionMismatch
 from transport.weights import capabilities
 
@@ -35,17 +36,19 @@ def checked_group(submit: m.Submit, engine_id: str, limits: Limits, vocab_size: 
         raise LimitExceeded(f"a group id of {size} bytes: at most {limits.max_id_bytes} (Limits.max_id_bytes)")
     if not size:
         raise InvalidRequest(f"group id of 0 bytes: must be 1 to {limits.max_id_bytes} bytes (Limits.max_id_bytes)", "")
-    group = Group(engine_id, submit.prompt, submit.sampling)
     try:
+        begun = unpack_begun(submit.begun, limits.max_n)
+        group = Group(engine_id, submit.prompt, submit.sampling, submit.indices, begun)
         group.validate(limits, vocab_size, context)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, submit.group_id) from None
     except ValueError as error:
         raise InvalidRequest(str(error), submit.group_id) from None
     return group
 
 
-def check_room(session: Session, submit: m.Submit, limits: Limits, max_outbox_bytes: int) -> None:
-    """Check that the session has room for a group that is new to it. Raises Busy, LimitExceeded."""
-    group_id, n = submit.group_id, submit.sampling.n
+def check_room(session: Session, group_id: str, n: int, limits: Limits, max_outbox_bytes: int) -> None:
+    """Check that the session has room for `n` samples of a group that is new to it. Raises Busy, LimitExceeded."""
     if session.unacked_bytes > max_outbox_bytes:
         raise Busy(f"{session.unacked_bytes} bytes of samples wait to be read; read them and submit again", group_id)
     if len(session.groups) >= limits.max_groups_per_client:

@@ -62,7 +62,7 @@ class Running:
             if held.digest != digest:
                 raise IdConflict("this id is live with another prompt or other sampling; use a new id", group_id)
             return
-        check_room(session, submit, self._limits, self._max_outbox_bytes)
+        check_room(session, group_id, len(group.wanted), self._limits, self._max_outbox_bytes)
         self._made += 1
         try:
             engine.submit(group, client=str(session.number))
@@ -71,7 +71,7 @@ class Running:
         except Exception as error:
             log.exception("engine.submit failed")
             raise GroupFailed(f"the engine failed on this group: {described(error)}", group_id) from None
-        held = HeldGroup(group_id, group.id, digest, group.sampling.n)
+        held = HeldGroup(group_id, group.id, digest, len(group.wanted))
         session.hold(held)
         self._groups[group.id] = (session, held)
         self._tracker.begin(group)

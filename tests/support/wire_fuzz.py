@@ -8,8 +8,9 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from engine.types import Limits, Refreshed, Sample, Sampling
+from engine.types import Begun, Limits, Refreshed, Sample, Sampling
 from transport import messages as m
+from transport.begun import pack_begun
 from transport.frames import DTYPES, pack
 from transport.weights.cuda_ipc import CudaIpcOffer
 from transport.weights.distributed import DistributedOffer
@@ -21,11 +22,23 @@ SAMPLING = Sampling(
     n=3, max_tokens=9, min_tokens=1, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, stop_token_ids=(7, 8), seed=2**62
 )
 
+BEGUN = [
+    Begun(
+        index=index,
+        token_ids=np.array(tokens, np.int32),
+        logprobs=np.full(len(tokens), -0.5, np.float32),
+        weight_versions=spans,
+        raw_logprobs=np.full(len(tokens), -1.5, np.float32),
+    )
+    for index, tokens, spans in ((0, [11, 5, 9], [(0, 3), (1, 4)]), (2, [40], [(0, 4)]))
+]
+
 CLIENT_MESSAGES: list[msgspec.Struct] = [
     m.Hello(m.PROTOCOL, "0123456789abcdef" * 2, 5, "träiner", ("a",), np.arange(32, dtype=np.uint8).reshape(2, 16)),
     m.Hello(m.PROTOCOL, "f" * 32),
     m.Submit("grüppe/1", np.array([5, 0, 2**31 - 1], np.int32), SAMPLING, 17),
     m.Submit("", np.zeros(0, np.int32), Sampling()),
+    m.Submit("g", np.array([5], np.int32), SAMPLING, 18, indices=(0, 2), begun=pack_begun(BEGUN)),
     m.Abort(["a", "b"]),
     m.Ack([("a", 0), ("a", 1)]),
     m.StatusRequest(2**63),

@@ -8,8 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Sampling
+from engine.types import Limits, Sampling
+from tests.support.wire_fuzz import BEGUN, same
 from transport import errors
+from transport.begun import pack_begun, unpack_begun
+from transport.frames import Decoder, pack
 from transport.messages import DIGEST_BYTES, Submit, digest
 
 SUBMIT = Submit("g", np.array([1, 2, 3], np.int32), Sampling(n=2, temperature=float("nan")), 4)
@@ -29,11 +32,61 @@ def test_equal_submits_have_equal_digests() -> None:
         {"prompt": np.array([[1, 2, 3]], np.int32)},
         {"prompt": np.array([1, 2, 3], np.uint32)},
         {"sampling": Sampling(n=3, temperature=float("nan"))},
+        {"indices": (0, 1)},
+        {"begun": pack_begun(BEGUN)},
         {"sampling": Sampling(n=2, temperature=float("nan"), stop_token_ids=(1,))},
     ],
 )
 def test_any_difference_changes_the_digest(change: dict[str, object]) -> None:
     assert digest(msgspec.structs.replace(SUBMIT, **change)) != digest(SUBMIT)
+
+
+def test_what_children_have_changes_the_digest() -> None:
+    """Each array of it counts."""
+    packed = pack_begun(BEGUN)
+    assert packed is not None
+    submits = [msgspec.structs.replace(SUBMIT, begun=packed)]
+    for name in packed.__struct_fields__:
+        other = getattr(packed, name).copy()
+        other.reshape(-1)[0] += 1
+        submits.append(msgspec.structs.replace(SUBMIT, begun=msgspec.structs.replace(packed, **{name: other})))
+    assert len({digest(submit) for submit in submits}) == 7
+
+
+def test_begun_children_arrive_as_they_were_sent() -> None:
+    sent = msgspec.structs.replace(SUBMIT, begun=pack_begun(BEGUN))
+    frames = [bytes(frame) for frame in pack(sent)]
+    got = unpack_begun(Decoder[Submit](Submit, Limits()).unpack(frames).begun, 2)
+    assert all(map(same, got, BEGUN)) and len(got) == 2
+    assert pack_begun([]) is None and unpack_begun(None, 0) == ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"indices": np.zeros(2, np.int64)},
+        {"indices": np.zeros(3, np.int32)},
+        {"lengths": np.array([3], np.int32)},
+        {"lengths": np.array([3, 2], np.int32)},
+        {"lengths": np.array([5, -1], np.int32)},
+        {"lengths": np.array([2**31 - 1, 2**31 - 1], np.int32)},
+        {"token_ids": np.zeros((4, 1), np.int32)},
+        {"logprobs": np.zeros(3, np.float32)},
+        {"logprobs": np.zeros(4, np.float64)},
+        {"raw_logprobs": np.zeros(5, np.float32)},
+        {"spans": np.zeros((1, 2), np.int64)},
+        {"spans": np.zeros((5, 3), np.int64)},
+        {"spans": np.array([[2, 0, 0]], np.int64)},
+        {"spans": np.array([[-1, 0, 0]], np.int64)},
+    ],
+)
+def test_begun_children_that_do_not_fit_are_refused(change: dict[str, np.ndarray]) -> None:
+    packed = pack_begun(BEGUN)
+    assert packed is not None
+    with pytest.raises(errors.InvalidRequest, match="begun"):
+        unpack_begun(msgspec.structs.replace(packed, **change), 2)
+    with pytest.raises(errors.InvalidRequest, match="at most 1"):
+        unpack_begun(packed, 1)
 
 
 def test_every_error_has_a_kind_that_comes_back() -> None:
