@@ -170,9 +170,10 @@ class Engine:
             child.validate_unfinished(group.sampling, eos, self.version)
         self.scheduler.submit(group, client, seed, eos)
 
-    def abort(self, group_id: str) -> list[Sample]:
-        """End a group now. Returns its unfinished children with what they have; [] for an unknown id."""
-        return self.scheduler.abort(group_id)
+    def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
+        """End a group now, or one child of it. Returns the children that this ends, with what they have; [] for an unknown id
+        or index, and for a child of a group that has not forked: a step returns it when it does."""
+        return self.scheduler.abort(group_id, index)
 
     def step(self) -> list[Sample]:
         """Launch one forward, and read what it drew; where steps overlap, what the one before drew. Returns the samples that

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -237,9 +237,9 @@ class Group(msgspec.Struct, frozen=True, eq=False):
     """children that have tokens already"""
 
     @property
-    def wanted(self) -> tuple[int, ...]:
+    def wanted(self) -> Sequence[int]:
         """Indices of the children that this group asks for, ascending."""
-        return tuple(range(self.sampling.n)) if self.indices is None else self.indices
+        return range(self.sampling.n) if self.indices is None else self.indices
 
     def validate(self, limits: Limits, vocab_size: int, context: int) -> None:
         """Raises ValueError with the reason. `vocab_size`: rows of the embedding; `context`: positions of the model."""

@@ -96,10 +96,19 @@ class Scheduler:
             return bool(self.groups)
         return bool(self.running or self.waiting.next(self.running_of, begun=True))
 
-    def abort(self, group_id: str) -> list[Sample]:
-        """The children that are not finished, with what they have. [] for an unknown id."""
+    def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
+        """End the children that are not finished, or one of them. Returns them with what they have; [] for an unknown id or
+        index. A child of a group that has not forked ends when it does, unless none is left then."""
         state = self.groups.get(group_id)
-        return [] if state is None else self._end_group(state, "aborted")
+        if state is None:
+            return []
+        if index is None:
+            return self._end_group(state, "aborted")
+        if state.forked:
+            return [self._end(state.sequences[index], "aborted")] if index in state.sequences else []
+        if index in state.group.wanted:
+            state.cancelled.add(index)
+        return self._end_group(state, "aborted") if len(state.cancelled) == len(state.group.wanted) else []
 
     @property
     def overdue(self) -> bool:
@@ -215,7 +224,8 @@ class Scheduler:
                 self.counters.unused_draws += draws
                 at += draws
             elif draws:
-                for child in (seq,) if seq.state.forked else self._fork(seq):
+                forks = not seq.state.forked
+                for child in self._fork(seq) if forks else (seq,):
                     raw = None if raws is None else float(raws[at])
                     reason = self._take_token(child, tokens[at], logprobs[at], raw, finite[at])
                     if reason in ("stop", "length") and seq.state.races:
@@ -225,6 +235,8 @@ class Scheduler:
                     elif child.pending and child.cached % size == 0:
                         self.tables.fill(child, start + count)  # the next step computes the token that is known only now
                     at += 1
+                if forks:
+                    samples += [each for index in seq.state.cancelled for each in self.abort(seq.state.group.id, index)]
         assert at == len(tokens)
         return samples + self._finish(racing) if racing else samples
 
@@ -377,7 +389,8 @@ class Scheduler:
         be cut then. The shorter child counts first, of equal ones the lower index; one that comes too late is cut as well."""
         samples = []
         for seq, reason in sorted(racing, key=lambda each: (each[0].state.number, len(each[0].output), each[0].index)):
-            samples.append(self._end(seq, reason if seq.state.races else "cut"))
+            if not seq.ended:  # cancelled where its group forked
+                samples.append(self._end(seq, reason if seq.state.races else "cut"))
         for state in {seq.state.number: seq.state for seq, _ in racing if not seq.state.races}.values():
             least = state.group.sampling.min_len_to_cut
             late = [seq for seq in state.sequences.values() if len(seq.output) >= least]

@@ -27,6 +27,7 @@ class GroupState:
         "resumed",
         "fresh",
         "finished",
+        "cancelled",
         "begun",
     )
 
@@ -47,6 +48,8 @@ class GroupState:
         """what children had when the group came"""
         self.fresh = [index for index in group.wanted if index not in self.resumed]
         """the children that draw their first token where the prompt ends"""
+        self.cancelled: set[int] = set()
+        """children that are to end as "aborted" where the group forks"""
         self.begun = False
         """one of its sequences has run"""
         self.finished = 0

@@ -171,6 +171,47 @@ def test_a_child_from_weights_too_old_is_refused() -> None:
         engine.submit(asked)
 
 
+def test_one_child_is_cancelled() -> None:
+    """The others do not notice."""
+    engine, asked = toy_engine(), group("g", range(5, 16), n=3, max_tokens=8, ignore_eos=True)
+    whole = run(toy_engine(), [asked])
+    engine.submit(asked)
+    for _ in range(5):
+        assert engine.step() == []
+    (ended,) = engine.abort("g", 1)
+    assert (ended.index, ended.finish_reason) == (1, "aborted") and 0 < len(ended.token_ids) < 8
+    assert engine.abort("g", 1) == engine.abort("g", 7) == engine.abort("none", 0) == []
+    rest = run(engine)
+    assert_same({key: whole[key] for key in (("g", 0), ("g", 2))}, rest)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("cancelled", [[0], [2], [0, 1], [3], [0, 3]])
+def test_children_cancelled_before_the_fork_end_there(cancelled: list[int], overlap: bool) -> None:
+    """Child 3 has begun already; the first one prefills the prompt for all."""
+    asked = group("g", range(5, 16), n=4, max_tokens=8, ignore_eos=True)
+    whole = run(toy_engine(), [asked])
+    begun = msgspec.structs.replace(whole["g", 3], token_ids=whole["g", 3].token_ids[:2], logprobs=whole["g", 3].logprobs[:2])
+    engine = toy_engine(overlap_steps=overlap)
+    engine.submit(msgspec.structs.replace(asked, begun=(Begun.of(begun),)))
+    for index in cancelled:
+        assert engine.abort("g", index) == []
+    got = run(engine)
+    assert [key[1] for key, sample in sorted(got.items()) if sample.finish_reason == "aborted"] == cancelled
+    assert all(len(got["g", index].token_ids) <= 2 for index in cancelled)
+    assert 3 not in cancelled or got["g", 3].token_ids.tolist() == begun.token_ids.tolist()
+    kept = {key: sample for key, sample in got.items() if key[1] not in cancelled}
+    assert_same({key: whole[key] for key in kept}, kept)
+
+
+def test_a_group_whose_children_are_all_cancelled_ends_at_once() -> None:
+    engine = toy_engine()
+    engine.submit(group("g", range(5, 16), n=2))
+    assert engine.abort("g", 1) == []
+    assert [sample.finish_reason for sample in engine.abort("g", 0)] == ["aborted"] * 2
+    assert not engine.has_work
+
+
 # ── when a group ends ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

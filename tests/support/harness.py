@@ -303,7 +303,8 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
                 **(policies(r, n) if seed % 2 else {}),
             )
         elif kind < 0.36 and h.groups:
-            h.take(h.scheduler.abort(r.choice(list(h.groups))))
+            index = r.choice([None, 0, 1]) if seed % 2 else None
+            h.take(h.scheduler.abort(r.choice(list(h.groups)), index))
         elif kind < 0.4:
             h.refresh(r.choice(["keep", "recompute", "abort"]))
         else:
