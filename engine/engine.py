@@ -168,7 +168,7 @@ class Engine:
             raise ValueError(f"min_tokens={group.sampling.min_tokens}: {reason}; set it to 0, or give fewer stop_token_ids")
         for child in group.begun:
             child.validate_unfinished(group.sampling, eos, self.version)
-        self.scheduler.submit(group, client, seed, eos)
+        self._ended += self.scheduler.submit(group, client, seed, eos)
 
     def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
         """End a group now, or one child of it. Returns the children that this ends, with what they have; [] for an unknown id

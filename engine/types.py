@@ -163,7 +163,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     index: int
     """of the child, 0 to n - 1"""
     token_ids: np.ndarray
-    """[tokens] int32, at least one and fewer than `Sampling.max_tokens`"""
+    """[tokens] int32, at least one and at most `Sampling.max_tokens`. A child that has its last one ends at once"""
     logprobs: np.ndarray
     """[tokens] float32"""
     weight_versions: list[tuple[int, int]]
@@ -185,10 +185,9 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def validate(self, sampling: Sampling, vocab_size: int) -> None:
         """Raises ValueError naming the child and what would be accepted."""
         who, tokens = f"begun child {self.index}", self.token_ids
-        if tokens.dtype != np.int32 or tokens.ndim != 1 or not 1 <= len(tokens) < sampling.max_tokens:
+        if tokens.dtype != np.int32 or tokens.ndim != 1 or not 1 <= len(tokens) <= sampling.max_tokens:
             raise ValueError(
-                f"{who} has token_ids {tokens.dtype} {tokens.shape}: must be int32 [1 to max_tokens - 1 = "
-                f"{sampling.max_tokens - 1}]; one that has all its tokens is finished"
+                f"{who} has token_ids {tokens.dtype} {tokens.shape}: must be int32 [1 to max_tokens={sampling.max_tokens}]"
             )
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= vocab_size:
@@ -205,12 +204,19 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if any(version < 0 for _, version in self.weight_versions):
             raise ValueError(f"{who} has a weight version below 0: versions count up from 0")
 
+    def ended_as(self, sampling: Sampling, eos: frozenset[int]) -> FinishReason | None:
+        """How the child has ended, if it has: its last token is one of `eos`, or it has all its tokens."""
+        tokens = self.token_ids
+        if int(tokens[-1]) in eos and len(tokens) > sampling.min_tokens:
+            return "stop"
+        return "length" if len(tokens) == sampling.max_tokens else None
+
     def validate_unfinished(self, sampling: Sampling, eos: frozenset[int], version: int) -> None:
-        """Raises ValueError if the child has ended: by one of the tokens `eos`, or because its first token is further behind
+        """Raises ValueError if the child goes on behind one of the tokens `eos`, or if its first token is further behind
         `version`, the live one, than `Sampling.max_version_lag`."""
-        for at, token in enumerate(self.token_ids[sampling.min_tokens :].tolist(), sampling.min_tokens):
+        for at, token in enumerate(self.token_ids[sampling.min_tokens : -1].tolist(), sampling.min_tokens):
             if token in eos:
-                raise ValueError(f"begun child {self.index} ended at its token {at}, the stop token {token}: leave it out")
+                raise ValueError(f"begun child {self.index} goes on behind its token {at}, the stop token {token}")
         lag, first = sampling.max_version_lag, self.weight_versions[0][1]
         if lag is not None and first < version - lag:
             raise ValueError(

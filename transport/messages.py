@@ -70,9 +70,12 @@ class Submit(msgspec.Struct, frozen=True, eq=False, tag="submit", forbid_unknown
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
-    """End these groups; their unfinished children come back as "aborted". Unknown ids are nothing to do."""
+    """End these groups, and these single children of others; what is unfinished of them comes back as "aborted". Unknown ids
+    are nothing to do."""
 
     group_ids: list[str]
+    children: list[tuple[str, int]] = []
+    """(group id, index)"""
 
 
 class Ack(msgspec.Struct, frozen=True, tag="ack", forbid_unknown_fields=True):

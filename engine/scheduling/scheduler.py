@@ -30,7 +30,7 @@ from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Row, Sequence
 from engine.scheduling.sharing import shared_prefixes
 from engine.scheduling.waiting import WaitingQueue
-from engine.types import FinishReason, Group, Sample
+from engine.types import Begun, FinishReason, Group, Sample
 
 
 class Scheduler:
@@ -70,8 +70,9 @@ class Scheduler:
         """of the steps that were planned and not committed, by number: the way back from a plan to its sequences"""
 
     # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def submit(self, group: Group, client: str, seed: int, eos: frozenset[int]) -> None:
-        """Raises ValueError if the id is taken or one child could never fit into the pool."""
+    def submit(self, group: Group, client: str, seed: int, eos: frozenset[int]) -> list[Sample]:
+        """Take a group on. Returns the children that are complete already. Raises ValueError if the id is taken, one child
+        could never fit into the pool, or as many are complete as end the group."""
         if group.id in self.groups:
             raise ValueError(f"group id {group.id!r} is in use by a group that is not finished; choose another")
         need = -(-(len(group.prompt) + group.sampling.max_tokens) // self.block_size)
@@ -81,13 +82,27 @@ class Scheduler:
                 f"{self.block_size} tokens, the pool has {self.store.device.size}; lower max_tokens or raise kv_tokens"
             )
         state = GroupState(group, client, self._submitted, seed, self._clock(), eos)
+        enough = group.sampling.finish_after
+        if enough is not None and len(state.complete) >= enough:
+            raise ValueError(f"finish_after={enough}: {len(state.complete)} of the begun children are complete; leave them out")
         self._submitted += 1
+        samples = [self._complete(state, begun) for begun in group.begun if begun.index in state.complete]
+        if not state.fresh and not state.resumed:
+            return samples
         self.groups[group.id] = state
         for index in state.fresh[:1] or state.resumed:
             state.sequences[index] = Sequence(state, index)
             self.waiting.put(state.sequences[index])
         if group.sampling.deadline_s is not None:
             heappush(self._deadlines, (state.arrived + group.sampling.deadline_s, state.number, group.id))
+        return samples
+
+    def _complete(self, state: GroupState, begun: Begun) -> Sample:
+        """The sample of a child that had its last token when it came."""
+        reason = state.complete[begun.index]
+        state.finished += 1
+        self.counters.ended[reason] += 1
+        return Sequence(state, begun.index, begun).sample(reason, 0.0)
 
     @property
     def has_work(self) -> bool:
@@ -106,9 +121,10 @@ class Scheduler:
             return self._end_group(state, "aborted")
         if state.forked:
             return [self._end(state.sequences[index], "aborted")] if index in state.sequences else []
-        if index in state.group.wanted:
+        if index in state.fresh or index in state.resumed:
             state.cancelled.add(index)
-        return self._end_group(state, "aborted") if len(state.cancelled) == len(state.group.wanted) else []
+        left = len(state.fresh) + len(state.resumed) - len(state.cancelled)
+        return [] if left else self._end_group(state, "aborted")
 
     @property
     def overdue(self) -> bool:
@@ -419,7 +435,7 @@ class Scheduler:
         """End every child that is not finished; before the fork that is all n of them."""
         if not state.forked:
             only = self._end(state.sequences[state.fresh[0]], reason, error)
-            others = [index for index in state.group.wanted if index != only.index]
+            others = [*state.fresh[1:], *state.resumed]
             self.counters.ended[reason] += len(others)
             return [only, *(Sequence(state, i).sample(reason, only.seconds, error) for i in others)]
         return [self._end(seq, reason, error) for seq in list(state.sequences.values())]

@@ -24,6 +24,7 @@ class GroupState:
         "eos",
         "stop_ids",
         "oldest_kv",
+        "complete",
         "resumed",
         "fresh",
         "finished",
@@ -44,9 +45,12 @@ class GroupState:
         """the same, in order"""
         self.sequences: dict[int, Sequence] = {}
         """the children not yet finished by index; before the fork only the one that prefills the prompt for all"""
-        self.resumed: dict[int, Begun] = {child.index: child for child in group.begun}
-        """what children had when the group came"""
-        self.fresh = [index for index in group.wanted if index not in self.resumed]
+        begun = {child.index: child for child in group.begun}
+        self.complete = {index: how for index, child in begun.items() if (how := child.ended_as(group.sampling, eos))}
+        """how children ended that were complete when the group came"""
+        self.resumed: dict[int, Begun] = {index: child for index, child in begun.items() if index not in self.complete}
+        """what the other children had that had begun"""
+        self.fresh = [index for index in group.wanted if index not in begun]
         """the children that draw their first token where the prompt ends"""
         self.cancelled: set[int] = set()
         """children that are to end as "aborted" where the group forks"""
@@ -114,7 +118,8 @@ class Sequence:
         "table",
     )
 
-    def __init__(self, state: GroupState, index: int) -> None:
+    def __init__(self, state: GroupState, index: int, begun: Begun | None = None) -> None:
+        """`begun`: what the child has, if that is not what its group says."""
         self.state = state
         self.index = index
         self.age = state.number, index
@@ -139,7 +144,7 @@ class Sequence:
         """(first output token, weight version)"""
         self.version: int | None = None
         """of the last span"""
-        if (begun := state.resumed.get(index)) is not None:
+        if (begun := begun or state.resumed.get(index)) is not None:
             self._take_over(begun)
         self.blocks: list[Block] = []
         self.cached = 0

@@ -12,19 +12,19 @@ import queue
 import secrets
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, overload
 
-from engine.types import KVPolicy, Limits, Refreshed, Sample, Sampling
+from engine.types import Begun, Group, KVPolicy, Limits, Refreshed, Sample, Sampling
 from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
 from rollout.client.refresh import NamedTensors, Pusher, RefreshHandle, answer
-from rollout.client.submission import Prompt, sendable
+from rollout.client.submission import Prompt, group_of, resumed_group, sendable
 from transport.errors import InvalidRequest, RequestTimeout, ServiceLost
 from transport.messages import Asleep, Control, Sleep, StatusRequest, Wake, WeightsRequest, Welcome
 from transport.sockets import ClientEnd, ClientTransport
 from transport.weights import Via
 
-__all__ = ["Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
+__all__ = ["Begun", "Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
 
 
 class RolloutClient:
@@ -84,21 +84,74 @@ class RolloutClient:
         assert welcome is not None, "the constructor waits for it"
         return welcome
 
-    def submit(self, prompt: Prompt, sampling: Sampling | None = None, group_id: str | None = None) -> Handle:
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        group_id: str | None = None,
+        *,
+        indices: Sequence[int] | None = None,
+        begun: Sequence[Begun] = (),
+    ) -> Handle:
         """Send one group; returns at once.
 
         Args:
             prompt: [prompt_tokens] token ids, as a list of int or an integer array (copied).
             group_id: any text that no live group of this client has; made up if None.
+            indices: which of the n children are wanted, ascending; None = all. With a seed, the others may be another
+                service's: a child's numbers depend on its own index only.
+            begun: children that have tokens already and go on from there; see `resume`.
 
         Raises InvalidRequest or LimitExceeded for what cannot even be sent. What the service refuses is raised by the handle.
         """
-        return self._submit(prompt, sampling if sampling is not None else Sampling(), group_id, None)
+        sampling = sampling if sampling is not None else Sampling()
+        return self._submit(group_of(self._id(group_id), prompt, sampling, indices, begun))
 
-    def _submit(self, prompt: Prompt, sampling: Sampling, group_id: str | None, on_change: OnChange | None) -> Handle:
-        group_id = group_id if group_id is not None else f"#{next(self._ids)}"
+    @overload
+    def resume(self, *, timeout: float = 60.0) -> None: ...
+
+    @overload
+    def resume(
+        self, samples: Sample | Sequence[Sample], prompt: Prompt, sampling: Sampling, group_id: str | None = None
+    ) -> Handle: ...
+
+    def resume(
+        self,
+        samples: Sample | Sequence[Sample] | None = None,
+        prompt: Prompt = (),
+        sampling: Sampling | None = None,
+        group_id: str | None = None,
+        *,
+        timeout: float = 60.0,
+    ) -> Handle | None:
+        """Without samples, undo `pause` and `drain`. With samples, go on with children that were cut short ("cut", "deadline",
+        "aborted", "stale"), as a group of their own; returns at once. The samples that come hold all tokens, those from before
+        included, and their spans say which weights made which. A child that had its last token comes back at once.
+
+        With the same weights and arithmetic a child comes out equal to the bit to one that was never stopped: by another
+        service, after a restart, days later.
+
+        Args:
+            samples: unfinished children of one group.
+            prompt, sampling: as that group had them. `sampling.seed` may be None; the samples have the seed.
+            group_id: as for `submit`.
+
+        Raises InvalidRequest for children that have ended by themselves, or that are not of one group; otherwise as `submit`.
+        """
+        if samples is None:
+            answer(self._link.request(lambda id: Control(id, "resume")), timeout, "resumption")
+            return None
+        if sampling is None:
+            raise InvalidRequest("resume of samples without sampling: give the prompt and the sampling of their group")
+        several = [samples] if isinstance(samples, Sample) else list(samples)
+        return self._submit(resumed_group(self._id(group_id), several, prompt, sampling))
+
+    def _id(self, group_id: str | None) -> str:
+        return group_id if group_id is not None else f"#{next(self._ids)}"
+
+    def _submit(self, group: Group, on_change: OnChange | None = None) -> Handle:
         serial, limits = next(self._serials), self.info.limits
-        handle = sendable(group_id, prompt, sampling, serial=serial, require_version=self.require_version, limits=limits)
+        handle = sendable(group, serial=serial, require_version=self.require_version, limits=limits)
         handle.on_cancel, handle.on_change = self._link.cancel, on_change
         self._link.submit(handle)
         return handle
@@ -215,10 +268,6 @@ class RolloutClient:
         when all clients that paused it are gone."""
         answer(self._link.request(lambda id: Control(id, "pause")), timeout, "pause")
 
-    def resume(self, timeout: float = 60.0) -> None:
-        """Undo `pause` and `drain`."""
-        answer(self._link.request(lambda id: Control(id, "resume")), timeout, "resumption")
-
     def drain(self, timeout: float = 3600.0) -> None:
         """Finish every group that has begun, of all clients, and start no other until `resume`. Returns when nothing runs.
         After a RequestTimeout the service goes on draining: wait again, or `resume`."""
@@ -270,7 +319,7 @@ class RolloutClient:
         handles: list[Handle] = []
         try:
             for prompt, one, group_id in zip(prompts, samplings, ids, strict=True):
-                handles.append(self._submit(prompt, one, group_id, on_change))
+                handles.append(self._submit(group_of(self._id(group_id), prompt, one), on_change))
         except BaseException:
             _cancel(handles)
             raise

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from engine.types import Sample
+from engine.types import Begun, Group, Sample
 from transport.errors import InvalidRequest, RequestTimeout, RolloutError
 from transport.frames import Frame
 
@@ -22,19 +22,23 @@ class Handle:
     Example:
         handle = client.submit(prompt, Sampling(n=8))
         for sample in handle.samples(timeout=60): ...     # as they finish
-        group = handle.result(timeout=600)                # all n, sorted by index
+        group = handle.result(timeout=600)                # all of them, sorted by index
     """
 
-    def __init__(self, group_id: str, n: int, prompt_tokens: int, frames: list[Frame], digest: bytes) -> None:
-        self.group_id = group_id
-        self.n = n
-        self.prompt_tokens = prompt_tokens
+    def __init__(self, group: Group, frames: list[Frame], digest: bytes) -> None:
+        self.group = group
+        """as it was submitted"""
+        self.group_id = group.id
+        self.n = group.sampling.n if group.indices is None else len(group.indices)
+        """samples that come"""
         self.frames = frames
         """its Submit, kept so that it can be repeated"""
         self.digest = digest
         self.cancelled = False
         """the client has asked for its end"""
-        self.on_cancel: Callable[[Handle], None] | None = None
+        self.cancelled_children: set[int] = set()
+        """indices of children whose end the client has asked for"""
+        self.on_cancel: Callable[[Handle, frozenset[int] | None], None] | None = None
         self.on_change: OnChange | None = None
         self._changed = threading.Condition()
         self._samples: list[Sample] = []
@@ -44,11 +48,11 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """All n samples are here, or it failed."""
+        """All samples are here, or it failed."""
         return self._ended
 
     def result(self, timeout: float | None = None) -> list[Sample]:
-        """Wait for the n samples, sorted by index. A child that failed is among them, with finish_reason "error".
+        """Wait for all samples, sorted by index. A child that failed is among them, with finish_reason "error".
 
         Raises the typed error of a refusal or a lost service, RequestTimeout after `timeout` seconds (the group stays live)."""
         with self._changed:
@@ -77,16 +81,21 @@ class Handle:
             taken += len(fresh)
             yield from fresh
 
-    def cancel(self) -> None:
-        """Ask for an early end: the children not finished come back as "aborted" with the tokens they have."""
+    def cancel(self, indices: Iterable[int] | None = None) -> None:
+        """Ask for the early end of all children, or of those at `indices`: what is not finished of them comes back as "aborted"
+        with the tokens it has. Raises InvalidRequest for an index that the group does not have."""
+        some = None if indices is None else frozenset(indices)
+        wrong = sorted(index for index in some or () if index not in self.group.wanted)
+        if wrong:
+            raise InvalidRequest(f"no child {wrong[0]}: the group has {list(self.group.wanted)[:20]}", self.group_id)
         if self.on_cancel is not None:
-            self.on_cancel(self)
+            self.on_cancel(self, some)
 
     # called by the I/O thread only
 
     def add_sample(self, sample: Sample) -> None:
         """Hand out a sample that has come; a repeated one changes nothing. Raises ValueError for one this group cannot have."""
-        if not 0 <= sample.index < self.n:
+        if sample.index not in self.group.wanted:
             raise ValueError(f"sample {sample.index} of a group of {self.n}")
         with self._changed:
             if self._ended or sample.index in self._indices:
@@ -109,19 +118,25 @@ class Handle:
             self.on_change(self, None)
 
     def abort_unsent(self, max_n: int) -> None:
-        """End a group that the service never got: n aborted samples without tokens, if it would have been served."""
-        if not 1 <= self.n <= max_n:
-            self.fail(InvalidRequest(f"n={self.n}: must be between 1 and {max_n} (Limits.max_n)", self.group_id))
+        """End a group that the service never got, if it would have been served: aborted samples with the tokens that their
+        children had already."""
+        n = self.group.sampling.n
+        if not 1 <= n <= max_n:
+            self.fail(InvalidRequest(f"n={n}: must be between 1 and {max_n} (Limits.max_n)", self.group_id))
             return
-        for index in range(self.n):
-            self.add_sample(
-                Sample(
-                    group_id=self.group_id,
-                    index=index,
-                    token_ids=np.zeros(0, np.int32),
-                    logprobs=np.zeros(0, np.float32),
-                    finish_reason="aborted",
-                    weight_versions=[],
-                    prompt_tokens=self.prompt_tokens,
-                )
-            )
+        begun = {child.index: child for child in self.group.begun}
+        for index in self.group.wanted:
+            self.add_sample(self._aborted(index, begun.get(index)))
+
+    def _aborted(self, index: int, begun: Begun | None) -> Sample:
+        return Sample(
+            group_id=self.group_id,
+            index=index,
+            token_ids=np.zeros(0, np.int32) if begun is None else begun.token_ids,
+            logprobs=np.zeros(0, np.float32) if begun is None else begun.logprobs,
+            raw_logprobs=None if begun is None else begun.raw_logprobs,
+            finish_reason="aborted",
+            weight_versions=[] if begun is None else begun.weight_versions,
+            prompt_tokens=len(self.group.prompt),
+            seed=self.group.sampling.seed or 0,
+        )

@@ -16,7 +16,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -80,9 +80,9 @@ class Link:
         """Send a group; its samples, or why it is not served, come to the handle."""
         self._calls.put(self._submit, handle)
 
-    def cancel(self, handle: Handle) -> None:
-        """Ask for the early end of a group."""
-        self._calls.put(self._cancel, handle)
+    def cancel(self, handle: Handle, indices: frozenset[int] | None) -> None:
+        """Ask for the early end of a group, or of some children of it."""
+        self._calls.put(self._cancel, (handle, indices))
 
     def request(self, make: Callable[[int], Any]) -> Future[Any]:
         """Send the message that `make` builds for a request id. The answer comes as the future's result, or its typed error; it
@@ -177,12 +177,27 @@ class Link:
         self._acks = []
         while handle := self._groups.pop_sendable(limits):
             self._outgoing.add(handle.frames)
+            self._send_cancelled([handle])
 
-    def _cancel(self, handle: Handle) -> None:
+    def _send_cancelled(self, handles: Iterable[Handle]) -> None:
+        """Ask for the end of the children of these groups that were cancelled one by one."""
+        assert self.welcome is not None
+        children = [(handle.group_id, index) for handle in handles for index in sorted(handle.cancelled_children)]
+        for some in portions(children, self.welcome.limits):
+            self._send(m.Abort([], some))
+
+    def _cancel(self, argument: tuple[Handle, frozenset[int] | None]) -> None:
+        handle, indices = argument
         if not self._groups.has(handle):
             return
+        sent = handle.group_id in self._groups.sent
+        if indices is not None:
+            handle.cancelled_children |= indices
+            if sent and self._connection.ready:
+                self._send_cancelled([handle])
+            return
         handle.cancelled = True
-        if handle.group_id in self._groups.sent:
+        if sent:
             if self._connection.ready:
                 self._send(m.Abort([handle.group_id]))
         else:
@@ -255,6 +270,7 @@ class Link:
         cancelled = [handle.group_id for handle in self._groups.sent.values() if handle.cancelled]
         for some in portions(cancelled, welcome.limits):
             self._send(m.Abort(some))
+        self._send_cancelled(self._groups.sent.values())
         self._outgoing.add(*self._requests.wanted())
         if not self.first_welcome.done():
             self.first_welcome.set_result(welcome)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 
-from engine.types import Limits, Sampling
+from engine.types import Begun, Group, Limits, Sample, Sampling
 from rollout.client.handle import Handle
+from transport.begun import pack_begun
 from transport.errors import InvalidRequest, LimitExceeded
 from transport.frames import Frame, pack
 from transport.messages import Submit, digest
@@ -17,20 +19,51 @@ Prompt = Sequence[int] | np.ndarray
 """[prompt_tokens] token ids"""
 
 
-def sendable(group_id: str, prompt: Prompt, sampling: Sampling, *, serial: int, require_version: int, limits: Limits) -> Handle:
+def group_of(
+    group_id: str,
+    prompt: Prompt,
+    sampling: Sampling,
+    indices: Iterable[int] | None = None,
+    begun: Iterable[Begun] = (),
+) -> Group:
+    """Make a group of what a trainer gives, in the types that it travels in. Raises InvalidRequest."""
+    try:
+        some = None if indices is None else tuple(operator.index(index) for index in indices)
+    except TypeError:
+        raise InvalidRequest(f"indices={indices!r}: must be the indices of children") from None
+    return Group(group_id, token_array(prompt), plain(sampling), some, tuple(map(_plain_begun, begun)))
+
+
+def resumed_group(group_id: str, samples: Sequence[Sample], prompt: Prompt, sampling: Sampling) -> Group:
+    """Make the group in which these unfinished children of one group go on. Raises InvalidRequest."""
+    finished = [sample.index for sample in samples if sample.finish_reason in ("stop", "length")]
+    failed = [sample.index for sample in samples if sample.finish_reason == "error"]
+    seeds = {sample.seed for sample in samples}
+    if not samples or finished or failed:
+        what = f"children {finished} have ended by themselves" if finished else f"children {failed} failed"
+        raise InvalidRequest(f"{what if samples else 'no samples'}: give those that were cut short")
+    if len(seeds) > 1 or sampling.seed not in (None, *seeds):
+        raise InvalidRequest(f"samples of seeds {sorted(seeds)}, sampling.seed={sampling.seed}: all must be of one group")
+    samples = sorted(samples, key=lambda sample: sample.index)
+    begun = [Begun.of(sample) for sample in samples if len(sample.token_ids)]
+    seeded = msgspec.structs.replace(plain(sampling), seed=seeds.pop())
+    return group_of(group_id, prompt, seeded, [sample.index for sample in samples], begun)
+
+
+def sendable(group: Group, *, serial: int, require_version: int, limits: Limits) -> Handle:
     """Make the handle of a group, with its frames. Checks types and sizes, without which it could not even be sent; values are
     the service's to check.
 
     Raises InvalidRequest, LimitExceeded."""
-    tokens = token_array(prompt)
-    submit = Submit(group_id, tokens, plain(sampling), serial, require_version)
     try:
+        packed = pack_begun(group.begun)
+        submit = Submit(group.id, group.prompt, group.sampling, serial, require_version, group.indices, packed)
         check_types(submit)
         frames, content = pack(submit), digest(submit)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"this group cannot be sent: {error}") from None
     check_sizes(submit, frames, limits)
-    return Handle(group_id, submit.sampling.n, len(tokens), frames, content)
+    return Handle(group, frames, content)
 
 
 def plain(sampling: Sampling) -> Sampling:
@@ -39,6 +72,18 @@ def plain(sampling: Sampling) -> Sampling:
         raise InvalidRequest(f"sampling is a {type(sampling).__name__}: give Sampling(n=…, max_tokens=…, …)")
     of_numpy = {name: value for name, value in msgspec.structs.asdict(sampling).items() if isinstance(value, np.generic)}
     return msgspec.structs.replace(sampling, **{name: value.item() for name, value in of_numpy.items()})
+
+
+def _plain_begun(child: Begun) -> Begun:
+    """Raises InvalidRequest for anything that is no Begun of arrays of numbers."""
+    if not isinstance(child, Begun):
+        raise InvalidRequest(f"begun has a {type(child).__name__}: give Begun.of(sample)")
+    try:
+        logprobs = np.asarray(child.logprobs, np.float32)
+        raw = None if child.raw_logprobs is None else np.asarray(child.raw_logprobs, np.float32)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"begun child {child.index}: {error}") from None
+    return msgspec.structs.replace(child, token_ids=token_array(child.token_ids), logprobs=logprobs, raw_logprobs=raw)
 
 
 def check_types(submit: Submit) -> None:
@@ -53,6 +98,7 @@ def check_sizes(submit: Submit, frames: list[Frame], limits: Limits) -> None:
         ("a group id", len(submit.group_id.encode()), limits.max_id_bytes, "max_id_bytes"),
         ("a header", len(frames[0]), limits.max_header_bytes, "max_header_bytes"),
         ("a prompt", submit.prompt.nbytes, limits.max_frame_bytes, "max_frame_bytes"),
+        ("an array of begun children", max(map(len, frames[2:]), default=0), limits.max_frame_bytes, "max_frame_bytes"),
     ):
         if size > most:
             raise LimitExceeded(f"{what} of {size} bytes: at most {most} (Limits.{name})")

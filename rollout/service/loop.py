@@ -201,6 +201,8 @@ class Service:
             case m.Abort():
                 for group_id in message.group_ids:
                     self._running.abort(session, group_id)
+                for group_id, index in message.children:
+                    self._running.abort(session, group_id, index)
             case m.Ack():
                 session.ack(message.samples)
             case m.StatusRequest():

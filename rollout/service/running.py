@@ -35,8 +35,8 @@ class Running:
         self._max_outbox_bytes = max_outbox_bytes
         self._groups: dict[str, tuple[Session, HeldGroup]] = {}
         """by the engine's name"""
-        self._ending: dict[str, None] = {}
-        """engine's names of groups that are to end, in the order in which that was asked for"""
+        self._ending: dict[tuple[str, int | None], None] = {}
+        """engine's names of groups that are to end, or of one child each, in the order in which that was asked for"""
         self._made = 0
         self.steps = 0
         self.step_s = 0.0
@@ -104,11 +104,11 @@ class Running:
                 for held in session.groups.values():
                     self._end(held)
 
-    def abort(self, session: Session, group_id: str) -> None:
-        """End a group of this id, if there is one; the client gets its samples."""
+    def abort(self, session: Session, group_id: str, index: int | None = None) -> None:
+        """End a group of this id, or one child of it, if there is such; the client gets its samples."""
         held = session.groups.get(group_id)
         if held is not None:
-            self._end(held)
+            self._end(held, index)
 
     def abort_all(self, sessions: Iterable[Session]) -> None:
         """End every group; the clients get their samples."""
@@ -119,7 +119,7 @@ class Running:
     def drop(self, session: Session, held: HeldGroup) -> None:
         """End a group that nobody wants any more; its samples are thrown away."""
         if self._groups.pop(held.engine_id, None):
-            self._ending[held.engine_id] = None
+            self._ending[held.engine_id, None] = None
             self._tracker.forget(held.engine_id)
         session.drop(held.group_id)
 
@@ -127,12 +127,12 @@ class Running:
         """End groups for so long, one at least if there is one; None: all that are to end."""
         until = None if seconds is None else perf_counter() + seconds
         while self._ending:
-            engine_id = next(iter(self._ending))
+            engine_id, index = next(iter(self._ending))
             try:
-                for sample in self._engine.abort(engine_id):
+                for sample in self._engine.abort(engine_id, index):
                     self._deliver(sample)
             finally:
-                del self._ending[engine_id]
+                del self._ending[engine_id, index]
             if until is not None and perf_counter() >= until:
                 return
 
@@ -152,13 +152,13 @@ class Running:
                 session.drop(held.group_id)
                 session.reply(pack(m.Refused(GroupFailed.kind, reason, held.group_id)))
 
-    def _end(self, held: HeldGroup) -> None:
+    def _end(self, held: HeldGroup, index: int | None = None) -> None:
         if held.running:
-            self._ending[held.engine_id] = None
+            self._ending[held.engine_id, index] = None
 
     def _deliver(self, sample: Sample) -> None:
         if sample.group_id not in self._groups:
-            if sample.group_id not in self._ending:
+            if (sample.group_id, None) not in self._ending:
                 log.error("sample of an unknown group group=%s index=%d", sample.group_id, sample.index)
             return
         session, held = self._groups[sample.group_id]

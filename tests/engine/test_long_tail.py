@@ -136,10 +136,10 @@ def begun_with(**changed: Any) -> Begun:
     [
         ({"token_ids": np.array([5, 700], np.int32)}, "holds token id 700"),
         ({"token_ids": np.array([-1, 5], np.int32)}, "holds token id -1"),
-        ({"token_ids": np.arange(8, dtype=np.int32), "logprobs": np.zeros(8, np.float32)}, "max_tokens - 1 = 7"),
-        ({"token_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32)}, "max_tokens - 1 = 7"),
+        ({"token_ids": np.arange(9, dtype=np.int32), "logprobs": np.zeros(9, np.float32)}, "max_tokens=8"),
+        ({"token_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32)}, "max_tokens=8"),
         ({"token_ids": np.array([5, 6], np.int64)}, "int64"),
-        ({"token_ids": np.array([5, 0], np.int32)}, "stop token 0"),
+        ({"token_ids": np.array([0, 5], np.int32)}, "behind its token 0, the stop token 0"),
         ({"logprobs": np.zeros(3, np.float32)}, "logprobs float32"),
         ({"weight_versions": []}, "weight_versions"),
         ({"weight_versions": [(1, 0)]}, "weight_versions"),
@@ -160,6 +160,22 @@ def test_what_cannot_go_on_is_refused(changed: dict[str, Any], reason: str) -> N
 def test_indices_that_are_none_of_the_group_are_refused(indices: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="indices="):
         toy_engine().submit(msgspec.structs.replace(group("g", [5], n=2), indices=indices))
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_a_child_that_is_complete_comes_back_at_once(others: bool) -> None:
+    """It counts among those that have ended by themselves. So whatever was cut may go on, also what was cut too late."""
+    whole = run(toy_engine(), [natural()])
+    late = run(toy_engine(), [natural(finish_after=1)])
+    cut = [sample for sample in late.values() if sample.finish_reason == "cut"]
+    done = whole["g", 0]
+    engine, indices = toy_engine(), [0, *(sample.index for sample in cut if sample.index)] if others else [0]
+    engine.submit(only(natural(), indices, [sample for sample in [done, *cut] if sample.index in indices][: len(indices)]))
+    (first,) = engine.step()
+    assert_same({("g", 0): done}, {("g", 0): first})
+    assert_same({("g", i): whole["g", i] for i in indices[1:]}, run(engine))
+    with pytest.raises(ValueError, match="finish_after=1: 1 of the begun children"):
+        engine.submit(only(natural(finish_after=1), [0, 1], [done]))
 
 
 def test_a_child_from_weights_too_old_is_refused() -> None:

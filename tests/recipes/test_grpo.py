@@ -31,7 +31,7 @@ class Client:
 
     def submit(self, prompt: list[int], sampling: Sampling, group_id: str) -> Handle:
         self.engine.submit(Group(group_id, np.array(prompt, np.int32), sampling))
-        self.handles[group_id] = Handle(group_id, sampling.n, len(prompt), [], b"")
+        self.handles[group_id] = Handle(Group(group_id, np.array(prompt, np.int32), sampling), [], b"")
         self.run()
         return self.handles[group_id]
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Sample, Sampling
+from engine.types import Group, Sample, Sampling
 from rollout.client.handle import Handle
 from rollout.integrations import trl as integration
 from rollout.integrations import trl_async
@@ -47,7 +47,7 @@ class FakeClient:
         self.events.append(("refresh", version))
 
     def submit(self, prompt: list[int], sampling: Sampling) -> Handle:
-        handle = Handle(f"#{len(self.handles)}", sampling.n, len(prompt), [], b"")
+        handle = Handle(Group(f"#{len(self.handles)}", np.array(prompt, np.int32), sampling), [], b"")
         self.handles.append(handle)
         self.samplings.append(sampling)
         self.events.append(("submit", (tuple(prompt), sampling.n)))
@@ -303,7 +303,7 @@ def test_stopping_cancels_what_runs() -> None:
 
     def watched(prompt: list[int], sampling: Sampling) -> Handle:
         handle = submit(prompt, sampling)
-        handle.on_cancel = lambda handle: cancelled.append(handle.group_id)
+        handle.on_cancel = lambda handle, indices: cancelled.append(handle.group_id)
         return handle
 
     client.submit = watched  # type: ignore[method-assign]

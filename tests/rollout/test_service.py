@@ -542,7 +542,7 @@ def test_an_engine_that_fails_for_no_request_ends_the_service() -> None:
 
 def test_a_sample_that_nobody_waits_for_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
-    bench.engine.abort = lambda group_id: []  # type: ignore[method-assign]
+    bench.engine.abort = lambda group_id, index: []  # type: ignore[method-assign]
     peer = bench.client().send(submit("x", max_tokens=5))
     bench.turn()
     peer.send(m.Goodbye())

@@ -67,7 +67,8 @@ class FakeEngine:
         if len(group.prompt) + group.sampling.max_tokens > 50_000:
             raise ValueError("it can never fit the KV pool of 50000 tokens")
         self.clients[client] += 1
-        self.groups[group.id] = [Child(group, i) for i in range(group.sampling.n)]
+        begun = {child.index: child.token_ids.tolist() for child in group.begun}
+        self.groups[group.id] = [Child(group, i, begun.get(i, [])) for i in group.wanted]
 
     def step(self) -> list[Sample]:
         time.sleep(self.step_s)
@@ -83,8 +84,8 @@ class FakeEngine:
                     ended.append(self._end(child, "length"))
         return ended
 
-    def abort(self, group_id: str) -> list[Sample]:
-        children = list(self.groups.get(group_id, []))
+    def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
+        children = [child for child in self.groups.get(group_id, []) if index in (None, child.index)]
         if children:
             self.aborted.append(group_id)
         return [self._end(child, "aborted") for child in children]

@@ -1,0 +1,164 @@
+"""Children that go on, some children only, and the end of single ones, through the client and the service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.types import Begun, Group, Sample, Sampling
+from rollout import RolloutClient
+from tests.support.equivalence import assert_same
+from tests.support.fake_engine import FakeEngine, expected
+from tests.support.faulty_link import Proxy
+from tests.support.toy import engine as toy_engine
+from tests.support.toy import run
+from tests.support.waiting import until
+from tests.support.wire import serving
+from transport.errors import InvalidRequest
+from transport.loopback import LoopbackService
+
+WAIT = 60.0
+"""for what comes: a bound for hangs only"""
+PROMPT = [5, 6, 7, 8, 9]
+SAMPLING = Sampling(n=4, max_tokens=12, ignore_eos=True, seed=3, raw_logprobs=True)
+
+
+@pytest.fixture
+def clients() -> Iterator[tuple[RolloutClient, RolloutClient]]:
+    """Of two services with the same model."""
+    ends = LoopbackService(), LoopbackService()
+    with serving(toy_engine(), ends[0]), serving(toy_engine(), ends[1]):
+        with RolloutClient(transport=ends[0].connect()) as one, RolloutClient(transport=ends[1].connect()) as other:
+            yield one, other
+
+
+def whole() -> dict[tuple[str, int], Sample]:
+    return run(toy_engine(), [Group("g", np.array(PROMPT, np.int32), SAMPLING)])
+
+
+def named(samples: list[Sample]) -> dict[tuple[str, int], Sample]:
+    return {("g", sample.index): sample for sample in samples}
+
+
+def cut(sample: Sample, tokens: int) -> Sample:
+    """The same child, stopped after so many tokens."""
+    assert sample.raw_logprobs is not None
+    return msgspec.structs.replace(
+        sample,
+        token_ids=sample.token_ids[:tokens],
+        logprobs=sample.logprobs[:tokens],
+        raw_logprobs=sample.raw_logprobs[:tokens],
+        finish_reason="cut",
+        weight_versions=sample.weight_versions if tokens else [],
+    )
+
+
+def test_a_group_split_over_two_services(clients: tuple[RolloutClient, RolloutClient]) -> None:
+    one, other = clients
+    handles = one.submit(PROMPT, SAMPLING, indices=[0, 3]), other.submit(PROMPT, SAMPLING, indices=np.array([1, 2]))
+    assert [handle.n for handle in handles] == [2, 2]
+    assert_same(whole(), named([sample for handle in handles for sample in handle.result(WAIT)]))
+
+
+def test_children_go_on_at_another_service(clients: tuple[RolloutClient, RolloutClient]) -> None:
+    want = whole()
+    samples = [cut(want["g", index], tokens) for index, tokens in ((2, 7), (0, 1), (3, 0))]
+    got = clients[1].resume(samples, PROMPT, msgspec.structs.replace(SAMPLING, seed=None)).result(WAIT)
+    assert_same({key: want[key] for key in want if key[1] != 1}, named(got))
+    for sample in got:
+        raw = want["g", sample.index].raw_logprobs
+        assert raw is not None and sample.raw_logprobs is not None and raw.tobytes() == sample.raw_logprobs.tobytes()
+    alone = clients[0].resume(samples[0], PROMPT, SAMPLING, group_id="alone").result(WAIT)
+    assert [(sample.group_id, sample.index) for sample in alone] == [("alone", 2)]
+
+
+def test_what_was_cut_goes_on(clients: tuple[RolloutClient, RolloutClient]) -> None:
+    """finish_after at one service, the rest at the other; the seed is the engine's own choice."""
+    asked = Sampling(n=5, max_tokens=40, finish_after=2)
+    first = clients[0].submit(PROMPT, asked).result(WAIT)
+    late = [sample for sample in first if sample.finish_reason == "cut"]
+    assert len(late) == 3
+    rest = clients[1].resume(late, PROMPT, msgspec.structs.replace(asked, finish_after=None)).result(WAIT)
+    seeded = msgspec.structs.replace(asked, finish_after=None, seed=first[0].seed)
+    want = run(toy_engine(), [Group("g", np.array(PROMPT, np.int32), seeded)])
+    assert_same(want, named([sample for sample in first if sample.finish_reason != "cut"] + rest))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ([], "no samples"),
+        ([{"finish_reason": "stop"}], "ended by themselves"),
+        ([{"finish_reason": "error"}], "failed"),
+        ([{}, {"index": 1, "seed": 4}], "one of|of one group"),
+        ([{}, {}], "indices="),
+    ],
+)
+def test_what_cannot_go_on_is_refused(
+    changed: list[dict[str, Any]], reason: str, clients: tuple[RolloutClient, RolloutClient]
+) -> None:
+    sample = cut(whole()["g", 0], 3)
+    with pytest.raises(InvalidRequest, match=reason):
+        clients[0].resume([msgspec.structs.replace(sample, **each) for each in changed], PROMPT, SAMPLING).result(WAIT)
+    with pytest.raises(InvalidRequest, match="Begun.of"):
+        clients[0].submit(PROMPT, SAMPLING, begun=[sample])  # type: ignore[list-item]
+    with pytest.raises(InvalidRequest, match="indices"):
+        clients[0].submit(PROMPT, SAMPLING, indices=["0"])  # type: ignore[list-item]
+
+
+@pytest.fixture
+def scripted() -> Iterator[tuple[RolloutClient, FakeEngine]]:
+    end, engine = LoopbackService(), FakeEngine()
+    with serving(engine, end), RolloutClient(transport=end.connect()) as client:
+        yield client, engine
+
+
+def test_single_children_are_cancelled(scripted: tuple[RolloutClient, FakeEngine]) -> None:
+    client, engine = scripted
+    handle = client.submit([5], Sampling(n=4, max_tokens=40_000))
+    until(lambda: engine.groups)
+    handle.cancel([1, 3])
+    first = {sample.index: sample for sample in islice(handle.samples(WAIT), 2)}
+    assert first.keys() == {1, 3} and not handle.done
+    assert all(sample.finish_reason == "aborted" for sample in first.values())
+    assert first[1].token_ids.tolist() == expected([5], 1, len(first[1].token_ids))
+    handle.cancel()
+    assert [sample.index for sample in handle.result(WAIT)] == [0, 1, 2, 3]
+    with pytest.raises(InvalidRequest, match="no child 4"):
+        handle.cancel([4])
+
+
+def test_a_cancelled_child_is_not_forgotten_where_the_link_breaks() -> None:
+    """The Abort is lost with the connection, and is asked again on the next one."""
+    engine = FakeEngine(step_s=0.001)
+    with serving(engine) as service, Proxy(service.endpoint) as proxy, RolloutClient(proxy.address) as client:
+        handle = client.submit([5], Sampling(n=2, max_tokens=40_000))
+        until(lambda: engine.groups)
+        proxy.mute = True
+        proxy.cut()
+        handle.cancel([1])
+        proxy.mute = False
+        ended = next(handle.samples(WAIT))
+        assert (ended.index, ended.finish_reason) == (1, "aborted")
+        handle.cancel()
+        assert len(handle.result(WAIT)) == 2
+
+
+def test_cancelled_before_it_was_sent_a_child_that_has_begun_keeps_its_tokens(
+    scripted: tuple[RolloutClient, FakeEngine],
+) -> None:
+    client, engine = scripted
+    limits = client.info.limits
+    large = [client.submit([5], Sampling(n=1024, max_tokens=40_000)) for _ in range(limits.max_samples_per_client // 1024)]
+    begun = Begun(index=1, token_ids=np.array([8, 9], np.int32), logprobs=np.zeros(2, np.float32), weight_versions=[(0, 0)])
+    waits = client.submit([5], Sampling(n=2, max_tokens=10), begun=[begun])
+    waits.cancel()
+    ended = waits.result(WAIT)
+    assert [(sample.finish_reason, sample.token_ids.tolist()) for sample in ended] == [("aborted", []), ("aborted", [8, 9])]
+    for handle in large:
+        handle.cancel()
