@@ -206,6 +206,7 @@ class SampleMeter:
         whole = [one for one in ended if one.reason in ("stop", "length")]
         if ended:
             row["rollout/unfinished_ratio"] = 1 - len(whole) / len(ended)
+            row["rollout/cut_ratio"] = sum(one.reason in ("cut", "deadline") for one in ended) / len(ended)
             row["off_policy/mixed_ratio"] = sum(one.mixed for one in ended) / len(ended)
             row["off_policy/lag_max"] = float(max(one.lag_max for one in ended))
         if whole:

@@ -91,7 +91,9 @@ def test_figures_of_samples() -> None:
     assert row["rollout/clipped_ratio"] == 0.5 and row["rollout/unfinished_ratio"] == pytest.approx(1 / 3)
     assert row["rollout/logprob_mean"] == -0.5
     assert row["rollout/sample_s"] == 1.5 and row["rollout/group_s_mean"] == row["rollout/group_s_max"] == 3.0
-    assert row["rollout/group_spread"] == pytest.approx(np.std([1, 2, 3]) / 2)
+    assert row["rollout/group_spread"] == pytest.approx(np.std([1, 2, 3]) / 2) and row["rollout/cut_ratio"] == 0
+    meter.add(sample(tokens=6, finish_reason="cut"), 0, now=3)
+    assert meter.row(3)["rollout/cut_ratio"] == 1 / 4
 
 
 def test_the_window_slides_and_totals_stay() -> None:
@@ -362,13 +364,13 @@ def test_the_audit_sees_weights_that_are_not_those_of_the_sample() -> None:
     assert row["mismatch/logprob_abs_mean"] > 0.01 and row["mismatch/ratio_outside"] > 0.1 and row["mismatch/kl"] > 0
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-mha", "gemma3_text", "qwen3_moe", "phi3"])
 def scored(module: PreTrainedModel, ids: np.ndarray) -> np.ndarray:
     """[tokens] log-probs of what comes after the first five."""
     with torch.inference_mode():
         return sample_logprobs(module, [(ids[:5], ids[5:])])[0].numpy()
 
 
+@pytest.mark.parametrize("name", ["llama", "llama-mha", "gemma3_text", "qwen3_moe", "phi3"])
 def test_the_plain_twin_shares_every_tensor_and_no_module(name: str) -> None:
     model = tiny(name)
     tiny_engine(model=model)
