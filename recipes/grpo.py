@@ -21,7 +21,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -94,6 +94,10 @@ class Task:
         self.scorer = apart
         self.data = [*(asked[i % len(asked)] for i in range(size)), *others]
         self.held_out = range(size, len(self.data))
+
+    def __len__(self) -> int:
+        """Questions to train on, asked again and again."""
+        return self.held_out.start
 
     def prompt(self, index: int) -> list[int]:
         chat = [{"role": "user", "content": self.data[index]["question"]}]
@@ -215,6 +219,10 @@ def train(options: Options, client: RolloutClient, task: Task, model: torch.nn.M
         }
 
 
+Trainer = Callable[[Any, RolloutClient, Task, torch.nn.Module], Iterator[dict[str, float]]]
+"""as `train`"""
+
+
 def submit(options: Options, client: RolloutClient, task: Task, step: int) -> list[Handle]:
     """Send the groups of a step; they run from now on."""
     handles = []
@@ -298,7 +306,8 @@ def plot(rows: list[dict[str, float]], path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
-def main(options: Options) -> list[dict[str, float]]:
+def main(options: Options, train: Trainer = train) -> list[dict[str, float]]:
+    """Run a service, train against it by `train`, and leave curves and rows in `options.out`."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(options.seed)

@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.types import Sample, Sampling
     from rollout.client.api import RolloutClient
+    from rollout.client.arrivals import Arrivals
     from rollout.client.handle import Handle
     from transport.errors import RolloutError
 
 __version__ = "0.1.0"
 
-__all__ = ["Handle", "RolloutClient", "RolloutError", "Sample", "Sampling", "__version__"]
+__all__ = ["Arrivals", "Handle", "RolloutClient", "RolloutError", "Sample", "Sampling", "__version__"]
 
 HOMES = {
+    "Arrivals": "rollout.client.arrivals",
     "Handle": "rollout.client.handle",
     "RolloutClient": "rollout.client.api",
     "RolloutError": "transport.errors",

@@ -133,7 +133,15 @@ def test_torch_would_be_noticed() -> None:
 def test_exported_names() -> None:
     import rollout
 
-    assert sorted(rollout.__all__) == ["Handle", "RolloutClient", "RolloutError", "Sample", "Sampling", "__version__"]
+    assert sorted(rollout.__all__) == [
+        "Arrivals",
+        "Handle",
+        "RolloutClient",
+        "RolloutError",
+        "Sample",
+        "Sampling",
+        "__version__",
+    ]
     for name in rollout.__all__:
         assert getattr(rollout, name) is not None
 

@@ -91,6 +91,16 @@ class Handle:
         if self.on_cancel is not None:
             self.on_cancel(self, some)
 
+    def listen(self, tell: OnChange) -> None:
+        """Call `tell` with each sample, those that are here already included, and with None if the group fails: in this thread
+        now, in the client's I/O thread later. One listener a group; it must return at once."""
+        with self._changed:
+            assert self.on_change is None, "somebody listens already"
+            self.on_change = tell
+            changes: list[Sample | None] = [*self._samples, *([None] if self._error is not None else [])]
+        for change in changes:
+            tell(self, change)
+
     # called by the I/O thread only
 
     def add_sample(self, sample: Sample) -> None:
@@ -104,8 +114,9 @@ class Handle:
             self._samples.append(sample)
             self._ended = len(self._samples) == self.n
             self._changed.notify_all()
-        if self.on_change is not None:
-            self.on_change(self, sample)
+            tell = self.on_change
+        if tell is not None:
+            tell(self, sample)
 
     def fail(self, error: RolloutError) -> None:
         """Raise `error` for everybody who waits. Nothing to do for a group that has ended."""
@@ -114,8 +125,9 @@ class Handle:
                 return
             self._error, self._ended = error, True
             self._changed.notify_all()
-        if self.on_change is not None:
-            self.on_change(self, None)
+            tell = self.on_change
+        if tell is not None:
+            tell(self, None)
 
     def abort_unsent(self, max_n: int) -> None:
         """End a group that the service never got, if it would have been served: aborted samples with the tokens that their

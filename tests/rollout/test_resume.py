@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine.types import Begun, Group, Sample, Sampling
-from rollout import RolloutClient
+from rollout import Arrivals, RolloutClient
 from tests.support.equivalence import assert_same
 from tests.support.fake_engine import FakeEngine, expected
 from tests.support.faulty_link import Proxy
@@ -19,7 +19,7 @@ from tests.support.toy import engine as toy_engine
 from tests.support.toy import run
 from tests.support.waiting import until
 from tests.support.wire import serving
-from transport.errors import InvalidRequest
+from transport.errors import InvalidRequest, RequestTimeout
 from transport.loopback import LoopbackService
 
 WAIT = 60.0
@@ -162,3 +162,20 @@ def test_cancelled_before_it_was_sent_a_child_that_has_begun_keeps_its_tokens(
     assert [(sample.finish_reason, sample.token_ids.tolist()) for sample in ended] == [("aborted", []), ("aborted", [8, 9])]
     for handle in large:
         handle.cancel()
+
+
+def test_samples_of_several_groups_as_they_come(scripted: tuple[RolloutClient, FakeEngine]) -> None:
+    """Groups are added while others are waited for, also one that is done; each sample comes once."""
+    client, _ = scripted
+    arrivals, done = Arrivals(), client.submit([1], Sampling(n=2, max_tokens=3))
+    done.result(WAIT)
+    arrivals.add(done)
+    later = client.submit([2], Sampling(n=3, max_tokens=3))
+    arrivals.add(later)
+    got = [arrivals.get(WAIT) for _ in range(5)]
+    assert {(handle, sample.index) for handle, sample in got} == {(done, 0), (done, 1), *((later, i) for i in range(3))}
+    with pytest.raises(RequestTimeout):
+        arrivals.get(0.01)
+    arrivals.add(client.submit([1000], Sampling()))
+    with pytest.raises(InvalidRequest, match="token id 1000"):
+        arrivals.get(WAIT)

@@ -1,0 +1,167 @@
+"""DAPO's dynamic sampling: more groups run than a step needs, and it trains on the first ones that have something to teach.
+
+    in flight   a a a a  b b b b  c c c c  d d d d      groups × over of them; one that ends makes room for the next
+    a child ends         → its reward, at once
+    rewards all equal    → the group teaches nothing: it is cancelled, or dropped when it ends
+    `groups` are whole   → a step of training, new weights; what is in flight goes on under them
+
+    python -m recipes.dapo                # one-digit products with SmolLM2-135M, as recipes.grpo
+    python -m recipes.dapo --decide-after 4    # cancels a group when 4 of its children have the same reward
+
+No slot waits for the slowest group of a step, and no step is spent on groups without spread. What that costs is told: the share
+of all sampled tokens that no step trained on.
+
+Yu et al., "DAPO" (2025): dynamic sampling, token-level loss, clip-higher. The rest is that of `recipes.grpo`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import tyro
+
+from recipes import grpo
+from rollout import Arrivals, Handle, RolloutClient, Sample, Sampling
+
+
+@dataclass(frozen=True)
+class Options(grpo.Options):
+    """What to train and how."""
+
+    over: float = 2.0
+    """groups in flight for each group that a step trains on, at least 1"""
+    decide_after: int | None = None
+    """cancel a group when so many of its children have ended with the same reward; None: when all have"""
+    clip_high: float = 0.28
+    """the importance ratio counts only within 1 - clip and 1 + clip_high"""
+
+
+@dataclass
+class Asked:
+    """A group in flight."""
+
+    index: int
+    """of its question"""
+    handle: Handle
+    arrived: int = 0
+    """children that have ended"""
+    rewards: dict[int, float] = field(default_factory=dict)
+    """of the children that have ended by themselves"""
+
+    @property
+    def spread(self) -> bool:
+        return len(set(self.rewards.values())) > 1
+
+    @property
+    def whole(self) -> bool:
+        """All children have ended by themselves."""
+        return len(self.rewards) == self.handle.n
+
+
+class Sampler:
+    """Keeps groups in flight, and hands out those that have something to teach."""
+
+    def __init__(self, options: Options, client: RolloutClient, task: Any) -> None:
+        self.options, self.client, self.task = options, client, task
+        self.arrivals = Arrivals()
+        self.in_flight: dict[str, Asked] = {}
+        self.next_index = 0
+        self.dropped = 0
+        """groups without spread"""
+        self.sampled = self.wasted = 0
+        """tokens, and those of them in groups that were dropped"""
+
+    def fill(self) -> None:
+        """Submit groups until as many are in flight as may be."""
+        options = self.options
+        while len(self.in_flight) < round(options.over * options.groups):
+            index, self.next_index = self.next_index, self.next_index + 1
+            seed = options.seed * 1_000_003 + index
+            sampling = Sampling(n=options.n, max_tokens=options.max_tokens, temperature=options.temperature, seed=seed)
+            question = index % len(self.task)
+            handle = self.client.submit(self.task.prompt(question), sampling, group_id=f"{index}")
+            self.in_flight[handle.group_id] = Asked(question, handle)
+            self.arrivals.add(handle)
+
+    def take(self, wanted: int) -> list[Asked]:
+        """Wait for so many groups with spread; the others go on."""
+        ready: list[Asked] = []
+        while len(ready) < wanted:
+            self.fill()
+            handle, sample = self.arrivals.get(timeout=600)
+            asked = self.in_flight[handle.group_id]
+            self._note(asked, sample)
+            if asked.arrived == handle.n:
+                del self.in_flight[handle.group_id]
+                if asked.whole and asked.spread:
+                    ready.append(asked)
+                else:
+                    self.dropped += 1
+                    self.wasted += sum(len(each.token_ids) for each in handle.result())
+        return ready
+
+    def _note(self, asked: Asked, sample: Sample) -> None:
+        self.sampled += len(sample.token_ids)
+        asked.arrived += 1
+        if sample.finish_reason in ("stop", "length"):
+            asked.rewards[sample.index] = self.task.reward(asked.index, sample)
+        elif not asked.handle.cancelled:
+            grpo.checked([sample])  # raises: nobody has cancelled it
+        if len(asked.rewards) == self.options.decide_after and not asked.spread:
+            asked.handle.cancel()
+
+
+def policy_loss(now: torch.Tensor, then: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Clip-higher: PPO's surrogate with two bounds, summed over tokens; all [tokens]."""
+    ratio = (now - then).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage).sum()
+
+
+def train(options: Options, client: RolloutClient, task: Any, model: torch.nn.Module) -> Iterator[dict[str, float]]:
+    """Yield the metrics of each step."""
+    learner, sampler = grpo.Learner(model, options.learning_rate), Sampler(options, client, task)
+    try:
+        for step in range(options.steps):
+            began = time.perf_counter()
+            dropped, sampled, wasted = sampler.dropped, sampler.sampled, sampler.wasted
+            ready = sampler.take(options.groups)
+            waited = time.perf_counter() - began
+            groups = [asked.handle.result() for asked in ready]
+            rewards = np.array([[asked.rewards[i] for i in range(options.n)] for asked in ready])
+            tokens = sum(len(sample.token_ids) for group in groups for sample in group)
+            ratios = []
+            for asked, group, advantage in zip(ready, groups, grpo.advantages(rewards), strict=True):
+                now, then = grpo.logprobs(model, task.prompt(asked.index), group, options.temperature), grpo.behaviour(group)
+                each = torch.from_numpy(np.repeat(advantage, [len(s.token_ids) for s in group])).float()
+                (policy_loss(now, then, each, options.clip, options.clip_high) / tokens).backward()
+                ratios.append((now.detach() - then).exp())
+            norm = learner.step()
+            weights = grpo.push(client, model, step + 1) if options.refresh else {}
+            lag = grpo.lags(groups, step)
+            yield {
+                "train/step": step + 1,
+                "train/reward": float(rewards.mean()),
+                "train/grad_norm": norm,
+                "train/tokens": tokens,
+                "train/seconds": time.perf_counter() - began,
+                "train/wait_seconds": waited,
+                "train/tokens_per_s": tokens / (time.perf_counter() - began),
+                "train/dropped_groups": sampler.dropped - dropped,
+                "train/waste": (sampler.wasted - wasted) / max(1, sampler.sampled - sampled),
+                "train/lag_mean": float(lag.mean()),
+                "train/lag_max": float(lag.max()),
+                "train/ratio": float(torch.cat(ratios).mean()),
+                **weights,
+            }
+    finally:
+        for asked in sampler.in_flight.values():
+            asked.handle.cancel()
+
+
+if __name__ == "__main__":
+    grpo.main(tyro.cli(Options), train)
