@@ -90,6 +90,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """under pressure, room is made for this many more blocks of each sequence that stays"""
     min_run_tokens: int = 64
     """a restored sequence makes this many tokens before it may be preempted again, unless nothing else can make room"""
+    foreground_s: float = 2.0
+    """a client that was idle is computed before those that keep the engine busy, for so many seconds at most until it is idle
+    again; 0 = all that have work share alike (docs/decisions/fairness.md)"""
     mirror_ahead: bool | None = None
     """copy full blocks to host memory before the pool runs out, so that preempting copies only partial blocks; None = on CUDA,
     where these copies run beside the compute; on the CPU it takes more than it saves (docs/decisions/pressure.md)"""
@@ -136,5 +139,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
         need(self.lookahead_blocks >= 1, f"lookahead_blocks={self.lookahead_blocks}: must be at least 1")
         need(self.min_run_tokens >= 0, f"min_run_tokens={self.min_run_tokens}: must not be negative")
+        need(0 <= self.foreground_s < math.inf, f"foreground_s={self.foreground_s}: must be 0 (off) or positive, and finite")
         need(self.mirror_blocks_per_step >= 1, f"mirror_blocks_per_step={self.mirror_blocks_per_step}: must be at least 1")
         need(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1")

@@ -32,7 +32,8 @@ def status(engine: Engine) -> dict[str, Any]:
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
         "offloaded": sum(any(b.device is None and not b.lost for b in seq.blocks) for seq in scheduler.waiting),
-        "clients": dict(+scheduler.running_of),
+        "clients": dict(scheduler.running_of),
+        "credit_s": {client: round(seconds, 3) for client, seconds in scheduler.shares.credits().items()},
         "weights": _weights(engine),
         "kv": {
             "block_size": size,

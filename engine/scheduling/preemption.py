@@ -89,7 +89,8 @@ class Pressure:
     def fits(self, seq: Sequence, running: list[Sequence], budget: int) -> bool:
         """Whether a waiting sequence can run now: there is room for what `_room_for` says, and beside those that run."""
         room = self._room_for(seq, budget)
-        if self.store.available >= room + self._room_beside(seq, running):
+        goes_on = seq.held and not _absent(seq) and not self._could_be_lost(seq)
+        if self.store.available >= room + (0 if goes_on else self._room_beside(seq, running)):
             return True
         if running:
             return False
@@ -109,13 +110,21 @@ class Pressure:
         idle = (other for other in waiting if other.begun and other.blocks and other.blocks[0] in self.store.idle)
         return min(idle, key=lambda other: other.rank, default=seq)
 
-    def make_room(self, seq: Sequence, running: list[Sequence], budget: int) -> None:
-        """Blocks that nobody uses leave for a waiting sequence, if it fits then. For the beginning of a plan: slots that its
-        restores and copies take must stay what they are."""
-        mine = set(seq.blocks)
-        need = self._room_for(seq, budget) + self._room_beside(seq, running)
-        spare = sum(block not in mine for block in self.store.idle)
-        if self.store.available < need <= self.store.available + spare:
+    def make_room(self, waiting: list[Sequence], running: list[Sequence], most: int) -> None:
+        """Blocks that nobody uses leave for waiting sequences, as many of the first of these as fit then into a step of `most`
+        tokens. For the beginning of a plan: slots that its restores and copies take must stay what they are."""
+        mine = {block for seq in waiting for block in seq.blocks}
+        room = self.store.available + sum(block not in mine for block in self.store.idle)
+        budget = most - len(running)
+        need = starting = 0
+        for seq in waiting:
+            more = self._room_for(seq, budget) + (1 if starting else self._room_beside(seq, running))
+            if budget <= 0 or need + more > room:
+                break
+            need += more
+            budget -= seq.uncached
+            starting += 1
+        if self.store.available < need:
             self.reclaim_idle(need, mine)
 
     def least_run(self, seq: Sequence) -> int:
@@ -159,14 +168,16 @@ class Pressure:
         return max(0, -(-cached // size) - len(seq.blocks)) + bool(copied)
 
     def reclaim_idle(self, need: int, keep: Collection[Block] = ()) -> bool:
-        """Blocks whose owners all wait leave the device, newest first, until `need` are available."""
-        while self.store.available < need:
-            block = next((block for block in reversed(self.store.idle) if block not in keep), None)
-            if block is None:
-                return False
-            if not self.store.offload(block):
-                self.store.drop(block)
-        return True
+        """Blocks whose owners all wait leave the device until `need` are available: those with the fewest owners first, since
+        what many wait for would be computed again by each of them, and of these the newest."""
+        if self.store.available < need:
+            idle = sorted((block for block in reversed(self.store.idle) if block not in keep), key=lambda block: block.owners)
+            for block in idle:
+                if not self.store.offload(block):
+                    self.store.drop(block)
+                if self.store.available >= need:
+                    break
+        return self.store.available >= need
 
     def offload(self, seq: Sequence) -> bool:
         """Move the idle blocks of a stopped sequence to host memory. False if they do not fit there, or if prefilling them

@@ -31,13 +31,14 @@ class RunningTable:
         self.sequences: list[Sequence] = []
         """those that run, oldest first"""
         self.of_client: Counter[str] = Counter()
-        """how many of each client run"""
+        """how many of each client run; none without"""
         self._free = list(range(places - 1, -1, -1))
 
     def enter(self, seq: Sequence, least_run: int = 0) -> None:
         """Start a sequence whose blocks are on the device. `least_run`: tokens to sample before it may be preempted."""
         self._fill(seq, self._free.pop())
         seq.running = seq.begun = True
+        seq.held = False
         seq.num_output_at_start = len(seq.output)
         seq.least_run = least_run
         insort(self.sequences, seq, key=lambda s: s.age)
@@ -48,6 +49,8 @@ class RunningTable:
         seq.running = False
         self.sequences.remove(seq)
         self.of_client[seq.state.client] -= 1
+        if not self.of_client[seq.state.client]:
+            del self.of_client[seq.state.client]
         self._clear(seq)
 
     def _fill(self, seq: Sequence, place: int) -> None:
@@ -66,7 +69,7 @@ class RunningTable:
         places = [seq.place for seq in self.sequences if seq.place is not None]
         assert sorted([*self._free, *places]) == list(range(len(self.table))), "places are lost"
         assert sorted(self.sequences, key=lambda seq: seq.age) == self.sequences
-        assert +self.of_client == Counter(seq.state.client for seq in self.sequences)
+        assert self.of_client == Counter(seq.state.client for seq in self.sequences)
         wanted = np.zeros_like(self.table)
         for place, seq in zip(places, self.sequences, strict=True):
             wanted[place, : len(seq.blocks)] = [block.device for block in seq.blocks]

@@ -3,12 +3,13 @@
 `plan()` decides, the engine launches that and says so (`launched()`), `commit()` records what was drawn: at once, or
 after the next step has been planned and launched (`engine.in_flight`). One call of `plan()`:
 
-    1. make room     the running sequences need blocks to grow; if too few, the last in rank are preempted (engine.pressure);
+    1. foreground    clients that were idle go first: while they have work, the sequences of all others stop (engine.shares)
+    2. make room     the running sequences need blocks to grow; if too few, the last in rank are preempted (engine.pressure);
                      all slots are taken and a client with less than its share waits: others give some up
-    2. decode        one row for each sequence that has one token to compute
-    3. prefill       chunks for the running sequences that have more, while the token budget lasts
-    4. start         waiting sequences: forked, preempted or reset ones, then fresh prompts
-    5. mirror        ahead of pressure, copies of full blocks to host memory
+    3. decode        one row for each sequence that has one token to compute; in turn, where steps are to be short
+    4. prefill       chunks for the running sequences that have more, while the token budget lasts
+    5. start         waiting sequences: forked, preempted or reset ones, then fresh prompts
+    6. mirror        ahead of pressure, copies of full blocks to host memory
 
 It is the only writer of sequences, groups, both pools and the prefix index.
 """
@@ -16,8 +17,10 @@ It is the only writer of sequences, groups, both pools and the prefix index.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from heapq import heappop, heappush
+from itertools import islice
 
 from engine.config import EngineConfig
 from engine.kv.store import BlockStore
@@ -28,6 +31,7 @@ from engine.scheduling.preemption import Pressure
 from engine.scheduling.rows import Rows, plan_of
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Row, Sequence
+from engine.scheduling.shares import Shares, Turns
 from engine.scheduling.sharing import shared_prefixes
 from engine.scheduling.waiting import WaitingQueue
 from engine.types import Begun, FinishReason, Group, Sample
@@ -61,11 +65,19 @@ class Scheduler:
         self.tables = BlockTables(config, self.store, counters)
         self.rows = Rows(config, self.store, self.tables)
         self.pressure = Pressure(config, self.store, counters)
+        self.shares = Shares(config.foreground_s)
         self._clock = clock
         self._submitted = 0
         self._planned = 0
         self._deadlines: list[tuple[float, int, str]] = []
         """heap of (time, number of the group, its id)"""
+        self._held = False
+        """the last plan left clients out that have work"""
+        self._timed = 0.0
+        """when the last step was committed, or the one in flight planned if that was later"""
+        self._committing = 0.0
+        """seconds of the last commit, part of the next step"""
+        self._turns = Turns()
         self._rows: dict[int, list[Row]] = {}
         """of the steps that were planned and not committed, by number: the way back from a plan to its sequences"""
 
@@ -95,6 +107,7 @@ class Scheduler:
             self.waiting.put(state.sequences[index])
         if group.sampling.deadline_s is not None:
             heappush(self._deadlines, (state.arrived + group.sampling.deadline_s, state.number, group.id))
+        self.shares.arrived(client, state.arrived)
         return samples
 
     def _complete(self, state: GroupState, begun: Begun) -> Sample:
@@ -109,7 +122,7 @@ class Scheduler:
         """Something runs, or waits and may start."""
         if self.admitting:
             return bool(self.groups)
-        return bool(self.running or self.waiting.next(self.running_of, begun=True))
+        return bool(self.running or self.waiting.clients(begun=True))
 
     def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
         """End the children that are not finished, or one of them. Returns them with what they have; [] for an unknown id or
@@ -143,25 +156,30 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Decide the next step. No rows: nothing can be done now."""
+        now = self._clock()
+        most = self.shares.most_tokens(self.config.max_batch_tokens, now)
         self.store.begin()
+        clients = self._foreground()
+        self._hold_others(clients)
         self._preempt(self.pressure.victims(self.running))
-        self._yield_to_starved()
+        self._yield_to_starved(clients)
+        self._make_room(clients, most)
         planned: set[bytes] = set()
-        rows = self.rows.decode(self.running, self.version)
+        rows = self.rows.decode(self._in_turn(most), self.version)
         decoding = len(rows)
-        budget = self.config.max_batch_tokens - decoding
+        budget = most - decoding
         unfinished = [seq for seq in self.running if seq.uncached > 1] if decoding < len(self.running) else []
         for seq in unfinished:
             if budget and (row := self.rows.prefill(seq, budget, planned, self.version)):
                 rows.append(row)
                 budget -= row[2]
-        while budget and len(self.running) < self.config.max_num_seqs:
-            seq = self._next()
+        while budget > 0 and len(self.running) < self.config.max_num_seqs:
+            seq = self._next(clients)
             if seq is None or not self._start(seq, budget, planned):
                 break
             if row := self.rows.prefill(seq, budget, planned, self.version):
                 rows.append(row)
-                budget -= row[2]
+                budget -= row[2] if most == self.config.max_batch_tokens else max(row[2], row[3])
         self.pressure.mirror(self.running)
         if len(rows) > decoding:
             rows.sort(key=lambda row: row[0].age)
@@ -170,6 +188,8 @@ class Scheduler:
             return copies_only(self._planned, self.store.moves)
         shared = tuple(shared_prefixes(rows, self.block_size)) if self.config.share_prefix else ()
         pending, self._rows[self._planned] = bool(self._rows), rows
+        if not pending:
+            self._timed = now - self._committing
         return plan_of(self._planned, rows, shared, self.store.moves, self.running_table, self.block_size, pending)
 
     def sequences_of(self, plan: Plan) -> list[Sequence]:
@@ -180,8 +200,13 @@ class Scheduler:
     def must_preempt(self) -> bool:
         """True if the next plan would stop a sequence. The step in flight must be committed first: it may end some, and no
         sequence stops while a token of it is pending."""
-        seq = self.waiting.next(self.running_of, begun=not self.admitting)
-        return self.pressure.must_preempt(self.running) or bool(seq and self._sequences_over_share(seq))
+        clients = self._foreground()
+        seq = self._first_waiting(clients)
+        return (
+            any(client not in clients for client in self.running_of)
+            or self.pressure.must_preempt(self.running)
+            or bool(seq and self._sequences_over_share(seq, clients))
+        )
 
     def offload_all(self) -> Plan:
         """Stop every sequence and offload its blocks, the first in rank first, as far as host memory has room. Returns a plan
@@ -235,7 +260,10 @@ class Scheduler:
         tokens, logprobs, finite = drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.finite.tolist()
         raws = drawn.raw_logprobs
         size, at = self.block_size, 0
-        for seq, start, count, draws in self._rows.pop(plan.step):
+        rows, now = self._rows.pop(plan.step), self._clock()
+        self.shares.computed(self._tokens_of_clients(rows, plan.num_tokens), now - self._timed, self._held)
+        self._timed = now
+        for seq, start, count, draws in rows:
             if seq.ended:
                 self.counters.unused_draws += draws
                 at += draws
@@ -254,7 +282,9 @@ class Scheduler:
                 if forks:
                     samples += [each for index in seq.state.cancelled for each in self.abort(seq.state.group.id, index)]
         assert at == len(tokens)
-        return samples + self._finish(racing) if racing else samples
+        samples += self._finish(racing) if racing else []
+        self._committing = self._clock() - now
+        return samples
 
     def launch_failed(self, plan: Plan, reason: str) -> list[Sample]:
         """End the groups of a plan that could not be launched with an error; the plan is void."""
@@ -278,7 +308,7 @@ class Scheduler:
 
     def fail_stuck(self) -> list[Sample]:
         """Nothing runs, nothing can start: end the group that is next with an error rather than wait for ever."""
-        seq = self.waiting.next(self.running_of, begun=not self.admitting)
+        seq = self._first_waiting(self._foreground())
         assert seq is not None
         need = -(-seq.length // self.block_size)
         reason = f"{need} KV blocks are needed to go on and cannot be freed from a pool of {self.store.device.size}"
@@ -305,10 +335,46 @@ class Scheduler:
                     self.tables.drop_older(seq, state.readable_from(version))
         return samples
 
-    def _next(self) -> Sequence | None:
+    # ── who is computed ───────────────────────────────────────────────────────────────────────────────────────────────
+    def _foreground(self) -> Collection[str]:
+        """The clients whose sequences may be computed now."""
+        return self.shares.foreground({*self.running_of, *self.waiting.clients(begun=not self.admitting)})
+
+    def _hold_others(self, clients: Collection[str]) -> None:
+        """Stop the sequences of all but these clients. Their KV stays until its room is needed."""
+        others = [seq for seq in self.running if seq.state.client not in clients]
+        for seq in others:
+            self._stop(seq, held=True)
+        self._held = bool(others) or any(c not in clients for c in self.waiting.clients(not self.admitting))
+
+    def _in_turn(self, most: int) -> list[Sequence]:
+        """The running sequences that may decode in a step of at most `most` tokens: all, but in a short step in turn. Half of a
+        short step is for prefill if there is any to do."""
+        if most == self.config.max_batch_tokens:
+            return self.running
+        decoding = [seq for seq in self.running if seq.uncached == 1]
+        if len(decoding) < len(self.running) or (len(self.waiting) and len(self.running) < self.config.max_num_seqs):
+            most //= 2
+        return self._turns.take(decoding, most)
+
+    def _tokens_of_clients(self, rows: list[Row], total: int) -> Mapping[str, int]:
+        """Tokens of a step by client."""
+        if (client := self.shares.only_client) is not None:
+            return {client: total}
+        tokens = Counter[str]()
+        for seq, _, count, _ in rows:
+            tokens[seq.state.client] += count
+        return tokens
+
+    def _next(self, clients: Collection[str]) -> Sequence | None:
         """Who waits and is next to start. If nothing runs, that is whoever has KV on the device that another would take."""
-        seq = self.waiting.next(self.running_of, begun=not self.admitting)
-        return seq if seq is None or self.running else self.pressure.first_alone(seq, self.waiting)
+        seq = self._first_waiting(clients)
+        if seq is None or self.running or self._held:
+            return seq
+        return self.pressure.first_alone(seq, self.waiting)
+
+    def _first_waiting(self, clients: Collection[str]) -> Sequence | None:
+        return self.waiting.next(self.running_of, clients, begun=not self.admitting)
 
     # ── starting and stopping ─────────────────────────────────────────────────────────────────────────────────────────
     def _start(self, seq: Sequence, budget: int, planned: set[bytes]) -> bool:
@@ -325,12 +391,13 @@ class Scheduler:
         self.running_table.enter(seq, least_run)
         return True
 
-    def _stop(self, seq: Sequence) -> None:
-        """From running to waiting. It keeps its blocks."""
+    def _stop(self, seq: Sequence, held: bool = False) -> None:
+        """From running to waiting. It keeps its blocks. held: because other clients go first."""
         assert not seq.pending, "a sequence stops whose last token is not known yet"
         self.running_table.leave(seq)
         for block in seq.blocks:
             self.store.unpin(block)
+        seq.held = held
         self.waiting.put(seq)
 
     def _preempt(self, victims: list[Sequence]) -> None:
@@ -342,21 +409,32 @@ class Scheduler:
         if victims:
             self.pressure.reclaim_idle(sum(self.pressure.need(seq) for seq in self.running))
 
-    def _yield_to_starved(self) -> None:
+    def _yield_to_starved(self, clients: Collection[str]) -> None:
         """Every slot is taken and another client's turn has come: some stop. Their KV stays until its room is needed."""
-        seq = self._next()
+        seq = self._next(clients)
         if seq is None:
             return
-        for last in self._sequences_over_share(seq):
+        for last in self._sequences_over_share(seq, clients):
             self._stop(last)
-        if self.store.idle and len(self.running) < self.config.max_num_seqs:
-            self.pressure.make_room(seq, self.running, self.config.max_batch_tokens - len(self.running))
 
-    def _sequences_over_share(self, seq: Sequence) -> list[Sequence]:
+    def _make_room(self, clients: Collection[str], most: int) -> None:
+        """Blocks that nobody uses leave for the sequence that is next; for all that can start in a step of `most` tokens where
+        some clients go before others, or did."""
+        seq = self._next(clients)
+        slots = min(self.config.max_num_seqs, most) - len(self.running)
+        if seq is None or not self.store.idle or slots <= 0:
+            return
+        upcoming = [seq]
+        if self._held or seq.held:
+            upcoming = [*islice(self.waiting.of(clients, begun=not self.admitting), slots)]
+        self.pressure.make_room(upcoming, self.running, most)
+
+    def _sequences_over_share(self, seq: Sequence, clients: Collection[str]) -> list[Sequence]:
         """Who gives its slot to the client of `seq`, which waits."""
         if len(self.running) < self.config.max_num_seqs:
             return []
-        return self.pressure.sequences_over_share(seq.state.client, self.waiting.counts(), self.running_of, self.running)
+        waiting = {client: count for client, count in self.waiting.counts().items() if client in clients}
+        return self.pressure.sequences_over_share(seq.state.client, waiting, self.running_of, self.running)
 
     def _soft_reset(self, seq: Sequence) -> None:
         """Give the KV up but for the leading blocks that others use; the rest is prefilled again from whatever the prefix index
@@ -423,13 +501,14 @@ class Scheduler:
             self.store.disown(block, used=seq_ran)
         seq.blocks.clear()
         seq.ended = True
-        state = seq.state
+        state, now = seq.state, self._clock()
         state.finished += reason in ("stop", "length")
         del state.sequences[seq.index]
         if not state.sequences:
             del self.groups[state.group.id]
+            self.shares.left(state.client, now)
         self.counters.ended[reason] += 1
-        return seq.sample(reason, self._clock() - state.arrived, error)
+        return seq.sample(reason, now - state.arrived, error)
 
     def _end_group(self, state: GroupState, reason: FinishReason, error: str | None = None) -> list[Sample]:
         """End every child that is not finished; before the fork that is all n of them."""

@@ -109,6 +109,7 @@ class Sequence:
         "computed",
         "begun",
         "running",
+        "held",
         "ended",
         "num_output_at_start",
         "least_run",
@@ -153,6 +154,8 @@ class Sequence:
         self.begun = False
         """ran before"""
         self.running = False
+        self.held = False
+        """it waits because other clients go first: it would run"""
         self.ended = False
         """its sample was made"""
         self.num_output_at_start = 0

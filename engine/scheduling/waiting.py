@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from engine.scheduling.sequence import Sequence
 
-Place = tuple[int, bool, int, int, int]
-"""Within a client, by priority; of equal ones those that have begun (preempted, reset, forked) go before prompts that have not:
-their KV or their siblings hold memory already. Then by rank."""
+Place = tuple[int, bool, bool, int, int, int]
+"""Within a client, by priority. Of equal ones those that are held go first, as they would run; then those that have begun
+(preempted, reset, forked): their KV or their siblings hold memory already. Then by rank."""
 
 
 class WaitingQueue:
@@ -37,16 +37,27 @@ class WaitingQueue:
 
     def put(self, sequence: Sequence) -> None:
         priority, *rank = sequence.rank
-        self._places[sequence] = (priority, not sequence.begun, *rank)
+        self._places[sequence] = (priority, not sequence.held, not sequence.begun, *rank)
         insort(self._clients.setdefault(sequence.state.client, []), sequence, key=self._places.__getitem__)
 
-    def next(self, running: Counter[str], begun: bool = False) -> Sequence | None:
-        """Look at the next one; `running` counts the running sequences of each client. `begun`: only of those that have."""
-        first = {name: self._first(sequences, begun) for name, sequences in self._clients.items()}
-        clients = [name for name, sequence in first.items() if sequence is not None]
+    def clients(self, begun: bool = False) -> list[str]:
+        """Who has sequences here; `begun`: that have begun."""
+        return [client for client, sequences in self._clients.items() if self._first(sequences, begun) is not None]
+
+    def of(self, clients: Collection[str], begun: bool = False) -> Iterator[Sequence]:
+        """The sequences of these clients, each client's in order; `begun`: only those that have."""
+        for client, sequences in self._clients.items():
+            if client in clients:
+                yield from (seq for seq in sequences if seq.begun or not begun)
+
+    def next(self, running: Counter[str], of: Collection[str] | None = None, begun: bool = False) -> Sequence | None:
+        """Look at the next one. running: counts the running sequences of each client. of: the clients to choose from; None =
+        all. begun: only of those that have."""
+        clients = [client for client in self.clients(begun) if of is None or client in of]
         if not clients:
             return None
-        return first[min(clients, key=lambda name: (running[name], self._served.get(name, 0)))]
+        client = min(clients, key=lambda name: (running[name], self._served.get(name, 0)))
+        return self._first(self._clients[client], begun)
 
     @staticmethod
     def _first(sequences: list[Sequence], begun: bool) -> Sequence | None:

@@ -14,6 +14,7 @@ from engine.scheduling.counters import Counters
 from engine.scheduling.plan import Drawn
 from engine.scheduling.preemption import COMPUTED_PER_DRAWN, Pressure
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.shares import LEVELS
 from engine.types import Group, Sampling
 
 
@@ -22,41 +23,65 @@ class Ask(NamedTuple):
     n: int
     new: int
     client: str = ""
+    at: float = 0.0
+    """when it comes, by a clock on which a token takes TOKEN_S"""
 
 
-def run(groups: list[Ask], *, pool: int, host: int = 0, most_steps: int = 100_000, **config: Any) -> Counters:
-    """All groups to the end over pools of so many tokens; every child makes all its tokens."""
+TOKEN_S = 0.01
+
+
+class Counted(NamedTuple):
+    recomputed_tokens: int
+    generated_tokens: int
+    steps: int
+    offloads: int
+    holds: int
+    """plans that stopped sequences because another client goes first"""
+
+
+def run(groups: list[Ask], *, pool: int, host: int = 0, most_steps: int = 100_000, **options: Any) -> Counted:
+    """All groups to the end over pools of so many tokens; every child makes all its tokens. No client goes before another
+    unless `foreground_s` is given."""
+    config = {"foreground_s": 0.0, **options}
     size = config["block_size"]
-    counters = Counters()
+    counters, now, holds = Counters(), 0.0, 0
     scheduler = Scheduler(
         EngineConfig(kv_tokens=1, **config),
         device_blocks=pool // size,
         host_blocks=host // size,
         max_blocks=pool // size,
         counters=counters,
+        clock=lambda: now,
     )
     r = np.random.default_rng(0)
-    for i, ask in enumerate(groups):
-        prompt = r.integers(1, 10**6, ask.prompt).astype(np.int32)
-        scheduler.submit(Group(f"g{i}", prompt, Sampling(n=ask.n, max_tokens=ask.new)), ask.client, i, frozenset())
-    while scheduler.groups:
+    asks = sorted(enumerate(groups), key=lambda each: each[1].at, reverse=True)
+    while scheduler.groups or asks:
+        while asks and (asks[-1][1].at <= now or not scheduler.groups):
+            i, ask = asks.pop()
+            now = max(now, ask.at)
+            prompt = r.integers(1, 10**6, ask.prompt).astype(np.int32)
+            scheduler.submit(Group(f"g{i}", prompt, Sampling(n=ask.n, max_tokens=ask.new)), ask.client, i, frozenset())
         counters.steps += 1
         assert counters.steps < most_steps, "no end in sight"
+        held = sum(seq.held for seq in scheduler.waiting)
         plan = scheduler.plan()
+        holds += sum(seq.held for seq in scheduler.waiting) > held
         scheduler.moved()
         assert plan.num_rows or scheduler.running, "stuck"
         if not plan.num_rows:
             continue
         scheduler.launched(plan)
+        now += plan.num_tokens * TOKEN_S
         draws = int(plan.samples.sum())
         tokens = r.integers(1, 10**6, draws).astype(np.int32)
         scheduler.commit(plan, Drawn(tokens, np.zeros(draws, np.float32), None, np.ones(draws, bool)))
     assert counters.generated_tokens == sum(ask.n * ask.new for ask in groups)
-    return counters
+    return Counted(counters.recomputed_tokens, counters.generated_tokens, counters.steps, counters.offloads, holds)
 
 
-def random_run(seed: int) -> None:
-    """Groups of one or two clients over a pool that holds 1 to 2.5 times the longest sequence, with host memory or without."""
+def random_run(seed: int, interactive: bool = False) -> None:
+    """Groups of one or two clients over a pool that holds 1 to 2.5 times the longest sequence, with host memory or without.
+    interactive: a third client comes with small groups, now and then."""
     r = random.Random(seed)
     size, slots = r.choice([1, 2, 4, 8, 16]), r.choice([1, 2, 4, 16])
     groups = [
@@ -68,10 +93,15 @@ def random_run(seed: int) -> None:
         )
         for _ in range(r.randrange(1, 6))
     ]
+    if interactive:
+        until = 2 * TOKEN_S * sum(ask.prompt + ask.n * ask.new for ask in groups)
+        small = ((r.randrange(1, 60), r.choice([1, 2]), r.randrange(1, 8)) for _ in range(r.choice([0, 1, 5, 20])))
+        groups += [Ask(*ask, client="c", at=r.uniform(0, until)) for ask in small]
     longest = max(-(-(ask.prompt + ask.new) // size) for ask in groups)
-    counters = run(
+    pool = int(longest * r.choice([1, r.uniform(1, 1.2), r.uniform(1, 2.5)])) * size
+    counted = run(
         groups,
-        pool=int(longest * r.choice([1, r.uniform(1, 1.2), r.uniform(1, 2.5)])) * size,
+        pool=pool,
         host=int(longest * r.choice([0, 0, 0.3, 1.5])) * size,
         block_size=size,
         max_num_seqs=slots,
@@ -79,10 +109,13 @@ def random_run(seed: int) -> None:
         lookahead_blocks=r.choice([1, 2, 4]),
         min_run_tokens=r.choice([0, 8, 64]),
         prefix_cache=r.random() < 0.7,
+        foreground_s=2.0 * interactive,
     )
+    arrivals = sum(ask.at > 0 for ask in groups) + len({ask.client for ask in groups})
+    assert counted.holds <= (LEVELS + 1) * arrivals, f"seed {seed}: {counted.holds} times for {arrivals} arrivals"
     partial = size * sum(ask.n for ask in groups)  # a child's share of the prompt's last block is its own
-    again, most = counters.recomputed_tokens, COMPUTED_PER_DRAWN * counters.generated_tokens + partial
-    assert again <= most, f"seed {seed}: {again} tokens computed again for {counters.generated_tokens}"
+    again, most = counted.recomputed_tokens, COMPUTED_PER_DRAWN * counted.generated_tokens + partial + counted.holds * pool
+    assert again <= most, f"seed {seed}: {again} tokens computed again for {counted.generated_tokens}"
 
 
 def test_resets_cost_a_bounded_share() -> None:
@@ -91,12 +124,19 @@ def test_resets_cost_a_bounded_share() -> None:
         random_run(seed)
 
 
+def test_clients_change_places_a_bounded_number_of_times() -> None:
+    """200 runs beside a client that comes and goes: all ends; clients stop for others at most LEVELS + 1 times for each time
+    that an idle client comes, and each time no more than the pool is computed again."""
+    for seed in range(200):
+        random_run(seed, interactive=True)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_resets_cost_a_bounded_share_long() -> None:
     first = random.SystemRandom().randrange(2**48)
     for seed in range(first, first + 20_000):
-        random_run(seed)
+        random_run(seed, interactive=seed % 2 == 0)
 
 
 THRASH = [

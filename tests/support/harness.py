@@ -25,6 +25,7 @@ from tests.support.plans import sent
 
 VOCAB = 97
 EOS = 0
+TOKEN_S = 0.01
 Cell = tuple[int, int]
 
 
@@ -46,8 +47,15 @@ def expected(group: Group) -> list[list[int]]:
 class Harness:
     def __init__(self, device_blocks: int, host_blocks: int, overlap: bool = False, **config: Any) -> None:
         self.config = EngineConfig(kv_tokens=1, **config)
+        self.now = 0.0
+        """of the scheduler's clock; a token takes TOKEN_S"""
         self.scheduler = Scheduler(
-            self.config, device_blocks=device_blocks, host_blocks=host_blocks, max_blocks=device_blocks, counters=Counters()
+            self.config,
+            device_blocks=device_blocks,
+            host_blocks=host_blocks,
+            max_blocks=device_blocks,
+            counters=Counters(),
+            clock=lambda: self.now,
         )
         size = self.config.block_size
         self.device: list[list[Cell | None]] = [[None] * size for _ in range(device_blocks)]
@@ -126,6 +134,7 @@ class Harness:
             self.land()
             return
         drawn = self.compute(plan)
+        self.now += plan.num_tokens * TOKEN_S
         self.scheduler.launched(plan)
         last, self.flight = self.flight, (plan, drawn)
         self.commit(last)
@@ -251,7 +260,7 @@ def with_begun(group: Group, begun: dict[int, int]) -> Group:
     return msgspec.structs.replace(group, begun=tuple(children))
 
 
-def random_harness(r: random.Random) -> Harness:
+def random_harness(r: random.Random, foreground_s: float) -> Harness:
     size = r.choice([1, 2, 4, 8])
     return Harness(
         r.choice([10, 16, 32, 128]),
@@ -264,6 +273,7 @@ def random_harness(r: random.Random) -> Harness:
         lookahead_blocks=r.choice([1, 2, 4]),
         min_run_tokens=r.choice([0, 1, 8]),
         overlap=r.random() < 0.5,
+        foreground_s=foreground_s,
     )
 
 
@@ -280,14 +290,15 @@ def policies(r: random.Random, n: int) -> dict[str, Any]:
 
 
 def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness], None] = Harness.check) -> Harness:
-    """Submit, abort, refresh, step and broken copies in random order, the invariants checked after each, then to the end."""
-    r = random.Random(seed)
-    h = random_harness(r)
+    """Submit, abort, refresh, step and broken copies in random order and at random times, the invariants checked after each."""
+    r, time = random.Random(seed), random.Random(seed)
+    h = random_harness(r, time.choice([0.0, 0.1, 1.0]))
     base = [r.randrange(1, VOCAB) for _ in range(40)]
     breaks = r.random() < 0.4
     lags = r.choice([[0], [0, 1, 2], [2]])
     measured = r.random() < 0.5
     for number in range(operations):
+        h.now += time.choice([0.0, 0.0, 0.1, 10.0])
         kind = r.random()
         if kind < 0.3:
             prompt = base[: r.randrange(0, 30)] + [r.randrange(1, VOCAB) for _ in range(r.randrange(1, 6))]

@@ -60,11 +60,11 @@ def _array(kind: Any, fields: Any) -> Any:
 
 
 def small_scheduler(device_blocks: int = 16, host_blocks: int = 0, **config: Any) -> Scheduler:
-    """A scheduler of blocks of 4 tokens, steps of 8 tokens, 4 sequences."""
+    """A scheduler of blocks of 4 tokens, steps of 8 tokens, 4 sequences; its clock stands still."""
     options = {"block_size": 4, "max_batch_tokens": 8, "max_num_seqs": 4, "lookahead_blocks": 1, "min_run_tokens": 0, **config}
     settings = EngineConfig(kv_tokens=4 * device_blocks, **options)
     blocks = {"device_blocks": device_blocks, "host_blocks": host_blocks, "max_blocks": device_blocks}
-    return Scheduler(settings, counters=Counters(), **blocks)
+    return Scheduler(settings, counters=Counters(), clock=lambda: 0.0, **blocks)
 
 
 def submit(scheduler: Scheduler, id: str, prompt: Sequence[int] | range, client: str = "", **sampling: Any) -> None:
