@@ -49,9 +49,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     (docs/decisions/arithmetic.md). `rollout status` says which one runs, and why not a better one"""
     attention: Literal["auto", "reference", "native", "triton"] = "auto"
     """auto = the native kernel on the CPU, Triton's on CUDA; the torch reference where they cannot be had"""
-    compile_layers: bool = False
-    """decoder layers through torch.compile: some seconds at the first start, and log-probs are no longer those of the trainer's
-    eager forward to the bit. On the CPU the native decoder is faster (docs/decisions/native.md)"""
     cuda_graphs: bool = True
     """on CUDA, capture the forward of a decode step once for each batch size and replay it"""
     overlap_steps: bool | None = None
@@ -75,9 +72,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """keep full blocks of ended samples while there is room, and find them again by their tokens; off: only those of samples
     that are not finished are found"""
 
-    fused_layers: bool = True
-    """on CUDA decoder layers of Llama's kind run in some ten launches each instead of fifty. Norms are summed in another order
-    than torch's, so log-probs are not those of a trainer's eager forward to the bit; off: transformers' own operators run"""
+    fused_layers: bool = False
+    """on CUDA: decoder layers of Llama's kind run in some ten launches each instead of fifty, RMSNorms of other models in two
+    instead of eight. Norms are summed in another order than torch's, so log-probs are not those of a trainer's forward to the
+    bit; off: the trainer's own operators run"""
     exact: bool = False
     """on CUDA: products and norms whose numbers do not depend on the batch, so that a seeded sample does not either. What that
     costs against cuBLAS was not measured yet. On the CPU it holds anyway"""
@@ -103,8 +101,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def mirrors(self) -> bool:
-        """What `mirror_ahead` means on this device."""
-        return self.device != "cpu" if self.mirror_ahead is None else self.mirror_ahead
+        """Full blocks are copied ahead of need; None was left to the device (`engine.devices.resolved`)."""
+        return bool(self.mirror_ahead)
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""
@@ -114,10 +112,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(message)
 
         need(bool(re.fullmatch(r"cpu|cuda(:\d+)?", self.device)), f"device={self.device!r}: must be cpu, cuda or cuda:N")
-        need(
-            self.isa == "auto" or self.device == "cpu",
-            f"isa={self.isa!r} is of the CPU: leave it out with device={self.device}",
-        )
         need(0 <= self.seed < 2**63, f"seed={self.seed}: must be 0 to 2**63 - 1")
         need(self.block_size >= 1, f"block_size={self.block_size}: must be at least 1")
         need(self.kv_gib is None or self.kv_tokens is None, "give kv_gib or kv_tokens, not both")

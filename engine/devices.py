@@ -1,60 +1,278 @@
-"""Attention over paged KV: the seam to transformers, and backends behind it."""
+"""The one place that asks whether a model computes on a CPU or on a GPU: a `Device` is chosen once, all others call it.
+
+    ┌ memory ──────── free, taken, host maps, small arrays to the device     handed to kv/, weights/ and forward/
+    │ lane ────────── when the copies of a step run                          handed to kv/
+    │ backend ─────── attention behind the seam
+    │ equip ───────── who computes the layers: the module, or a decoder in its place
+    │ graphs ──────── decode steps that are captured and replayed
+    └ sample, mark ── draws that are launched and not waited for; points of the device's time
+
+A device of another kind is a class here and a folder beside `cpu/` and `cuda/`.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
+import msgspec
 import torch
 
+from engine.config import EngineConfig
 from engine.cpu.attention import NativeAttention
 from engine.cpu.build import NativeUnavailable
-from engine.cuda.attention import Capacity, TritonAttention, TritonUnavailable
-from engine.forward.attention import Backend
+from engine.cpu.judge import decide
+from engine.cpu.kernels import choose
+from engine.cuda.attention import TritonAttention, TritonUnavailable
+from engine.cuda.exact import make_exact
+from engine.cuda.fused import FusedDecoder, NotFused
+from engine.cuda.graphs import DecodeGraphs, cuda_capture
+from engine.cuda.memory import CudaMemory
+from engine.cuda.norms import fuse_norms
+from engine.forward.arithmetic import torch_arithmetic
+from engine.forward.attention import Backend, CannotAttend, Capacity
+from engine.forward.batch import Batch
+from engine.forward.model import Computes, Model, ModelLike, UnsupportedModel, in_one_line, streamed_of
 from engine.forward.reference import ReferenceAttention
+from engine.forward.sampling import DrawKernel, Draws, SamplingBatch, launch_draws
+from engine.kv.copies import Beside, InLine, Lane
+from engine.kv.pages import PagedKV
+from engine.memory import HostMemory, Memory
 
 __all__ = [
-    "Backend", "CannotAttend", "Capacity", "NativeAttention", "NativeUnavailable", "ReferenceAttention", "TritonAttention",
-    "TritonUnavailable", "choose_backend",
+    "Backend", "CannotAttend", "Capacity", "CpuDevice", "CudaDevice", "Device", "NativeAttention", "NativeUnavailable",
+    "ReferenceAttention", "TritonAttention", "TritonUnavailable", "choose_backend", "device_of",
 ]  # fmt: skip
 
 log = logging.getLogger("rollout.engine")
 
 
-class CannotAttend(Exception):
-    """A backend does not serve the shapes of a model; the message says which."""
+class Graphs(Protocol):
+    """Forwards that run from a capture; see `engine.cuda.graphs.DecodeGraphs`."""
+
+    def covers(self, batch: Batch) -> bool: ...
+    def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor: ...
+    def forget(self) -> None: ...
 
 
-def choose_backend(
-    name: str,
-    device: torch.device,
-    threads: int | None,
-    capacity: Capacity,
-    isa: str | None = None,
-    try_out: Callable[[Backend], None] = lambda backend: None,
-) -> Backend:
-    """The backend of `EngineConfig.attention`. "auto" takes the device's fast one where it can be had, and says why if not.
-    isa: of `engine.cpu.isa`, "torch" = no kernel of ours, None = the best that the CPU has.
+class Device(Protocol):
+    """What a CPU and a GPU do each in their way."""
 
-    `try_out` attends with a backend as the model will, and raises CannotAttend with the reason where it cannot.
-    Raises ValueError if a backend is asked for by name and cannot be had, or cannot serve the model."""
-    kind = {"auto": "native" if device.type == "cpu" else "triton"}.get(name, name)
-    if kind == "native" and device.type != "cpu":
-        raise ValueError(f'attention="native" runs on the CPU only, not on {device}: use "auto"')
-    if kind == "reference":
-        return ReferenceAttention()
-    if kind == "native" and isa == "torch":
-        if name == kind:
+    isa: str
+    """instruction set of the kernels, "torch" for none, "cuda" on a GPU"""
+    isa_reason: str
+    """why it is not a better one"""
+    overlaps: bool
+    """the next step is launched while the last one runs, where the configuration does not say"""
+    mirrors: bool
+    """full blocks are copied to host memory ahead of need, where the configuration does not say"""
+    fast_attention: str
+    """what attention="auto" takes"""
+
+    @property
+    def memory(self) -> Memory: ...
+
+    def check(self, model: ModelLike) -> None:
+        """Raise ValueError for a model that lies elsewhere."""
+
+    def lane(self) -> Lane:
+        """Make what runs the copies of KV."""
+
+    def backend(self, name: str, capacity: Capacity) -> Backend:
+        """Make the attention backend "native" or "triton". Raises NativeUnavailable or CannotAttend where it cannot be had,
+        ValueError where it is not this device's."""
+
+    def equip(self, model: Model, config: EngineConfig, backend: Backend) -> Computes | None:
+        """Choose who computes the layers of a model, and let it: `model.run_by`. None: the module as it comes. Raises
+        UnsupportedModel."""
+
+    def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
+        """Make what captures decode steps; None: every step is launched kernel by kernel."""
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Draws:
+        """Launch D draws from [S, vocabulary] logits."""
+
+    def mark(self) -> Any:
+        """Return a point of the device's time, behind all that was launched."""
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        """Return the seconds between two marks; waits for the second."""
+
+
+def device_of(config: EngineConfig) -> Device:
+    """The device of a configuration. Raises ValueError where it cannot be had, or an option is another device's."""
+    device = torch.device(config.device)
+    return CpuDevice(config) if device.type == "cpu" else CudaDevice(config, device)
+
+
+class CpuDevice:
+    overlaps = mirrors = False
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.memory = HostMemory()
+        self._threads = config.threads
+        self.chosen = choose(config.isa)
+        self.isa, self.isa_reason = self.chosen.isa, self.chosen.why
+        self.fast_attention = "reference" if self.isa == "torch" else "native"
+        log.info("isa: %s", self.chosen)
+
+    def check(self, model: ModelLike) -> None:
+        check_device(self.memory.device, model)
+
+    def lane(self) -> Lane:
+        return InLine()
+
+    def backend(self, name: str, capacity: Capacity) -> Backend:
+        if name == "triton":  # in Triton's interpreter
+            return TritonAttention(self.memory.device, capacity)
+        if self.isa == "torch":
             raise ValueError(
                 'attention="native": with isa="torch" there are no kernels; attention="auto" takes the torch reference'
             )
+        return NativeAttention(self._threads, self.isa)
+
+    def equip(self, model: Model, config: EngineConfig, backend: Backend) -> Computes | None:
+        whole = model.streamed is None
+        try:
+            computes = decide(model.module, model.name, model.asked, model.forward_transformers, self.isa, whole=whole)
+        except Exception as error:
+            raise UnsupportedModel(f"{model.name}: no step of it can be computed: {in_one_line(error)}") from error
+        model.run_by(computes.decoder)
+        return computes
+
+    def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
+        return None
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Draws:
+        return launch_draws(logits, batch, self.chosen.kernels)
+
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        return float(ended - began)
+
+
+class CudaDevice:
+    isa, isa_reason = "cuda", ""
+    overlaps = mirrors = True
+    fast_attention = "triton"
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        if config.isa != "auto":
+            raise ValueError(f"isa={config.isa!r} is of the CPU: leave it out with device={config.device}")
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={config.device}: torch {torch.__version__} finds no CUDA device here; device=cpu works")
+        if device.index is not None:
+            if device.index >= torch.cuda.device_count():
+                raise ValueError(f"device={config.device}: the last one here is cuda:{torch.cuda.device_count() - 1}")
+            torch.cuda.set_device(device.index)  # Triton and events take the current one
+        self.memory = CudaMemory(device)
+        self._kernel = draw_kernel()
+
+    def check(self, model: ModelLike) -> None:
+        check_device(self.memory.device, model)
+
+    def lane(self) -> Lane:
+        return Beside(self.memory.device)
+
+    def backend(self, name: str, capacity: Capacity) -> Backend:
+        if name == "native":
+            raise ValueError(f'attention="native" runs on the CPU only, not on {self.memory.device}: use "auto"')
+        return TritonAttention(self.memory.device, capacity)
+
+    def equip(self, model: Model, config: EngineConfig, backend: Backend) -> Computes | None:
+        if config.exact:
+            make_exact(model.module)
+            return None
+        return fuse(model, backend) if config.fused_layers else None
+
+    def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
+        if not (config.cuda_graphs and isinstance(backend, TritonAttention)):
+            return None
+        streamed = streamed_of(model)
+        new_capture = partial(cuda_capture, torch.cuda.Stream())
+        ring = None if streamed is None else streamed.ring
+        return DecodeGraphs(model.forward, backend.capacity.rows, self.memory.device, new_capture, ring)
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Draws:
+        return launch_draws(logits, batch, self._kernel)
+
+    def mark(self) -> Any:
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record()
+        return mark
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1000
+
+
+def check_device(device: torch.device, model: ModelLike) -> None:
+    """Raise ValueError for a model that lies on a device of another kind."""
+    if model.device.type != device.type:
+        raise ValueError(f"{model.name} is on {model.device}, and device={device}: give the engine device={model.device}")
+
+
+def draw_kernel() -> DrawKernel | None:
+    """The module `engine.cuda.sampling`; None without Triton."""
+    try:
+        from engine.cuda import sampling
+    except ImportError:
+        return None
+    return sampling
+
+
+def fuse(model: Model, backend: Backend) -> Computes:
+    """Let `FusedDecoder` run the layers of a model; of one that it does not serve the norms are fused alone. Either has numbers
+    that are not the module's to the bit."""
+    fused = f"{torch_arithmetic()}/fused"
+    try:
+        if model.streamed is not None:
+            raise NotFused("weight_offload moves its layers")
+        if not isinstance(backend, TritonAttention):
+            raise NotFused(f"{backend.name} attention writes K and V by itself")
+        from engine.cuda import fused_kernels
+
+        decoder = FusedDecoder(model.module, model.asked, fused_kernels)
+        with torch.inference_mode():
+            decoder.check(model.forward_transformers, model.vocab_size)
+    except NotFused as error:
+        log.info("%s runs through transformers, its layers are not fused: %s", model.name, error)
+        fuse_norms(model.module)
+        return Computes(None, fused, None, str(error))
+    model.run_by(decoder)
+    return Computes(decoder, fused, None, "")
+
+
+def choose_backend(
+    name: str, device: Device, capacity: Capacity, try_out: Callable[[Backend], None] = lambda backend: None
+) -> Backend:
+    """The backend of `EngineConfig.attention`. "auto" takes the device's fast one where it can be had, and says why if not.
+
+    `try_out` attends with a backend as the model will, and raises CannotAttend with the reason where it cannot.
+    Raises ValueError if a backend is asked for by name and cannot be had, or cannot serve the model."""
+    kind = device.fast_attention if name == "auto" else name
+    if kind == "reference":
         return ReferenceAttention()
     try:
-        backend = NativeAttention(threads, isa) if kind == "native" else TritonAttention(device, capacity)
+        backend = device.backend(kind, capacity)
         try_out(backend)
         return backend
-    except (NativeUnavailable, TritonUnavailable, CannotAttend) as error:
+    except (NativeUnavailable, CannotAttend) as error:
         if name == kind:
             raise ValueError(f'attention="{name}": {error}; "auto" falls back to the torch reference') from error
         log.warning("attention in plain torch, which is slow: %s", error)
         return ReferenceAttention()
+
+
+def resolved(config: EngineConfig, device: Device) -> EngineConfig:
+    """The configuration with what it leaves to the device."""
+    return msgspec.structs.replace(
+        config,
+        overlap_steps=device.overlaps if config.overlap_steps is None else config.overlap_steps,
+        mirror_ahead=device.mirrors if config.mirror_ahead is None else config.mirror_ahead,
+    )

@@ -5,51 +5,32 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import torch
 
-from engine.arithmetic import arithmetic, chosen_kernels
 from engine.config import EngineConfig
-from engine.cuda.graphs import DecodeGraphs, cuda_capture
-from engine.devices import Backend, Capacity, TritonAttention, choose_backend
-from engine.forward.batch import Batch
-from engine.forward.judge import judge, try_out
-from engine.forward.model import Model, open_model
-from engine.forward.sampling import launch_draws, uniform
-from engine.in_flight import Flight, Stopwatch
-from engine.kv.pages import KVGeometry, PagedKV
+from engine.devices import Capacity, choose_backend, device_of, resolved
+from engine.forward.arithmetic import arithmetic
+from engine.forward.judge import Served, judge, try_out
+from engine.forward.model import Model, ModelLike, module_of, open_model, streamed_of, weights_moved
+from engine.forward.sampling import uniform
+from engine.in_flight import Steps
+from engine.kv.pages import PagedKV
 from engine.kv.sizing import blocks_in_host_memory, blocks_on_device
-from engine.memory import taken_memory
 from engine.scheduling.counters import Counters
 from engine.scheduling.invariants import check
-from engine.scheduling.plan import Plan
 from engine.scheduling.scheduler import Scheduler
 from engine.status import status
-from engine.types import Group, KVPolicy, Limits, Refreshed, Sample, TensorInfo
+from engine.types import Group, KVPolicy, Limits, Mode, Refreshed, Sample, TensorInfo
 from engine.weights.live import Weights, WeightsTorn
 from engine.weights.staging import Staging, source_of
 from engine.weights.tensors import NamedTensors, describe, named_pairs, with_digest
 
 log = logging.getLogger("rollout.engine")
-
-
-class ModelLike(Protocol):
-    """What the engine needs of a model; `engine.forward.model.Model` is one, tests have smaller ones."""
-
-    name: str
-    vocab_size: int
-    context: int
-    q_heads: int
-    device: torch.device
-    geometry: KVGeometry
-    eos_token_ids: frozenset[int]
-
-    def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor: ...
 
 
 class Engine:
@@ -67,68 +48,52 @@ class Engine:
     def __init__(self, config: EngineConfig, model: ModelLike | None = None, limits: Limits | None = None) -> None:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self.config = config
         self.limits = limits or Limits()
-        if config.device != "cpu" and not torch.cuda.is_available():
-            raise ValueError(f"device={config.device}: torch {torch.__version__} finds no CUDA device here; device=cpu works")
-        if (index := torch.device(config.device).index) is not None:
-            if index >= torch.cuda.device_count():
-                raise ValueError(f"device={config.device}: the last one here is cuda:{torch.cuda.device_count() - 1}")
-            torch.cuda.set_device(index)  # Triton and events take the current one
-        if model is None:
-            model = open_model(config)
-        streamed = getattr(model, "streamed", None)
-        if config.weight_offload is not None and streamed is None:
+        self.device = device_of(config)
+        self.config = config = resolved(config, self.device)
+        self.model = model = open_model(config, self.device.memory) if model is None else model
+        self.device.check(model)
+        if config.weight_offload is not None and streamed_of(model) is None:
             raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, Streamed(…))")
-        self.model = model
-        capacity = Capacity.of(config, model)
-        self.chosen = chosen_kernels(config, model)
-        isa = None if self.chosen is None else self.chosen.isa
-        tried = partial(try_out, model, config.block_size) if isinstance(model, Model) else lambda backend: None
-        self.backend = choose_backend(config.attention, model.device, config.threads, capacity, isa, tried)
-        self.arithmetic = arithmetic(model, self.backend)
-        log.info("%s: %s, arithmetic %s", model.name, self.backend, self.arithmetic)
-        if self.chosen is not None:
-            log.info("%s: isa %s", model.name, self.chosen)
-        if isinstance(model, Model):
-            judge(model, self.backend, config.block_size, capacity.tokens)
-        self.graphs: DecodeGraphs | None = None
-        if config.cuda_graphs and model.device.type == "cuda" and isinstance(self.backend, TritonAttention):
-            ring = None if streamed is None else streamed.ring
-            new_capture = partial(cuda_capture, torch.cuda.Stream())
-            self.graphs = DecodeGraphs(model.forward, capacity.rows, model.device, new_capture, ring)
-        fused = getattr(model, "fused", None)
-        lay_out = {} if fused is None else {"lay_out": fused.stack}
-        self.weights = Weights(getattr(model, "module", None), streamed, **lay_out)
+        self._choose_kernels(model)
+        self.weights = Weights(module_of(model), streamed_of(model), partial(weights_moved, model), self.device.memory)
         self.counters = Counters()
-        bytes_per_block = model.geometry.bytes_per_token * config.block_size
-        device_blocks = blocks_on_device(config, bytes_per_block, model.device)
-        taken = device_blocks * bytes_per_block if model.device.type == "cpu" else 0
-        host_blocks = blocks_in_host_memory(config, bytes_per_block, taken)
-        asked = config.kv_tokens is not None or config.kv_gib is not None, config.cpu_offload_gib is not None
-        self.kv = PagedKV(model.geometry, config.block_size, device_blocks, host_blocks, model.device, take_now=asked)
-        self.scheduler = Scheduler(
-            config,
-            device_blocks=device_blocks,
-            host_blocks=host_blocks,
-            max_blocks=-(-model.context // config.block_size),
-            counters=self.counters,
-        )
-        self.paused = False
-        """True: no step computes anything; what was submitted waits"""
-        self.asleep = False
-        """True: the same, and memory was given back; see `sleep`"""
-        self.overlap = model.device.type == "cuda" if config.overlap_steps is None else config.overlap_steps
-        self._flight: Flight | None = None
-        """the step that was launched and is not committed; between two calls of `step` only where steps overlap"""
-        self._committed_at = 0.0
-        """when the last step was"""
-        self._seeded = 0
-        self._ended: list[Sample] = []
-        """samples that a refresh ended, for the next step to return"""
+        self._take_memory(model)
+        graphs = self.device.graphs(model, config, self.backend)
+        self.steps = Steps(self.device, model, self.backend, graphs, self.kv, self.scheduler)
+        self.overlap = bool(config.overlap_steps)
         self.refreshes = 0
         self.refreshed: Refreshed | None = None
         """the last one"""
+        self._asked = Mode.RUNNING
+        """RUNNING, DRAINING or PAUSED: what was asked for last"""
+        self._asleep = False
+        self._seeded = 0
+
+    def _choose_kernels(self, model: ModelLike) -> None:
+        """Choose what attends and what runs the layers, and compare both with the module's own forward."""
+        config, memory = self.config, self.device.memory
+        capacity = Capacity.of(config, model)
+        tried = partial(try_out, model, config.block_size, memory) if isinstance(model, Model) else lambda backend: None
+        self.backend = choose_backend(config.attention, self.device, capacity, tried)
+        self.computes = self.device.equip(model, config, self.backend) if isinstance(model, Model) else None
+        self.arithmetic = arithmetic(self.computes, self.backend)
+        log.info("engine model=%s backend=%r arithmetic=%s", model.name, str(self.backend), self.arithmetic)
+        if isinstance(model, Model):
+            judge(Served(model, self.backend, config.block_size, capacity.tokens, memory))
+
+    def _take_memory(self, model: ModelLike) -> None:
+        """Size both pools of KV and take their memory."""
+        config, memory = self.config, self.device.memory
+        block_bytes = model.geometry.bytes_per_token * config.block_size
+        on_device = blocks_on_device(config, block_bytes, memory)
+        on_host = blocks_in_host_memory(config, block_bytes, on_device, memory)
+        take_now = config.kv_tokens is not None or config.kv_gib is not None, config.cpu_offload_gib is not None
+        self.kv = PagedKV(model.geometry, config.block_size, on_device, on_host, memory, self.device.lane(), take_now)
+        longest = -(-model.context // config.block_size)
+        self.scheduler = Scheduler(
+            config, device_blocks=on_device, host_blocks=on_host, max_blocks=longest, counters=self.counters
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -140,32 +105,39 @@ class Engine:
 
     @property
     def version(self) -> int:
+        """Of the live weights."""
         return self.weights.version
+
+    @property
+    def graphs(self) -> Any:
+        """Of decode steps; None: every step is launched kernel by kernel."""
+        return self.steps.graphs
+
+    @property
+    def mode(self) -> Mode:
+        """What the next step does; where several hold, the one that lasts longest."""
+        if self.weights.torn:
+            return Mode.TORN
+        if self._asleep:
+            return Mode.ASLEEP
+        return Mode.WITHOUT_WEIGHTS if self.weights.dropped else self._asked
 
     @property
     def has_work(self) -> bool:
         """`step` would do something."""
-        return bool(self._ended or self._flight or self.scheduler.overdue or (self.scheduler.has_work and self._computes))
-
-    @property
-    def _computes(self) -> bool:
-        return not (self.paused or self.asleep or self.weights.dropped)
+        steps, scheduler = self.steps, self.scheduler
+        return bool(steps.ended or steps.in_flight or scheduler.overdue or (scheduler.has_work and not self.mode.rests))
 
     def submit(self, group: Group, client: str = "") -> None:
         """Take a group on. `client` shares the engine fairly with other clients. Raises ValueError with the reason if the group
         is refused; nothing has been allocated for it then."""
         group.validate(self.limits, self.vocab_size, self.context)
+        eos = stop_tokens(group, self.model)
         seed = group.sampling.seed
         if seed is None:
             unit = uniform(*(np.array([x], np.uint64) for x in (self.config.seed, self._seeded, 0)))
             seed = int(unit[0] * 2**53)
             self._seeded += 1
-        eos = frozenset(group.sampling.stop_token_ids)
-        if not group.sampling.ignore_eos:
-            eos |= self.model.eos_token_ids
-        if group.sampling.min_tokens and len(eos.intersection(range(self.vocab_size))) == self.vocab_size:
-            reason = f"each of the model's {self.vocab_size} tokens ends a sample, so none is left to draw before"
-            raise ValueError(f"min_tokens={group.sampling.min_tokens}: {reason}; set it to 0, or give fewer stop_token_ids")
         for child in group.begun:
             child.validate_unfinished(group.sampling, eos, self.version)
         self._ended += self.scheduler.submit(group, client, seed, eos)
@@ -175,43 +147,27 @@ class Engine:
         or index, and for a child of a group that has not forked: a step returns it when it does."""
         return self.scheduler.abort(group_id, index)
 
+    # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def step(self) -> list[Sample]:
-        """Launch one forward, and read what it drew; where steps overlap, what the one before drew. Returns the samples that
-        ended; [] when there is nothing to do. What goes wrong inside ends the groups of that step with finish_reason "error",
-        never the engine."""
-        self._ended += self.scheduler.expire()
-        if self._ended:
-            ended, self._ended = self._ended, []
-            return ended
-        if self.weights.torn:
-            raise WeightsTorn("the weights are torn: nothing may be sampled from them")
-        if not self._computes:
-            return self._land()
-        samples = self._land() if self._flight is not None and self.scheduler.must_preempt else []
-        began = time.perf_counter()
-        plan = self.scheduler.plan()
-        self.counters.plan_seconds += time.perf_counter() - began
-        if not self._move(plan):
-            return samples
-        if not plan.num_rows:
-            if self._flight is not None:
-                return samples + self._land()
-            return samples or (self.scheduler.fail_stuck() if self._stuck() else [])
-        try:
-            flight = self._launch(plan, began)
-        except Exception as error:
-            samples += self._land()
-            return samples + self.scheduler.launch_failed(plan, self._failed(error))
-        launched = time.perf_counter()
-        self.scheduler.launched(plan)
-        self.counters.commit_seconds += time.perf_counter() - launched
-        last, self._flight = self._flight, flight
-        samples += self._commit(last)
-        return samples if self.overlap else samples + self._land()
+        """Launch one forward and read what it drew; where steps overlap, what the one before drew. Returns the samples that
+        ended; [] when there is nothing to do. What fails inside ends groups with finish_reason "error", never the engine."""
+        steps = self.steps
+        steps.ended += self.scheduler.expire()
+        if steps.ended or self.mode.rests:
+            return steps.rest()
+        if self.mode is Mode.TORN:
+            raise WeightsTorn("the weights are torn: nothing may be sampled from them; restart the engine")
+        plan = steps.plan()
+        with steps.voiding(plan):
+            steps.move(plan)
+            steps.launch(plan)
+        steps.commit(but=plan if self.overlap else None)
+        return steps.hand_out()
 
+    # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def stage(self, manifest: Sequence[TensorInfo], *, version: int | None = None, partial: bool = False) -> Staging:
         """Begin a refresh: see `Weights.begin`. Steps may go on while the staging takes its bytes in."""
-        if self.asleep:
+        if self._asleep:
             raise ValueError("the engine is asleep: wake it, then refresh")
         return self.weights.begin(manifest, version=version, partial=partial)
 
@@ -220,10 +176,10 @@ class Engine:
         next `step` returns the samples that this ends. Raises what went wrong, after everything is as it was."""
         if kv not in get_args(KVPolicy):
             raise ValueError(f"kv={kv!r}: must be one of {', '.join(get_args(KVPolicy))}")
-        self._ended += self._land()
+        self.steps.commit()
         started = time.perf_counter()
         self.weights.commit(staging)
-        self._ended += self.scheduler.refresh(self.version, kv)
+        self.steps.ended += self.scheduler.refresh(self.version, kv)
         digest = self.weights.digest
         paused = time.perf_counter() - started
         self.refreshes += 1
@@ -268,15 +224,23 @@ class Engine:
             staging.close()
         return msgspec.structs.replace(refreshed, seconds=time.perf_counter() - started)
 
+    # ── modes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def pause(self) -> None:
+        """Compute nothing until `resume`; what is submitted waits. A step in flight is committed by the next `step`."""
+        self._asked = Mode.PAUSED
+
     def drain(self) -> bool:
-        """Let groups that have begun run to their end and start no others, until `resume`. True when none is left."""
+        """Let groups that have begun run to their end and start no others, until `resume`. Returns True when none is left. A
+        paused engine stays paused."""
         self.scheduler.admitting = False
-        return not (self.scheduler.has_work or self._flight or self._ended)
+        if self._asked is Mode.RUNNING:
+            self._asked = Mode.DRAINING
+        return not (self.scheduler.has_work or self.steps.in_flight or self.steps.ended)
 
     def resume(self) -> None:
-        """Undo `drain` and `paused`."""
+        """Undo `drain` and `pause`."""
         self.scheduler.admitting = True
-        self.paused = False
+        self._asked = Mode.RUNNING
 
     def sleep(self, level: int = 1) -> int:
         """Give memory to others, between two steps. Returns how many bytes went back to the device or the machine.
@@ -288,95 +252,46 @@ class Engine:
         Raises ValueError while asleep, while a refresh is staged, and for another level. Levels: vLLM's sleep mode."""
         if level not in (1, 2):
             raise ValueError(f"level={level!r}: must be 1 (weights to host memory) or 2 (weights dropped)")
-        if self.asleep:
+        if self._asleep:
             raise ValueError("the engine is asleep already; wake it first")
         if self.weights.staging:
             raise ValueError("a refresh is being staged; finish or abandon it first")
-        self._ended += self._land()
-        before = taken_memory(self.model.device)
-        self._move(self.scheduler.offload_all())
+        self.steps.commit()
+        memory = self.device.memory
+        before, plan = memory.taken(), self.scheduler.offload_all()
+        with self.steps.voiding(plan):
+            self.steps.move(plan)
         self.kv.release()
         if self.graphs is not None:
             self.graphs.forget()
         self.weights.release_memory(keep=level == 1)
-        if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.asleep = True
-        return max(0, before - taken_memory(self.model.device))
+        memory.trim()
+        self._asleep = True
+        return max(0, before - memory.taken())
 
     def wake(self) -> None:
         """Undo `sleep`. Raises ValueError if the engine is not asleep."""
-        if not self.asleep:
+        if not self._asleep:
             raise ValueError("the engine is not asleep")
         self.weights.restore_memory()
         self.kv.take_back()
-        self.asleep = False
+        self._asleep = False
 
     def status(self) -> dict[str, Any]:
-        """Everything there is to know, JSON-able; see `engine.status`."""
+        """Tell everything there is to know, JSON-able; see `engine.status`."""
         return status(self)
 
     def check(self) -> None:
-        """Asserts that every block is accounted for."""
+        """Assert that every block is accounted for."""
         check(self.scheduler)
 
-    def _move(self, plan: Plan) -> bool:
-        """The plan's copies. A failed one voids the plan: what cannot be trusted is prefilled again."""
-        try:
-            copied = self.kv.move(plan.moves)
-        except Exception:
-            log.exception("copying KV failed; the sequences concerned are prefilled again")
-            self._ended += self._land()
-            self.scheduler.move_failed(plan)
-            return False
-        self.scheduler.moved()
-        self.counters.moved(plan.moves, copied, self.kv.block_bytes)
-        return True
 
-    def _launch(self, plan: Plan, began: float) -> Flight:
-        counters, geometry, building = self.counters, self.model.geometry, time.perf_counter()
-        with torch.inference_mode():
-            drawn = None if self._flight is None else self._flight.draws.tokens
-            batch = Batch.build(plan, self.config.block_size, self.model.device, geometry.dtype, drawn)
-            batch = replace(batch, attention=self.backend.prepare(batch, self.kv))
-            built = time.perf_counter()
-            run = self.graphs if self.graphs is not None and self.graphs.covers(batch) else self.model
-            watch = Stopwatch(self.model.device) if batch.num_tokens > 4 * plan.num_rows else None
-            logits = run.forward(batch, self.kv, self.backend)
-            if watch is not None:
-                watch.mark()
-            modelled = time.perf_counter()
-            draws = launch_draws(logits, batch.sampling, self.chosen and self.chosen.kernels)
-        counters.build_seconds += built - building
-        counters.model_seconds += modelled - built
-        counters.sample_seconds += time.perf_counter() - modelled
-        return Flight(plan, began, draws, watch)
-
-    def _land(self) -> list[Sample]:
-        """Commit the step in flight, if there is one. Returns the samples that ended."""
-        flight, self._flight = self._flight, None
-        return self._commit(flight)
-
-    def _commit(self, flight: Flight | None) -> list[Sample]:
-        if flight is None:
-            return []
-        try:
-            drawn = flight.land(self.counters)
-        except Exception as error:
-            return self.scheduler.step_failed(flight.plan, self._failed(error))
-        landed = time.perf_counter()
-        samples = self.scheduler.commit(flight.plan, drawn)
-        committed = time.perf_counter()
-        self.counters.commit_seconds += committed - landed
-        self.counters.stepped(flight.plan, committed - max(flight.began, self._committed_at))
-        self._committed_at = committed
-        return samples
-
-    def _failed(self, error: Exception) -> str:
-        log.error("step failed", exc_info=error)
-        self.counters.failed_steps += 1
-        return f"{type(error).__name__}: {error}"
-
-    def _stuck(self) -> bool:
-        scheduler = self.scheduler
-        return scheduler.has_work and not scheduler.running
+def stop_tokens(group: Group, model: ModelLike) -> frozenset[int]:
+    """Tokens that end a child of the group. Raises ValueError where min_tokens would leave nothing to draw."""
+    eos = frozenset(group.sampling.stop_token_ids)
+    if not group.sampling.ignore_eos:
+        eos |= model.eos_token_ids
+    if group.sampling.min_tokens and len(eos.intersection(range(model.vocab_size))) == model.vocab_size:
+        reason = f"each of the model's {model.vocab_size} tokens ends a sample, so none is left to draw before"
+        raise ValueError(f"min_tokens={group.sampling.min_tokens}: {reason}; set it to 0, or give fewer stop_token_ids")
+    return eos

@@ -15,55 +15,176 @@ somebody. Idea: SGLang's overlap scheduler (v0.4), vLLM's async scheduling.
 
 from __future__ import annotations
 
+import logging
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Literal
 
 import torch
 
+from engine.devices import Device, Graphs
+from engine.forward.attention import Backend
+from engine.forward.batch import Batch
+from engine.forward.model import ModelLike
 from engine.forward.sampling import Draws
+from engine.kv.pages import PagedKV
 from engine.scheduling.counters import Counters
 from engine.scheduling.plan import Drawn, Plan
+from engine.scheduling.scheduler import Scheduler
+from engine.types import Sample
+
+log = logging.getLogger("rollout.engine")
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlight:
     plan: Plan
     began: float
-    """when the host began to plan it"""
+    """when the host began to plan it, by `time.perf_counter`"""
     draws: Draws
-    prefill: Stopwatch | None
-    """what the forward took, if nearly all tokens of the step were prefill"""
+    prefill_seconds: Callable[[], float] | None
+    """waits for the forward and returns what it took, if nearly all tokens of the step were prefill"""
 
-    def land(self, counters: Counters) -> Drawn:
-        """Wait for the draws."""
-        started = time.perf_counter()
-        drawn = self.draws.read()
-        if self.prefill is not None:
-            counters.prefilled(self.plan.num_tokens, self.prefill.seconds())
-        counters.sample_seconds += time.perf_counter() - started
+    def read(self, counters: Counters) -> Drawn:
+        """Wait for the draws. Raises what went wrong on the device."""
+        with timed(counters, "sample_seconds"):
+            drawn = self.draws.read()
+            if self.prefill_seconds is not None:
+                counters.prefilled(self.plan.num_tokens, self.prefill_seconds())
         return drawn
 
 
-class Stopwatch:
-    """Seconds between two points of a device's time. On the CPU the host's clock is the device's."""
+Part = Literal["plan_seconds", "build_seconds", "model_seconds", "sample_seconds", "commit_seconds"]
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[Any] = []
-        self.mark()
 
-    def mark(self) -> None:
-        if self._cuda:
-            self._marks.append(torch.cuda.Event(enable_timing=True))
-            self._marks[-1].record()
-        else:
-            self._marks.append(time.perf_counter())
+class timed:  # noqa: N801 - reads as a statement
+    """Add the seconds of a `with` block to one of the counters; of a block that raises nothing is added."""
 
-    def seconds(self) -> float:
-        """Between the first two marks; waits for the second."""
-        began, ended = self._marks
-        if not self._cuda:
-            return float(ended - began)
-        ended.synchronize()
-        return float(began.elapsed_time(ended)) / 1000
+    __slots__ = ("_counters", "_part", "began", "ended")
+
+    def __init__(self, counters: Counters, part: Part) -> None:
+        self._counters, self._part = counters, part
+        self.began = self.ended = 0.0
+
+    def __enter__(self) -> timed:
+        self.began = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.ended = time.perf_counter()
+            setattr(self._counters, self._part, getattr(self._counters, self._part) + self.ended - self.began)
+
+
+class CopyFailed(Exception):
+    """The copies of KV of a plan stopped in the middle."""
+
+
+class Steps:
+    """The parts of `Engine.step`, and the steps that were launched and are not committed: no other code knows of overlap."""
+
+    def __init__(
+        self,
+        device: Device,
+        model: ModelLike,
+        backend: Backend,
+        graphs: Graphs | None,
+        kv: PagedKV,
+        scheduler: Scheduler,
+    ) -> None:
+        self.device, self.model, self.backend, self.graphs = device, model, backend, graphs
+        self.kv, self.scheduler, self.counters = kv, scheduler, scheduler.counters
+        self.in_flight: list[InFlight] = []
+        """oldest first; between two calls of `Engine.step` only where steps overlap"""
+        self.ended: list[Sample] = []
+        """samples that the next `hand_out` returns"""
+        self._planning = self._committed_at = 0.0
+        """`time.perf_counter` when the newest plan was begun, and when the last step was committed"""
+
+    def plan(self) -> Plan:
+        """Decide the next step. Whoever it preempts must have no token pending, so what is in flight is committed first."""
+        if self.scheduler.must_preempt:
+            self.commit()
+        with timed(self.counters, "plan_seconds") as planning:
+            plan = self.scheduler.plan()
+        self._planning = planning.began
+        return plan
+
+    def move(self, plan: Plan) -> None:
+        """Do the copies of KV of a plan. Raises CopyFailed."""
+        try:
+            copied = self.kv.move(plan.moves)
+        except Exception as error:
+            raise CopyFailed from error
+        self.scheduler.moved()
+        self.counters.moved(plan.moves, copied, self.kv.block_bytes)
+
+    def launch(self, plan: Plan) -> None:
+        """Put the rows of a plan in flight. Without rows nothing is launched; if that leaves all stuck, a group ends with an
+        error."""
+        if not plan.num_rows:
+            if not (self.in_flight or self.ended or self.scheduler.running) and self.scheduler.has_work:
+                self.ended += self.scheduler.fail_stuck()
+            return
+        with torch.inference_mode(), timed(self.counters, "build_seconds"):
+            drawn = self.in_flight[-1].draws.tokens if self.in_flight else None
+            batch = Batch.build(plan, self.kv.block_size, self.device.memory, self.model.geometry.dtype, drawn)
+            batch = replace(batch, attention=self.backend.prepare(batch, self.kv))
+        with torch.inference_mode(), timed(self.counters, "model_seconds"):
+            began = self.device.mark() if batch.num_tokens > 4 * plan.num_rows else None
+            run = self.graphs if self.graphs is not None and self.graphs.covers(batch) else self.model
+            logits = run.forward(batch, self.kv, self.backend)
+            seconds = None if began is None else partial(self.device.seconds, began, self.device.mark())
+        with torch.inference_mode(), timed(self.counters, "sample_seconds"):
+            draws = self.device.sample(logits, batch.sampling)
+        self.in_flight.append(InFlight(plan, self._planning, draws, seconds))
+        with timed(self.counters, "commit_seconds"):
+            self.scheduler.launched(plan)
+
+    def commit(self, but: Plan | None = None) -> None:
+        """Read the steps in flight, oldest first, and record what they drew. The step of `but` stays in flight."""
+        while self.in_flight and self.in_flight[0].plan is not but:
+            step = self.in_flight.pop(0)
+            try:
+                drawn = step.read(self.counters)
+            except Exception as error:
+                self.ended += self.scheduler.step_failed(step.plan, self._failed(error))
+                continue
+            with timed(self.counters, "commit_seconds") as committing:
+                self.ended += self.scheduler.commit(step.plan, drawn)
+            self.counters.stepped(step.plan, committing.ended - max(step.began, self._committed_at))
+            self._committed_at = committing.ended
+
+    def hand_out(self) -> list[Sample]:
+        """Return the samples that have ended, once."""
+        ended, self.ended = self.ended, []
+        return ended
+
+    def rest(self) -> list[Sample]:
+        """Plan nothing: return the samples that have ended, or if there are none those of the steps in flight."""
+        if not self.ended:
+            self.commit()
+        return self.hand_out()
+
+    @contextmanager
+    def voiding(self, plan: Plan) -> Iterator[None]:
+        """Void a plan whose copies or launch fail in the block: what the copies may have spoiled is prefilled again, the groups
+        of a launch end with an error. What was in flight before is committed first."""
+        try:
+            yield
+        except CopyFailed as error:
+            log.error("copies of KV failed, their sequences are prefilled again step=%d", plan.step, exc_info=error)
+            self.commit()
+            self.scheduler.move_failed(plan)
+        except Exception as error:
+            self.commit()
+            self.ended += self.scheduler.launch_failed(plan, self._failed(error))
+
+    def _failed(self, error: Exception) -> str:
+        log.error("step failed", exc_info=error)
+        self.counters.failed_steps += 1
+        return f"{type(error).__name__}: {error}"

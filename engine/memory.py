@@ -1,15 +1,16 @@
-"""Memory of this machine: how much there is to take, and how it is taken."""
+"""Memory: how much there is to take, how it is taken, and how a step's small arrays get there."""
 
 from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import psutil
 import torch
 from torch import nn
@@ -37,12 +38,74 @@ def free_memory(cgroup: Path = CGROUP) -> int:
     return free
 
 
-def taken_memory(device: torch.device) -> int:
-    """Bytes in use on a CUDA device, by whomever; for the CPU, those of this process."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free
-    return int(psutil.Process().memory_info().rss)
+class Memory(Protocol):
+    """Where a model computes: memory of a device, and the host memory beside it. `HostMemory` and
+    `engine.cuda.memory.CudaMemory` are the two there are."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def is_host(self) -> bool:
+        """Tensors of the device lie in host memory. Where they do not, host memory that is copied from and to is pinned."""
+
+    @property
+    def pool_share(self) -> float:
+        """Share of the free memory that the KV pool takes where the configuration gives no size."""
+
+    @property
+    def streams(self) -> Any:
+        """`torch.cuda`, whose streams and events order copies beside the compute; None: all work runs in line."""
+
+    def free(self) -> int:
+        """Return the bytes that can be taken."""
+
+    def taken(self) -> int:
+        """Return the bytes in use: on a GPU by anybody, on the host by this process."""
+
+    def trim(self) -> None:
+        """Return to the device what the allocator keeps and nobody uses."""
+
+    def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """Copy 1-D arrays of one dtype to the device, as views of one tensor. The host does not wait for the device."""
+
+    def host_map(self, size: int) -> mmap.mmap:
+        """Take `size` bytes of host memory, pinned unless `is_host`. Raises OSError."""
+
+    def own(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Move parameters that were loaded into host memory to where they can be written in place, if that is host memory."""
+
+
+class HostMemory:
+    """`Memory` of a CPU."""
+
+    device = torch.device("cpu")
+    is_host = True
+    pool_share = 0.25
+    streams: Any = None
+
+    def free(self) -> int:
+        return free_memory()
+
+    def taken(self) -> int:
+        return int(psutil.Process().memory_info().rss)
+
+    def trim(self) -> None:
+        pass
+
+    def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        return split_like(torch.from_numpy(np.concatenate(arrays)), arrays)
+
+    def host_map(self, size: int) -> mmap.mmap:
+        return anonymous(size)
+
+    def own(self, parameters: Iterable[nn.Parameter]) -> None:
+        own_parameters(parameters)
+
+
+def split_like(whole: torch.Tensor, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """Return views of `whole`, as long as the arrays one after the other."""
+    return list(whole.split([len(array) for array in arrays]))
 
 
 def anonymous(size: int, kind: type[Map] = mmap.mmap) -> Map:

@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
-from engine.scheduling.counters import stale_token_frac
+from engine.scheduling.counters import Counters, stale_token_frac
+from engine.scheduling.scheduler import Scheduler
+from engine.types import Mode, Refreshed
 
-if TYPE_CHECKING:
-    from engine.engine import Engine
+
+class Shown(Protocol):
+    """What an engine shows; the status only reads it."""
+
+    model: Any
+    device: Any
+    backend: Any
+    computes: Any
+    arithmetic: str
+    overlap: bool
+    graphs: Any
+    scheduler: Scheduler
+    counters: Counters
+    weights: Any
+    kv: Any
+    refreshes: int
+    refreshed: Refreshed | None
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def mode(self) -> Mode: ...
 
 
-def status(engine: Engine) -> dict[str, Any]:
-    """JSON-able."""
-    scheduler, version, size = engine.scheduler, engine.version, engine.config.block_size
+def status(engine: Shown) -> dict[str, Any]:
+    """Collect everything there is to know about an engine, JSON-able."""
+    scheduler, version, size = engine.scheduler, engine.version, engine.kv.block_size
     sequences = [seq for state in scheduler.groups.values() for seq in state.sequences.values()]
     return {
         "model": engine.model.name,
         "version": version,
         "attention": engine.backend.name,
         "arithmetic": engine.arithmetic,
-        "isa": engine.chosen.isa if engine.chosen else engine.model.device.type,
-        "isa_reason": engine.chosen.why if engine.chosen else "",
+        "isa": engine.device.isa,
+        "isa_reason": engine.device.isa_reason,
         **_computes(engine),
         "dtype": str(engine.model.geometry.dtype).removeprefix("torch."),
         "overlap": engine.overlap,
         "graphs": engine.graphs is not None,
-        "state": _state(engine),
+        "state": engine.mode.value,
         "groups": len(scheduler.groups),
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
@@ -45,24 +67,16 @@ def status(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _computes(engine: Engine) -> dict[str, Any]:
-    """Who runs the layers, whether plain torch has the same bits (None: nobody looked), and why nothing better."""
-    computes = getattr(engine.model, "computes", None)
+def _computes(engine: Shown) -> dict[str, Any]:
+    """Tell who runs the layers, whether plain torch has the same bits (None: nobody looked), and why nothing better."""
+    computes = engine.computes
     if computes is None:
         return {"computed_by": "module", "torch_bits": None, "computed_by_reason": ""}
     by = "module" if computes.decoder is None else type(computes.decoder).__name__
     return {"computed_by": by, "torch_bits": computes.torch_bits, "computed_by_reason": computes.why}
 
 
-def _state(engine: Engine) -> str:
-    if engine.asleep:
-        return "asleep"
-    if engine.weights.dropped:
-        return "without weights"
-    return "paused" if engine.paused else "running" if engine.scheduler.admitting else "draining"
-
-
-def _weights(engine: Engine) -> dict[str, Any]:
+def _weights(engine: Shown) -> dict[str, Any]:
     last = engine.refreshed
     return {
         "version": engine.version,

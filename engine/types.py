@@ -6,6 +6,7 @@ this module and nothing else of the engine.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,27 @@ KVPolicy = Literal["keep", "recompute", "abort"]
 
 SEED_LIMIT = 2**63
 MAX_PRIORITY = 1_000_000
+
+
+class Mode(enum.Enum):
+    """What an engine does with its steps."""
+
+    RUNNING = "running"
+    DRAINING = "draining"
+    """groups that have begun run to their end, no others start"""
+    PAUSED = "paused"
+    """nothing is computed; what is submitted waits"""
+    ASLEEP = "asleep"
+    """paused, and memory was given back"""
+    WITHOUT_WEIGHTS = "without weights"
+    """awake after a sleep that dropped the weights: a whole refresh must come first"""
+    TORN = "torn"
+    """the undo of a refresh failed: nothing may be sampled any more"""
+
+    @property
+    def rests(self) -> bool:
+        """No step is planned, until somebody asks for another mode."""
+        return self in (Mode.PAUSED, Mode.ASLEEP, Mode.WITHOUT_WEIGHTS)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -109,6 +109,9 @@ class NativeDecoder:
             self._layer_by_layer(between, layers, team, lambda i: backend.attend(i, q, k, v, batch, kv, *self.attention[i]))
         return self._logits(x[batch.logits_at[: batch.num_logits]], team)
 
+    def weights_moved(self) -> None:
+        """Do nothing: each forward looks where the parameters lie."""
+
     def _layer_by_layer(self, between: _Between, layers: Any, team: Any, attend: Callable[[int], torch.Tensor]) -> None:
         """With an attention that is called from Python."""
         run, size = self.kernels.library.rollout_between, ctypes.sizeof(_Layer)

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from engine.arithmetic import torch_arithmetic
 from engine.cpu.decoder import CHECKED_ROWS, Echo, NativeDecoder, NotNative
 from engine.cpu.products import (
     NativeProducts,
@@ -31,9 +30,10 @@ from engine.cpu.products import (
     use_products,
 )
 from engine.cpu.torch_decoder import TorchDecoder
-from engine.forward.attention import Backend
+from engine.forward.arithmetic import torch_arithmetic
 from engine.forward.batch import Batch
-from engine.kv.pages import PagedKV
+from engine.forward.model import Computes, Decoder
+from engine.memory import HostMemory
 from engine.scheduling.plan import plan_by_hand
 
 log = logging.getLogger("rollout.engine")
@@ -41,23 +41,6 @@ log = logging.getLogger("rollout.engine")
 OUTPUTS = 256
 """of each product that are compared with the exact sum"""
 Forward = Callable[[Any, Any, Any], torch.Tensor]
-
-
-class Decoder(Protocol):
-    def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor: ...
-
-
-class Computes(NamedTuple):
-    """The decision."""
-
-    decoder: Decoder | None
-    """None: the module"""
-    arithmetic: str
-    """name of the products"""
-    torch_bits: bool
-    """plain torch has the same bits, at every number of rows that was tried"""
-    why: str
-    """why not a better one; empty for the native decoder"""
 
 
 def decide(
@@ -175,7 +158,7 @@ def _logits(forward: Forward, module: nn.Module) -> list[torch.Tensor]:
         ids = torch.randint(vocabulary, (rows,), generator=generator)
         starts = np.arange(rows) * last // max(1, rows - 1)
         plan = plan_by_hand(ids.numpy()[:, None], starts, np.zeros((rows, 1)))
-        batch = Batch.build(plan, last + 1, torch.device("cpu"), module.dtype)
+        batch = Batch.build(plan, last + 1, HostMemory(), module.dtype)
         with torch.inference_mode():
             logits.append(forward(batch, None, Echo()))
     return logits

@@ -8,7 +8,7 @@ engines of a process may hold different ones.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from ctypes import c_int64, c_void_p
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from engine.cpu.build import NativeUnavailable, build, check_layout, load
 from engine.cpu.isa import ISAS, isa_of
 from engine.cpu.openmp import symbols
+from engine.forward.sampling import Read
 from engine.scheduling.plan import Cuts
 
 MAX_VOCABULARY = 1 << 20
@@ -101,6 +102,23 @@ class Kernels:
         self.lanes = 16
         return False
 
+    def fits(self, logits: torch.Tensor) -> bool:
+        """Tell whether `draw` takes logits of this dtype and vocabulary."""
+        return logits.dtype in (torch.bfloat16, torch.float32) and logits.shape[1] <= MAX_VOCABULARY
+
+    def launch(
+        self,
+        logits: torch.Tensor,
+        row: np.ndarray,
+        temperature: np.ndarray,
+        uniform: np.ndarray,
+        raw: bool,
+        cuts: Cuts | None = None,
+    ) -> tuple[torch.Tensor, Callable[[], Read]]:
+        """Draw as `engine.forward.sampling.DrawKernel` asks; on a CPU the result is there at once."""
+        drawn = self.draw(logits, row, temperature, uniform, raw, cuts)
+        return torch.from_numpy(drawn[0]), lambda: drawn
+
     def draw(
         self,
         logits: torch.Tensor,
@@ -109,7 +127,7 @@ class Kernels:
         uniform: np.ndarray,
         raw: bool,
         cuts: Cuts | None = None,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
+    ) -> Read:
         """D draws by inverse CDF from [S, V] bf16 or fp32 logits: row [D] int64, temperature [D] float32 (0 = greedy), uniform
         [D] float64. Returns tokens [D] int32, log-probs [D] float32 (those of `log_softmax(logits / temperature)`, to the
         bit where `torch_logprobs` and V ≥ 16), the same at temperature 1 if `raw`, and [D] bool whether all logits of the row

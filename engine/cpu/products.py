@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from engine.arithmetic import torch_arithmetic
 from engine.cpu.build import NativeUnavailable
 from engine.cpu.isa import here, isa_of
 from engine.cpu.kernels import Kernels, choose
+from engine.forward.arithmetic import torch_arithmetic
 
 DTYPES = (torch.bfloat16, torch.float32)
 SILU = ("SiLU", "SiLUActivation")

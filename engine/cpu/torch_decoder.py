@@ -51,6 +51,9 @@ class TorchDecoder:
             x = self._linear(mlp.down_proj, inner).add_(x)
         return self._linear(self.lm_head, _norm(self.body.norm, x[batch.logits_at]))[: batch.num_logits]
 
+    def weights_moved(self) -> None:
+        """Do nothing: each forward reads the module's parameters."""
+
     def _linear(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         return self.products.linear(x, linear.weight, linear.bias)
 

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from engine.config import EngineConfig
 from engine.cuda import tiles as cutting
 from engine.cuda.launches import KNOWN, Launches, Limits, choose, power_of_two
 from engine.cuda.tiles import COLUMNS, PADDING, Tiles, chunk_tokens, cut, most_tiles
+from engine.forward.attention import CannotAttend, Capacity
 from engine.forward.batch import Batch
 from engine.kv.pages import PagedKV
 
@@ -33,42 +32,8 @@ EXACT = {"enable_fp_fusion": False}
 LOG2E = math.log2(math.e)
 
 
-class TritonUnavailable(RuntimeError):
+class TritonUnavailable(CannotAttend):
     """Triton cannot run here; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """The largest step."""
-
-    tokens: int
-    rows: int
-    columns: int
-    """blocks of the longest sequence"""
-    q_heads: int
-    """0 = not the same in all layers"""
-    kv_heads: int
-    head_dim: int
-    itemsize: int
-    """bytes of a number of K and V"""
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.q_heads // self.kv_heads
-
-    @staticmethod
-    def of(config: EngineConfig, model: Any) -> Capacity:
-        """`model`: an `engine.engine.ModelLike`."""
-        return Capacity(
-            tokens=max(config.max_batch_tokens, 16),  # a smaller batch is padded
-            rows=max(config.max_num_seqs, 16),
-            columns=-(-model.context // config.block_size),
-            q_heads=model.q_heads,
-            kv_heads=model.geometry.kv_heads,
-            head_dim=model.geometry.head_dim,
-            itemsize=model.geometry.dtype.itemsize,
-        )
 
 
 class Prepared(NamedTuple):

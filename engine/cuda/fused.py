@@ -11,17 +11,19 @@ module's up to that; at load they are compared, and where they differ by more th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import linear
 
 from engine.cuda.launches import power_of_two
+from engine.cuda.memory import CudaMemory
 from engine.forward.attention import Backend
 from engine.forward.batch import Batch
 from engine.kv.pages import PagedKV
+from engine.scheduling.plan import plan_by_hand
 
 CHECKED_ROWS = (2, 37)
 BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -62,6 +64,9 @@ class FusedDecoder:
         self.kernels, self.product = kernels, product
         self.stack()
 
+    def weights_moved(self) -> None:
+        self.stack()
+
     def stack(self) -> None:
         """Lay weights that are multiplied as one side by side. Called again when they have moved."""
         for layer in self.body.layers:
@@ -77,12 +82,10 @@ class FusedDecoder:
         generator = torch.Generator().manual_seed(0)
         device, dtype = self.body.norm.weight.device, self.body.norm.weight.dtype
         for rows in CHECKED_ROWS:
-            batch = SimpleNamespace(
-                input_ids=torch.randint(vocabulary, (1, rows), generator=generator).to(device),
-                position_ids=(torch.arange(rows, device=device) * 7)[None],
-                num_tokens=rows, logits_at=torch.arange(rows, device=device), num_logits=rows,
-            )  # fmt: skip
-            echo = Echo(rows, self.kv_heads, self.dim, dtype, device)
+            ids = torch.randint(vocabulary, (rows, 1), generator=generator).numpy()
+            plan = plan_by_hand(ids, np.arange(rows) * 7, np.zeros((rows, 1)))
+            batch = Batch.build(plan, 7 * rows, CudaMemory(device), dtype)
+            echo = Echo(batch.input_ids.shape[1], self.kv_heads, self.dim, dtype, device)
             mine, theirs = (forward(batch, echo.kv, echo).float() for forward in (self.forward, eager))
             apart = (mine - theirs).abs().max() / theirs.abs().max()
             _need(bool(apart <= TOLERANCE[dtype]), f"logits that differ from transformers' own by {float(apart):.1e}")
@@ -150,6 +153,13 @@ class FusedDecoder:
         return self.product(out, mlp.down_proj.weight, mlp.down_proj.bias)
 
 
+class EchoKV(NamedTuple):
+    """One block, in place of the pool: every layer writes the same."""
+
+    data: torch.Tensor
+    block_size: int
+
+
 class Echo:
     """Stands in for attention while numbers are compared: every bit of q, k and v shows in what it returns."""
 
@@ -157,7 +167,7 @@ class Echo:
 
     def __init__(self, tokens: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         data = torch.zeros((1, 1, 2, heads, tokens, dim), dtype=dtype, device=device)
-        self.kv: Any = SimpleNamespace(data=data.expand(1, 1 << 10, *data.shape[2:]), block_size=tokens)
+        self.kv: Any = EchoKV(data.expand(1, 1 << 10, *data.shape[2:]), tokens)
         self._slots = torch.arange(tokens, dtype=torch.int32, device=device)
 
     def slots_of(self, batch: Batch) -> torch.Tensor:

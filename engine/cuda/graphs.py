@@ -19,19 +19,26 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
-from engine.devices import Backend
+from engine.forward.attention import Backend
 from engine.forward.batch import Batch
 from engine.kv.pages import PagedKV
-from engine.weights.offload import Ring
 
 log = logging.getLogger("rollout.engine")
 
 Run = Callable[[], torch.Tensor]
 Capture = Callable[[Run], Run]
 """runs a forward and returns what repeats it: the same work on the same addresses, and the same tensor"""
+
+
+class Ring(Protocol):
+    """What graphs need of weight offload (`engine.weights.offload.Ring`): the same slots at the beginning and end of each."""
+
+    def join(self) -> None: ...
+    def fill(self) -> None: ...
 
 
 def sizes(largest: int) -> list[int]:

@@ -20,11 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.forward.transfers import to_device, to_host
+from engine.cuda.memory import to_device, to_host
+from engine.forward.sampling import Read
 from engine.scheduling.plan import Cuts
-
-Read = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]
-"""tokens, log-probs, log-probs at temperature 1, finite: the fields of `engine.scheduling.plan.Drawn`"""
 
 BLOCK = 2048
 """logits of a row that are looked at together"""
@@ -160,6 +158,11 @@ def draw_kernel(logits, asked, drawn, mine, draws, vocabulary, row_stride, CUT: 
     tl.store(drawn + draws + at, (x - top) / scale - tl.log(total.to(tl.float32)))
     tl.store(drawn + 2 * draws + at, x - highest - tl.log(plain.to(tl.float32)))
     tl.store(drawn + 3 * draws + at, finite.to(tl.float32))
+
+
+def fits(logits: torch.Tensor) -> bool:
+    """Tell whether the kernel takes these logits: it takes all."""
+    return True
 
 
 def launch(

@@ -8,15 +8,55 @@ step's `Batch` and the pool travel as one argument and there is no global contex
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
 
+from engine.config import EngineConfig
 from engine.forward.batch import Batch
 from engine.kv.pages import PagedKV
 
 ATTENTION_NAME = "rollout"
+
+
+class CannotAttend(Exception):
+    """A backend cannot be had here, or does not serve the shapes of a model; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The largest step."""
+
+    tokens: int
+    rows: int
+    columns: int
+    """blocks of the longest sequence"""
+    q_heads: int
+    """0 = not the same in all layers"""
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    """bytes of a number of K and V"""
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q_heads // self.kv_heads
+
+    @staticmethod
+    def of(config: EngineConfig, model: Any) -> Capacity:
+        """Read it off a configuration and a model (`engine.forward.model.ModelLike`)."""
+        return Capacity(
+            tokens=max(config.max_batch_tokens, 16),  # a smaller batch is padded
+            rows=max(config.max_num_seqs, 16),
+            columns=-(-model.context // config.block_size),
+            q_heads=model.q_heads,
+            kv_heads=model.geometry.kv_heads,
+            head_dim=model.geometry.head_dim,
+            itemsize=model.geometry.dtype.itemsize,
+        )
 
 
 class Backend(Protocol):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engine.forward.sampling import SamplingBatch
-from engine.forward.transfers import to_device
+from engine.memory import Memory
 from engine.scheduling.plan import Plan
 
 MIN_ROWS = {torch.bfloat16: 2, torch.float16: 2}
@@ -47,11 +47,9 @@ class Batch:
     """what the attention backend prepared for this step"""
 
     @staticmethod
-    def build(
-        plan: Plan, block_size: int, device: torch.device, dtype: torch.dtype, drawn: torch.Tensor | None = None
-    ) -> Batch:
-        """The tensors of a plan of at least one row. drawn: [D] int32 on the device, what the step in flight samples: pending
-        tokens are taken from it."""
+    def build(plan: Plan, block_size: int, memory: Memory, dtype: torch.dtype, drawn: torch.Tensor | None = None) -> Batch:
+        """Turn a plan of at least one row into tensors in `memory`. dtype: of the products, which decides padding. drawn: [D]
+        int32 on the device, what the step in flight samples: pending tokens are taken from it."""
         starts, counts, table = plan.starts, plan.counts, plan.block_table
         query_starts = np.zeros(plan.num_rows + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])
@@ -62,7 +60,7 @@ class Batch:
         least = MIN_ROWS.get(dtype, 16)
         wanted = logits_at if len(logits_at) else np.zeros(1, np.int64)
         whole = [padded(array, least) for array in (plan.token_ids.astype(np.int64), positions, wanted)]
-        input_ids, position_ids, wanted_at, pending_at, draws = to_device([*whole, *_pending(plan, least)], device)
+        input_ids, position_ids, wanted_at, pending_at, draws = memory.send([*whole, *_pending(plan, least)])
         if len(draws):
             assert drawn is not None, "a token is pending, and nothing is in flight"
             input_ids.index_copy_(0, pending_at, drawn[draws].long())

@@ -31,10 +31,12 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from engine.devices import Backend, CannotAttend
+from engine.forward.attention import Backend, CannotAttend
 from engine.forward.batch import MIN_ROWS, Batch, padded
 from engine.forward.model import Model, UnsupportedModel, in_one_line
 from engine.kv.pages import PagedKV
+from engine.memory import Memory
+from engine.scheduling.plan import plan_by_hand
 
 log = logging.getLogger("rollout.engine")
 
@@ -63,22 +65,33 @@ class Way(NamedTuple):
     forward: Callable[[Batch, PagedKV, Backend], torch.Tensor]
 
 
-def judge(model: Model, backend: Backend, block_size: int, most_tokens: int) -> None:
-    """Compare the engine's way with the plain one. `most_tokens`: of one step. Raises UnsupportedModel with the difference, or
-    with the reason why the comparison cannot be made."""
-    began = time.perf_counter()
+class Served(NamedTuple):
+    """A model as an engine runs it."""
+
+    model: Model
+    backend: Backend
+    block_size: int
+    most_tokens: int
+    """of one step"""
+    memory: Memory
+
+
+def judge(served: Served) -> None:
+    """Compare the engine's way with the plain one. Raises UnsupportedModel with the difference, or with the reason why the
+    comparison cannot be made."""
+    began, model = time.perf_counter(), served.model
     windows = _windows(model.module)
     try:
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             short = min(TOKENS, model.context)
-            _agree(model, backend, block_size, most_tokens, Way(0, model.forward), "")
+            _agree(served, Way(0, model.forward), "")
             if model.context >= 2 * short:
                 where = f" at positions {model.context - short} to {model.context - 1}"
-                _agree(model, backend, block_size, most_tokens, Way(model.context - short, model.forward), where)
+                _agree(served, Way(model.context - short, model.forward), where)
             if windows:
                 with _narrowed(windows):
                     where = f" beyond a window (of {NARROW} tokens, for the comparison)"
-                    _agree(model, backend, block_size, most_tokens, Way(0, model.forward_transformers), where)
+                    _agree(served, Way(0, model.forward_transformers), where)
     except UnsupportedModel:
         raise
     except Exception as error:
@@ -89,16 +102,17 @@ def judge(model: Model, backend: Backend, block_size: int, most_tokens: int) -> 
     log.info("%s computes what its plain forward does; compared in %.1f s", model.name, time.perf_counter() - began)
 
 
-def try_out(model: Model, block_size: int, backend: Backend) -> None:
+def try_out(model: Model, block_size: int, memory: Memory, backend: Backend) -> None:
     """Attend with rows of one and of some tokens, in the shapes of each kind of layer. Raises CannotAttend."""
     geometry, rows = model.geometry, [(LOOK_EVERY, 1), (0, NARROW)]
     if geometry.head_dim != geometry.value_dim and backend.name != "reference":
         raise CannotAttend(f"keys of {geometry.head_dim} and values of {geometry.value_dim} dimensions")
     tables = np.arange(2 * -(-NARROW // block_size), dtype=np.int32).reshape(2, -1)
-    kv = PagedKV(geometry, block_size, tables.size, 0, model.device)
+    kv = PagedKV(geometry, block_size, tables.size, 0, memory)
     at = dict.fromkeys(asked["q_heads"] for asked in model.asked.values())
     for q_heads in at:
-        batch = _batch(model, torch.zeros(NARROW, dtype=torch.int64), rows, 0, tables, block_size, torch.zeros(1))
+        served = Served(model, backend, block_size, NARROW, memory)
+        batch = _batch(served, torch.zeros(NARROW, dtype=torch.int64), rows, 0, tables, torch.zeros(1, dtype=torch.int64))
         shapes = ((q_heads, geometry.head_dim), (geometry.kv_heads, geometry.head_dim), (geometry.kv_heads, geometry.value_dim))
         q, k, v = (torch.zeros(batch.input_ids.shape[1], *each, dtype=geometry.dtype, device=model.device) for each in shapes)
         try:
@@ -110,13 +124,13 @@ def try_out(model: Model, block_size: int, backend: Backend) -> None:
             ) from error
 
 
-def _agree(model: Model, backend: Backend, block_size: int, most_tokens: int, way: Way, where: str) -> None:
+def _agree(served: Served, way: Way, where: str) -> None:
     """Raise UnsupportedModel unless one of TRIES texts comes out alike."""
-    worst = 0.0, 0.0
+    model, worst = served.model, (0.0, 0.0)
     for seed in range(TRIES):
         ids = _text(model, seed)
         plain = _plain(model, ids, way.first)
-        made = _engine(model, backend, block_size, most_tokens, ids, way)
+        made = _engine(served, ids, way)
         difference = _difference(plain, made)
         allowed = LEAST.get(model.module.dtype, 1e-6) * float(plain.abs().mean())
         if difference <= allowed:
@@ -177,55 +191,38 @@ def _plain(model: Model, ids: torch.Tensor, first: int) -> torch.Tensor:
     return output.logits[0, _looked_at(len(ids)).to(model.device)].float().log_softmax(-1)
 
 
-def _engine(model: Model, backend: Backend, block_size: int, most_tokens: int, ids: torch.Tensor, way: Way) -> torch.Tensor:
-    """The same as the engine computes it: in two chunks or more, behind another row."""
+def _engine(served: Served, ids: torch.Tensor, way: Way) -> torch.Tensor:
+    """[looked at, vocabulary] fp32 log-probs as the engine computes them: in two chunks or more, behind another row."""
+    backend, block_size = served.backend, served.block_size
     blocks = -(-len(ids) // block_size)
-    kv = PagedKV(model.geometry, block_size, 2 * blocks, 0, model.device)
+    kv = PagedKV(served.model.geometry, block_size, 2 * blocks, 0, served.memory)
     tables = np.random.default_rng(0).permutation(2 * blocks).astype(np.int32).reshape(2, blocks)
     looked_at, parts = _looked_at(len(ids)), []
-    chunk = max(1, min(-(-len(ids) * 3 // 5), most_tokens - BESIDE))
+    chunk = max(1, min(-(-len(ids) * 3 // 5), served.most_tokens - BESIDE))
     for step, start in enumerate(range(0, len(ids), chunk)):
         end = min(start + chunk, len(ids))
         beside = (0, min(BESIDE, len(ids))) if step == 0 else (min(BESIDE + step, len(ids)) - 1, 1)
         wanted = looked_at[(looked_at >= start) & (looked_at < end)] - start + beside[1]
-        batch = _batch(model, ids, [beside, (start, end - start)], way.first, tables, block_size, wanted)
+        batch = _batch(served, ids, [beside, (start, end - start)], way.first, tables, wanted)
         batch = replace(batch, attention=backend.prepare(batch, kv))
         parts.append(way.forward(batch, kv, backend).float().log_softmax(-1))
     return torch.cat(parts)
 
 
 def _batch(
-    model: Model,
-    ids: torch.Tensor,
-    rows: list[tuple[int, int]],
-    first: int,
-    tables: np.ndarray,
-    size: int,
-    wanted: torch.Tensor,
+    served: Served, ids: torch.Tensor, rows: list[tuple[int, int]], first: int, tables: np.ndarray, wanted: torch.Tensor
 ) -> Batch:
-    """What `Batch.build` makes of two rows (start, count) of this text, at positions from `first` on in the eyes of the model.
-    The KV of what would stand before is not there, for either way."""
-    counts = np.array([count for _, count in rows])
-    ends = np.array([start + count for start, count in rows], np.int32)
-    query_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    row_of = np.repeat(np.arange(len(rows)), counts)
-    at = np.arange(query_starts[-1]) - query_starts[row_of] + np.array([start for start, _ in rows])[row_of]
-    least = MIN_ROWS.get(model.geometry.dtype, 16)
-    tokens = [padded(each, least) for each in (ids.numpy()[at], at + first, wanted.numpy())]
-    input_ids, position_ids, logits_at = (torch.from_numpy(each).to(model.device) for each in tokens)
-    return Batch(
-        input_ids=input_ids[None],
-        position_ids=position_ids[None],
-        num_tokens=len(at),
-        slots=torch.from_numpy(tables[row_of, at // size].astype(np.int64) * size + at % size),
-        query_starts=query_starts,
-        context_lens=ends,
-        block_table=tables[:, : -(-int(ends.max()) // size)],
-        shared=np.empty((0, 3), np.int32),
-        logits_at=logits_at,
-        num_logits=len(wanted),
-        sampling=None,
-    )
+    """The batch of two rows (start, count) of this text, at positions from `first` on in the eyes of the model, that wants the
+    logits of the tokens `wanted`. The KV of what would stand before is not there, for either way."""
+    size, dtype = served.block_size, served.model.geometry.dtype
+    blocks = -(-max(start + count for start, count in rows) // size)
+    starts, counts = (np.array(each, np.int32) for each in zip(*rows, strict=True))
+    texts = [ids.numpy()[start : start + count] for start, count in rows]
+    plan = plan_by_hand(np.zeros((len(rows), 1)), starts, tables[:, :blocks])
+    plan = plan._replace(counts=counts, token_ids=np.concatenate(texts).astype(np.int32))
+    batch = Batch.build(plan, size, served.memory, dtype)
+    (logits_at,) = served.memory.send([padded(wanted.numpy(), MIN_ROWS.get(dtype, 16))])
+    return replace(batch, position_ids=batch.position_ids + first, logits_at=logits_at, num_logits=len(wanted))
 
 
 @contextmanager

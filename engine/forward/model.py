@@ -1,7 +1,6 @@
 """A transformers causal language model: load it, make sure that our attention can serve it, run a step.
 
-Parameter names stay those of the trainer's model. On the CPU products are ours (`engine.cpu.products`), all else is its own.
-"""
+Parameter names stay those of the trainer's model. Who computes its layers is the device's choice (`engine.devices`)."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import transformers
@@ -18,16 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.config import EngineConfig
-from engine.cpu.judge import Computes, decide
-from engine.cpu.kernels import Chosen, choose
-from engine.cuda.exact import make_exact
-from engine.cuda.fused import FusedDecoder, NotFused
-from engine.cuda.norms import fuse_norms
 from engine.forward.attention import ATTENTION_NAME, Backend, Call, Probe
 from engine.forward.batch import Batch
-from engine.forward.compiled import compile_layers
 from engine.kv.pages import KVGeometry, PagedKV
-from engine.memory import own_parameters
+from engine.memory import Memory
 from engine.weights.offload import Streamed
 
 log = logging.getLogger("rollout.engine")
@@ -41,28 +34,56 @@ class BrokenModel(ValueError):
     """The files of a model cannot be loaded as what they say they are; the message names the folder and what is wrong."""
 
 
-def open_model(config: EngineConfig) -> Model:
-    """The model that a configuration names. Raises ValueError if it cannot be had or served so."""
-    dtype, device, offload = getattr(torch, config.dtype), torch.device(config.device), config.weight_offload
-    module = load_model(config.model, dtype, device if offload is None else None)
-    streamed = None if offload is None else Streamed(module, config.model, offload, device)
-    return model_of(config, module, config.model, streamed)
+class Decoder(Protocol):
+    """Runs the layers of a model in place of its module."""
+
+    def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
+        """Compute [S, vocabulary] logits of the tokens `batch.logits_at`."""
+
+    def weights_moved(self) -> None:
+        """Take note that parameters lie elsewhere than before."""
 
 
-def model_of(config: EngineConfig, module: PreTrainedModel, name: str, streamed: Streamed | None = None) -> Model:
-    """A loaded module as the configuration wants it run. Raises ValueError if it cannot be."""
-    cuda = torch.device(config.device).type == "cuda"
-    if cuda and config.exact:
-        make_exact(module)
-    fused = cuda and config.fused_layers and not (config.exact or config.compile_layers)
-    model = Model(module, name, streamed, native=not config.compile_layers, fused=fused, isa=config.isa)
-    if config.compile_layers:
-        compile_layers(model)
-    return model
+class Computes(NamedTuple):
+    """Who computes a model, and what: a device's decision."""
+
+    decoder: Decoder | None
+    """None: the module"""
+    arithmetic: str
+    """name of the products"""
+    torch_bits: bool | None
+    """plain torch has the same bits, at every number of rows that was tried; None: nobody looked"""
+    why: str
+    """why not a better one; empty for the best there is"""
 
 
-def load_model(folder: str, dtype: torch.dtype, device: torch.device | None) -> PreTrainedModel:
-    """A model from a local folder; device None: it stays in the pages of its files. Raises BrokenModel."""
+class ModelLike(Protocol):
+    """What an engine needs of a model. `Model` is one; tests and benchmarks have smaller ones."""
+
+    name: str
+    vocab_size: int
+    context: int
+    """tokens of the longest sequence"""
+    q_heads: int
+    """0 = not the same in all layers"""
+    device: torch.device
+    geometry: KVGeometry
+    eos_token_ids: frozenset[int]
+
+    def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
+        """Compute [S, vocabulary] logits of the tokens `batch.logits_at`."""
+
+
+def open_model(config: EngineConfig, memory: Memory) -> Model:
+    """Load the model that a configuration names. Raises ValueError if it cannot be had or served so."""
+    dtype, offload = getattr(torch, config.dtype), config.weight_offload
+    module = load_model(config.model, dtype, memory if offload is None else None)
+    streamed = None if offload is None else Streamed(module, config.model, offload, memory)
+    return Model(module, config.model, streamed)
+
+
+def load_model(folder: str, dtype: torch.dtype, memory: Memory | None) -> PreTrainedModel:
+    """Load a model from a local folder; memory None: it stays in the pages of its files. Raises BrokenModel."""
     _look_at_config(folder)
     try:
         with _reports_held_back():
@@ -77,14 +98,13 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device | None) -> 
     except Exception as error:  # a dozen unrelated types; each says that this is no model
         raise BrokenModel(f"model folder {folder!r} cannot be loaded: {in_one_line(error)}") from error
     _look_at_report(folder, report)
-    if device is None:
+    if memory is None:
         return model
-    if device.type == "cpu":
-        own_parameters(model.parameters())
+    memory.own(model.parameters())
     try:
-        return model.to(device)
+        return model.to(memory.device)
     except (RuntimeError, ValueError) as error:  # no room for it, or quantised weights that stay where they are
-        raise BrokenModel(f"model folder {folder!r} cannot be moved to {device}: {in_one_line(error)}") from error
+        raise BrokenModel(f"model folder {folder!r} cannot be moved to {memory.device}: {in_one_line(error)}") from error
 
 
 def _look_at_config(folder: str) -> None:
@@ -137,20 +157,27 @@ def in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
-class Model:
-    """A transformers model behind the attention seam. `streamed`: the offload of its layers. `native`, `fused`: run it by the
-    native decoder, or by that of `engine.cuda.fused`, where that can be. `isa`: as in `EngineConfig`. Raises UnsupportedModel
-    for what the seam does not serve, ValueError for an isa that this CPU lacks."""
+def module_of(model: ModelLike) -> torch.nn.Module | None:
+    """Return the module whose tensors are the model's weights; None: it has none."""
+    return getattr(model, "module", None)
 
-    def __init__(
-        self,
-        module: PreTrainedModel,
-        name: str,
-        streamed: Streamed | None = None,
-        native: bool = True,
-        fused: bool = False,
-        isa: str = "auto",
-    ) -> None:
+
+def weights_moved(model: ModelLike) -> None:
+    """Tell the decoder of a model, if it has one, that parameters lie elsewhere than before."""
+    if isinstance(model, Model) and model.decoder is not None:
+        model.decoder.weights_moved()
+
+
+def streamed_of(model: ModelLike) -> Streamed | None:
+    """Return the offload of the model's layers; None: all are on the device."""
+    return getattr(model, "streamed", None)
+
+
+class Model:
+    """A transformers model behind the attention seam. `streamed`: the offload of its layers. The module runs it until a device
+    says otherwise. Raises UnsupportedModel for what the seam does not serve."""
+
+    def __init__(self, module: PreTrainedModel, name: str, streamed: Streamed | None = None) -> None:
         config = module.config.get_text_config()
         _refuse_config(config, name)
         if not getattr(module, "_supports_attention_backend", False):
@@ -171,31 +198,21 @@ class Model:
             len(self.asked), first["kv_heads"], widths[0], module.dtype, widths[1] if widths[0] != widths[1] else None
         )
         self.eos_token_ids = _eos(module)
-        self.chosen: Chosen | None = choose(isa) if module.device.type == "cpu" else None
-        self.computes: Computes | None = None
-        """who runs the layers on the CPU, decided here; None: the module as it comes"""
-        if native and self.chosen is not None:
-            self.computes = self._decide(self.chosen.isa)
-        self.native = None if self.computes is None else self.computes.decoder
-        self.fused = self._fused() if fused else None
+        self.decoder: Decoder | None = None
+        """runs the layers; None: the module does"""
 
-    def _decide(self, isa: str) -> Computes:
-        whole = self.streamed is None
-        try:
-            return decide(self.module, self.name, self.asked, self.forward_transformers, isa, whole=whole)
-        except Exception as error:
-            raise UnsupportedModel(f"{self.name}: no step of it can be computed: {in_one_line(error)}") from error
+    def run_by(self, decoder: Decoder | None) -> None:
+        """Let a decoder compute every later `forward`; None: the module."""
+        self.decoder = decoder
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
-        """[S, vocab] logits of the tokens `batch.logits_at`: by a decoder (`engine.cpu.judge`, or the fused one where that was
-        asked for) or the module."""
-        decoder = self.native or self.fused
-        if decoder is None or not hasattr(backend, "attend_stored") and decoder is self.fused:
+        """Compute [S, vocabulary] logits of the tokens `batch.logits_at`, by the decoder if there is one."""
+        if self.decoder is None:
             return self.forward_transformers(batch, kv, backend)
-        return decoder.forward(batch, kv, backend)
+        return self.decoder.forward(batch, kv, backend)
 
     def forward_transformers(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
-        """The same by the module's own forward."""
+        """Compute what `forward` does by the module's own forward."""
         output = self.module(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -205,25 +222,9 @@ class Model:
         )
         return output.logits[0, : batch.num_logits]
 
-    def _fused(self) -> FusedDecoder | None:
-        """The fused decoder; for models of another kind their norms are fused alone."""
-        try:
-            if self.streamed is not None:
-                raise NotFused("weight_offload moves its layers")
-            from engine.cuda import fused_kernels
-
-            decoder = FusedDecoder(self.module, self.asked, fused_kernels)
-            with torch.inference_mode():
-                decoder.check(self.forward_transformers, self.vocab_size)
-        except NotFused as error:
-            log.info("%s runs through transformers, its layers are not fused: %s", self.name, error)
-            fuse_norms(self.module)
-            return None
-        return decoder
-
 
 def _refuse_config(config: Any, name: str) -> None:
-    """What a probe of the attention function would not show."""
+    """Raise UnsupportedModel for what a probe of the attention function would not show."""
 
     def refuse(feature: str) -> NoReturn:
         raise UnsupportedModel(f"{name} ({config.model_type}): {feature} is not supported")
@@ -241,11 +242,7 @@ def _refuse_config(config: Any, name: str) -> None:
 
 
 def _probe(module: PreTrainedModel, config: Any, name: str) -> dict[int, dict[str, Any]]:
-    """Put our attention in place, run two tokens through the model and see what each layer asks of it, by layer."""
-
-    def refuse(feature: str) -> NoReturn:
-        raise UnsupportedModel(f"{name} ({config.model_type}): {feature} is not supported")
-
+    """Put our attention in place, run two tokens through the model and return what each layer asks of it, by layer."""
     probe = Probe()
     ids = torch.zeros((1, 2), dtype=torch.long, device=module.device)
     try:
@@ -256,6 +253,16 @@ def _probe(module: PreTrainedModel, config: Any, name: str) -> dict[int, dict[st
         raise UnsupportedModel(
             f"{name} ({config.model_type}): two tokens do not come through it with attention of our own: {in_one_line(error)}"
         ) from error
+    _refuse_layers(probe, config, name)
+    return probe.layers
+
+
+def _refuse_layers(probe: Probe, config: Any, name: str) -> None:
+    """Raise UnsupportedModel for attention that the seam does not serve."""
+
+    def refuse(feature: str) -> NoReturn:
+        raise UnsupportedModel(f"{name} ({config.model_type}): {feature} is not supported")
+
     if often := sorted(layer for layer, calls in probe.calls.items() if calls > 1):
         refuse(
             f"attention of {probe.calls[often[0]]} calls in layer {often[0]}, of which one would overwrite the KV of another,"
@@ -277,7 +284,6 @@ def _probe(module: PreTrainedModel, config: Any, name: str) -> dict[int, dict[st
             refuse("{} query, {} key and {} value heads in a layer".format(*heads))
         if any(asked[size] != first[size] for size in ("kv_heads", "head_dim", "value_dim")):
             refuse("layers with KV of different shapes")
-    return probe.layers
 
 
 def _sizes(module: PreTrainedModel, config: Any, name: str) -> tuple[int, int]:

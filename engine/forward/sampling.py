@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from engine.cpu.kernels import MAX_VOCABULARY, Kernels
 from engine.scheduling.plan import Cuts, Drawn, Plan
 
-NATIVE_DTYPES = (torch.bfloat16, torch.float32)
 DISTRIBUTIONS = 64
 """that torch works on at once: a vocabulary takes half a megabyte and more of each"""
 NUCLEUS = 512
@@ -62,6 +59,10 @@ class SamplingBatch:
         )
 
 
+Read = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]
+"""tokens, log-probs, log-probs at temperature 1, finite: the fields of `Drawn`"""
+
+
 class Draws(NamedTuple):
     """Draws that were launched, not read."""
 
@@ -69,6 +70,26 @@ class Draws(NamedTuple):
     """[D] int32 on the device of the logits: the next step's input"""
     read: Callable[[], Drawn]
     """waits for them"""
+
+
+class DrawKernel(Protocol):
+    """What draws on a device: `engine.cpu.kernels.Kernels`, the module `engine.cuda.sampling`."""
+
+    def fits(self, logits: torch.Tensor) -> bool:
+        """Tell whether it takes logits of this dtype and vocabulary."""
+
+    def launch(
+        self,
+        logits: torch.Tensor,
+        row: np.ndarray,
+        temperature: np.ndarray,
+        uniform: np.ndarray,
+        raw: bool,
+        cuts: Cuts | None = None,
+    ) -> tuple[torch.Tensor, Callable[[], Read]]:
+        """Begin D ≥ 1 draws by inverse CDF from [S, V] logits. row [D] int64, temperature [D] float32 (0 = greedy), uniform [D]
+        float64 in [0, 1). Returns [D] int32 tokens on the device of the logits, and what waits for the fields of `Drawn`; `raw`
+        asks for log-probs at temperature 1."""
 
 
 def uniform(seed: np.ndarray, index: np.ndarray, position: np.ndarray) -> np.ndarray:
@@ -86,28 +107,23 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def launch_draws(logits: torch.Tensor, batch: SamplingBatch, native: Kernels | None = None) -> Draws:
-    """Draw D tokens from [S, V] logits of any float dtype: on the CPU by `native`, on CUDA by Triton's kernel, by plain torch
-    where there is none. On CUDA the host waits for a kernel's draws only when it reads them.
+def launch_draws(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None = None) -> Draws:
+    """Draw D tokens from [S, V] logits of any float dtype: by the kernel of their device, by plain torch where there is none or
+    it does not take them. On a GPU the host waits for a kernel's draws only when it reads them.
 
     Each draw's arithmetic stands for itself and depends on its own sampling parameters alone. Log-probs are `log_softmax`'s of
-    what is left of the scaled logits: on the CPU to the bit, where `native.torch_logprobs`."""
-    on_cuda = logits.device.type == "cuda"
-    kernel: Any = _triton_kernels() if on_cuda else native if _fits(logits) else None
-    if kernel is None or not len(batch.logits_row):
+    what is left of the scaled logits: on the CPU to the bit, where `Kernels.torch_logprobs`."""
+    if kernel is None or not len(batch.logits_row) or not kernel.fits(logits):
         drawn = _sample_torch(logits, batch)
-    else:
-        given = batch.logits_row, batch.temperature, batch.uniform, batch.raw, _cuts(batch)
-        if on_cuda:
-            tokens, read = kernel.launch(logits, *given)
-            return Draws(tokens, lambda: Drawn(*read()))
-        drawn = Drawn(*kernel.draw(logits, *given))
-    return Draws(torch.from_numpy(drawn.tokens).to(logits.device), lambda: drawn)
+        return Draws(torch.from_numpy(drawn.tokens).to(logits.device), lambda: drawn)
+    given = batch.logits_row, batch.temperature, batch.uniform, batch.raw, _cuts(batch)
+    tokens, read = kernel.launch(logits, *given)
+    return Draws(tokens, lambda: Drawn(*read()))
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch, native: Kernels | None = None) -> Drawn:
-    """The same, waited for."""
-    return launch_draws(logits, batch, native).read()
+def sample(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None = None) -> Drawn:
+    """Draw as `launch_draws` does, and wait for the result."""
+    return launch_draws(logits, batch, kernel).read()
 
 
 def _cuts(batch: SamplingBatch) -> Cuts | None:
@@ -120,20 +136,6 @@ def _cuts(batch: SamplingBatch) -> Cuts | None:
 def _truncated(batch: SamplingBatch) -> np.ndarray:
     """[draws] bool: top_k, top_p or min_p may leave tokens out."""
     return (batch.temperature != 0) & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
-
-
-def _fits(logits: torch.Tensor) -> bool:
-    return logits.device.type == "cpu" and logits.dtype in NATIVE_DTYPES and logits.shape[1] <= MAX_VOCABULARY
-
-
-@cache
-def _triton_kernels() -> Any:
-    """The module `engine.cuda.sampling`; None without Triton."""
-    try:
-        from engine.cuda import sampling as sampler_triton
-    except ImportError:
-        return None
-    return sampler_triton
 
 
 def _sample_torch(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:

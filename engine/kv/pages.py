@@ -20,10 +20,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.forward.transfers import to_device
 from engine.kv.block import Moves
-from engine.kv.copies import Beside, Copied, InLine, Lane
-from engine.memory import anonymous, pinned
+from engine.kv.copies import Copied, InLine, Lane
+from engine.memory import Memory
 
 MADV_POPULATE_WRITE = 23
 """of Linux 5.14; Python has no name for it yet"""
@@ -67,23 +66,25 @@ class PagedKV:
         block_size: int,
         device_blocks: int,
         host_blocks: int,
-        device: torch.device,
+        memory: Memory,
+        lane: Lane | None = None,
         take_now: tuple[bool, bool] = (False, False),
     ) -> None:
+        """lane: runs the copies of a step; None = in line with the compute."""
         self.geometry = geometry
         self.block_size = block_size
         self.block_bytes = geometry.bytes_per_token * block_size
         shape = geometry.block_shape(block_size)
-        self.data, self._map = _allocate((device_blocks, *shape), geometry.dtype, device)
+        self.data, self._map = _allocate((device_blocks, *shape), geometry.dtype, memory, on_device=True)
         """[blocks, *block_shape] on the device; zero at first, so that no NaN lies in it"""
-        host = torch.device("cpu")
-        self.host, host_map = _allocate((host_blocks, *shape), geometry.dtype, host, pin=device.type == "cuda")
+        self.host, host_map = _allocate((host_blocks, *shape), geometry.dtype, memory, on_device=False)
         """the same shape in host memory, pinned on CUDA"""
         self._take_now = take_now[0]
         for memory, now in ((self._map, take_now[0]), (host_map, take_now[1])):
             if now:
                 _populate(memory)
-        self.lane: Lane = Beside(device) if device.type == "cuda" else InLine()
+        self.memory = memory
+        self.lane: Lane = InLine() if lane is None else lane
         self._rows = self.data.flatten(1)
         self._host_rows = self.host.flatten(1)
 
@@ -111,7 +112,7 @@ class PagedKV:
         def first() -> None:
             copy_rows(self._rows, self._host_rows, moves.offloads)
             copy_rows(self._host_rows, self._rows, moves.restores)
-            copy_rows(self._rows, self._rows, moves.copies)
+            copy_within(self._rows, moves.copies, self.memory)
 
         return self.lane.run(first, lambda: copy_rows(self._rows, self._host_rows, moves.mirrors), moves.blocks)
 
@@ -125,35 +126,40 @@ def keys_and_values(kv: PagedKV, layer: int) -> tuple[torch.Tensor, torch.Tensor
     return tuple(x.view(len(at), geometry.kv_heads, kv.block_size, -1) for x in (at[:, :end], at[:, end:]))
 
 
-def copy_rows(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Row pairs (from, to) of two [rows, width] tensors; every row is read before any is written."""
+def copy_within(rows: torch.Tensor, pairs: list[tuple[int, int]], memory: Memory) -> None:
+    """Copy row pairs (from, to) of a [rows, width] tensor; every row is read before any is written."""
     sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    if source is target and not set(sources).isdisjoint(targets):
-        rows, places = to_device([np.array(sources), np.array(targets)], source.device)
-        target.index_copy_(0, places, source.index_select(0, rows))
-        return
+    if set(sources).isdisjoint(targets):
+        copy_rows(rows, rows, pairs)
+    else:
+        read, written = memory.send([np.array(sources), np.array(targets)])
+        rows.index_copy_(0, written, rows.index_select(0, read))
+
+
+def copy_rows(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+    """Copy row pairs (from, to) of two [rows, width] tensors, or of one where no row is both read and written."""
     for row, place in pairs:  # a row is long: one copy each, and no memory in between
         target[place].copy_(source[row], non_blocking=True)
 
 
 def _allocate(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pin: bool = False
+    shape: tuple[int, ...], dtype: torch.dtype, memory: Memory, on_device: bool
 ) -> tuple[torch.Tensor, mmap.mmap | None]:
-    """A tensor of zeros, and the map that it lies in, if it does."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device), None
+    """A tensor of zeros on the device, or in the host memory beside it; and the map that it lies in, if it does."""
+    if on_device and not memory.is_host:
+        return torch.zeros(shape, dtype=dtype, device=memory.device), None
     size = dtype.itemsize
     for length in shape:
         size *= length
     if size == 0:
         return torch.zeros(shape, dtype=dtype), None
     try:
-        memory = pinned(size) if pin else anonymous(size)
+        mapped = memory.host_map(size)
     except OSError as error:
         raise ValueError(
             f"a KV pool of {size / 2**30:.1f} GiB cannot be had here: {error}; lower kv_gib or kv_tokens, or cpu_offload_gib"
         ) from error
-    return torch.frombuffer(memory, dtype=dtype).view(shape), memory
+    return torch.frombuffer(mapped, dtype=dtype).view(shape), mapped
 
 
 def _populate(memory: mmap.mmap | None) -> None:

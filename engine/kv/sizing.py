@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from engine.config import EngineConfig
-from engine.memory import free_memory
+from engine.memory import Memory, free_memory
 
 log = logging.getLogger("rollout.engine")
 
 
-def blocks_on_device(config: EngineConfig, bytes_per_block: int, device: torch.device) -> int:
+def blocks_on_device(config: EngineConfig, bytes_per_block: int, memory: Memory) -> int:
     """Blocks of the KV pool. Raises ValueError for a size that holds none, or more than the memory."""
     asked: float | None = None
     if config.kv_tokens is not None:
         asked = -(-config.kv_tokens // config.block_size) * bytes_per_block
     elif config.kv_gib is not None:
         asked = config.kv_gib * 2**30
-    if asked is not None and device.type == "cpu" and asked > (free := free_memory()):
+    if asked is not None and memory.is_host and asked > (free := memory.free()):
         raise ValueError(
             f"a KV pool of {asked / 2**30:.1f} GiB is more than the {free / 2**30:.1f} GiB that are free; lower kv_gib or "
             "kv_tokens"
         )
-    if asked is not None:
-        size = asked
-    elif device.type == "cuda":
-        size = torch.cuda.mem_get_info(device)[0] * 0.8
-    else:
-        size = free_memory() / 4
+    size = memory.free() * memory.pool_share if asked is None else asked
     blocks = int(size // bytes_per_block)
     if blocks < 1:
         raise ValueError(
@@ -38,18 +31,19 @@ def blocks_on_device(config: EngineConfig, bytes_per_block: int, device: torch.d
     return blocks
 
 
-def blocks_in_host_memory(config: EngineConfig, bytes_per_block: int, taken: int) -> int:
-    """Blocks of the pool in host memory; 0 = offload is off. `taken`: bytes of this memory that the device pool will have. On
-    CUDA the pool is pinned, so all of it is taken at once: a quarter of what is free, unless more is asked for.
+def blocks_in_host_memory(config: EngineConfig, bytes_per_block: int, device_blocks: int, memory: Memory) -> int:
+    """Blocks of the pool in host memory; 0 = offload is off. `device_blocks`: of the device pool, which may lie there
+    too. Beside a GPU the pool is pinned, so all of it is taken at once: a quarter of what is free, unless more is asked for.
     Raises ValueError for a size that holds none; one that is too large is cut to the threshold, which the log says."""
     if config.cpu_offload_gib == 0:
         return 0
     free = free_memory()
+    taken = device_blocks * bytes_per_block if memory.is_host else 0
     most = max(0, free - taken) * config.cpu_offload_safety_threshold
     if config.cpu_offload_gib is not None:
         size = config.cpu_offload_gib * 2**30
     else:
-        size = most if config.device == "cpu" else min(most, free / 4)
+        size = most if memory.is_host else min(most, free / 4)
     if size > most:
         log.warning(
             "cpu_offload_gib=%s is more than %s of the free memory; using %.2f GiB",

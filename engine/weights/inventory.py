@@ -29,11 +29,6 @@ class Inventory:
         self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         """also while the tensors hold nothing"""
 
-    @property
-    def on_cuda(self) -> bool:
-        """Whether some tensor is on a CUDA device."""
-        return any(tensor.is_cuda for tensor in self.tensors.values())
-
     def targets(self, manifest: Sequence[TensorInfo], partial: bool) -> list[str | None]:
         """Find for each entry the tensor that it writes; None: it repeats one under its other name.
 

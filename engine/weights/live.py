@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from engine.memory import host_buffer, placed, side_by_side, storage_bytes
+from engine.memory import HostMemory, Memory, host_buffer, placed, side_by_side, storage_bytes
 from engine.types import TensorInfo
 from engine.weights.inventory import Digests, Inventory
 from engine.weights.offload import Streamed
@@ -48,7 +48,10 @@ class Weights:
         module: torch.nn.Module | None,
         streamed: Streamed | None = None,
         lay_out: Callable[[], None] = lambda: None,
+        memory: Memory | None = None,
     ) -> None:
+        """memory: where the module's tensors lie; None = host memory."""
+        self._memory = HostMemory() if memory is None else memory
         self.version = 0
         self.torn = False
         self._module = module
@@ -98,14 +101,13 @@ class Weights:
             self._digests.learn(self._tensors)  # while they can be read
         if self._streamed is not None:
             self._streamed.release_memory(keep)
-        away = self._allocate() if keep and self._inventory.on_cuda else None
+        away = None if self._memory.is_host or not keep else self._allocate()
         for name, tensor in self._tensors.items():
             if name in self._inventory.offloaded:
                 continue
             if not keep:
                 self._away[name] = tensor.data.new_empty(0)
-            elif tensor.is_cuda:
-                assert away is not None
+            elif away is not None:
                 self._away[name] = placed(away, self._places[name], tensor).copy_(tensor.data)
         self.dropped |= not keep
         for name in self._away:
@@ -118,7 +120,7 @@ class Weights:
             tensor = self._tensors[name]
             if kept.numel():
                 tensor.data = kept.to(tensor.device)
-            elif tensor.is_cuda:
+            elif not self._memory.is_host:
                 tensor.data = tensor.data.new_zeros(self._inventory.shapes[name])
             else:
                 dropped[name] = tensor.data.new_empty(self._inventory.shapes[name], device="meta")
@@ -159,8 +161,8 @@ class Weights:
         return self._staging
 
     def _allocate(self) -> torch.Tensor:
-        """Allocate [bytes] uint8 to stage in, pinned if the model is on CUDA."""
-        return host_buffer(self._size, self._inventory.on_cuda)
+        """Allocate [bytes] uint8 to stage in, pinned beside a GPU."""
+        return host_buffer(self._size, pin=not self._memory.is_host)
 
     def commit(self, staging: Staging) -> None:
         """Exchange what is staged with what is live, then change the version. For the time between two steps.
@@ -214,11 +216,13 @@ class Weights:
     def _slices(self, name: str) -> Iterator[tuple[Any, Any, Any]]:
         """Cut a live tensor, its staged twin and the scratch into [slice] uint8 views. On the CPU they are numpy's, whose
         memcpy has no other threads to wait for."""
+        scratch: Any
         live: Any = self._tensors[name].detach().view(-1).view(torch.uint8)
         staged: Any = self._place(name).view(-1).view(torch.uint8)
-        scratch: Any = self._scratch_for(live.device)
-        if live.device.type == "cpu":
-            live, staged, scratch = live.numpy(), staged.numpy(), scratch.numpy()
+        if self._memory.is_host or name in self._inventory.offloaded:
+            live, staged, scratch = live.numpy(), staged.numpy(), self._scratch.numpy()
+        else:
+            scratch = self._scratch_on_device()
         for start in range(0, len(live), len(scratch)):
             end = min(start + len(scratch), len(live))
             yield live[start:end], staged[start:end], scratch[: end - start]
@@ -238,11 +242,9 @@ class Weights:
         """Take `live_digest` in small portions; see `Digests.read_live`."""
         return self._digests.read_live()
 
-    def _scratch_for(self, device: torch.device) -> torch.Tensor:
-        if device.type == "cpu":
-            return self._scratch
+    def _scratch_on_device(self) -> torch.Tensor:
         if self._device_scratch is None:
-            self._device_scratch = torch.empty(DEVICE_SLICE_BYTES, dtype=torch.uint8, device=device)
+            self._device_scratch = torch.empty(DEVICE_SLICE_BYTES, dtype=torch.uint8, device=self._memory.device)
         return self._device_scratch
 
     def _check_addresses(self) -> None:

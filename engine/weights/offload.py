@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from engine.config import WeightOffload
-from engine.memory import host_buffer, own_parameters, placed, side_by_side, storage_bytes
+from engine.memory import Memory, host_buffer, placed, side_by_side, storage_bytes
 
 log = logging.getLogger("rollout.engine")
 
@@ -139,14 +139,13 @@ class OffloadedLayer:
 
 
 class Streamed:
-    """A transformers module of which some decoder layers are offloaded. Moves what is not offloaded to `device`.
+    """A transformers module of which some decoder layers are offloaded. Moves what is not offloaded to the device of
+    `memory`. `cuda`: whose streams order the copies, tests have another one; None = those of `memory`.
 
     Raises ValueError, naming the model, where its layers cannot be found, share parameters, or none would be offloaded; the
     module is as it was then. The hooks that order the copies are around a layer, so torch.compile may take what is inside."""
 
-    def __init__(self, module: nn.Module, name: str, offload: WeightOffload, device: torch.device, cuda: Any = None) -> None:
-        if cuda is None and device.type == "cuda":
-            cuda = torch.cuda
+    def __init__(self, module: nn.Module, name: str, offload: WeightOffload, memory: Memory, cuda: Any = None) -> None:
         self._name = name
         path, layers = decoder_layers(module, name)
         self.indices = [i for i in range(len(layers)) if i % offload.group_size >= offload.group_size - offload.num_in_group]
@@ -158,20 +157,19 @@ class Streamed:
             )
         for i in self.indices:
             _refuse_ties(module, f"{path}.{i}", name)
-        self._device = device
+        self._memory, self._device = memory, memory.device
         before = side_by_side(module.parameters())[1]
-        self._layers = [OffloadedLayer(layers[i], pinned=device.type == "cuda") for i in self.indices]
+        self._layers = [OffloadedLayer(layers[i], pinned=not memory.is_host) for i in self.indices]
         self.masters = {id(p): m for layer in self._layers for p, m in zip(layer.parameters, layer.masters, strict=True)}
         """for each parameter of an offloaded layer the tensor that it is a copy of, by the parameter's id"""
         self.offloaded_bytes = sum(layer.size for layer in self._layers)
         slots = min(offload.prefetch_step, len(self._layers))
-        self.ring = Ring(len(self._layers), slots, self._copy, device, cuda)
+        self.ring = Ring(len(self._layers), slots, self._copy, memory.device, cuda or memory.streams)
         self._slots: torch.Tensor
         """[slots, bytes of the largest layer] uint8 on the device"""
         self._take_slots()
-        if device.type == "cpu":
-            own_parameters(parameter for parameter in module.parameters() if id(parameter) not in self.masters)
-        module.to(device)
+        memory.own(parameter for parameter in module.parameters() if id(parameter) not in self.masters)
+        module.to(memory.device)
         resident = storage_bytes(module.parameters())
         assert resident <= before - self.offloaded_bytes + self._slots.nbytes, "weight offload left memory on the device"
         self._report(offload, before, resident)
@@ -230,7 +228,7 @@ class Streamed:
                 "weight_offload saves nothing, each layer has a slot: lower prefetch_step or offload more "
                 "model=%r layers=%d prefetch_step=%d", self._name, len(self.indices), offload.prefetch_step,
             )  # fmt: skip
-        elif self._device.type == "cpu":
+        elif self._memory.is_host:
             log.warning("weight_offload saves nothing on the CPU, where the slots are host memory as well model=%r", self._name)
 
 

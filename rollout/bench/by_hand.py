@@ -37,7 +37,7 @@ def batch_of(
     ids = np.random.default_rng(seed).integers(0, engine.model.vocab_size, (rows, count))
     groups = () if shared is None else tuple(SharedPrefix(*map(int, each)) for each in shared)
     plan = plan_by_hand(ids, np.full(rows, context - count), table, groups, seed)
-    return Batch.build(plan, size, engine.model.device, engine.model.geometry.dtype)
+    return Batch.build(plan, size, engine.device.memory, engine.model.geometry.dtype)
 
 
 def own_blocks(rows: int, context: int, block_size: int) -> np.ndarray:

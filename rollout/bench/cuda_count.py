@@ -79,7 +79,7 @@ def _of_a_layer(fused: bool, share: bool) -> list[str]:
 def _of_a_step(layers: int, fused: bool, share: bool) -> list[str]:
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3", num_hidden_layers=layers, **SHAPE)
-    model = Model(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), "counted", native=False)
+    model = Model(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), "counted")
     seen: list[str] = []
     heads, dim = model.geometry.kv_heads, model.geometry.head_dim
     capacity = Capacity(64, ROWS, -(-CONTEXT // BLOCK), model.q_heads, heads, dim, 2)

@@ -7,30 +7,27 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
 import transformers
 
 from engine.config import WeightOffload
+from engine.devices import device_of
 from engine.engine import Engine
 from engine.forward.batch import Batch
-from engine.forward.compiled import compile_layers
 from engine.forward.model import Model
-from engine.forward.sampling import sample
 from engine.kv.block import Moves
 from engine.types import Group, Sampling
 from engine.weights.offload import Streamed
 from rollout.bench import sharing as sharing_by_hand
 from rollout.bench.against import PeerFailed, parse, peer
 from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed, warm_graphs
+from rollout.bench.gpu_bench import Bench
 from rollout.bench.runner import BenchFailed, one_run, peer_run, peer_setup
 from rollout.bench.target import EngineTarget
 from rollout.bench.workloads import Workload
-
-if TYPE_CHECKING:
-    from rollout.bench.gpu import Bench
 
 Rows = Iterator[dict[str, Any]]
 OFFLOAD = WeightOffload(group_size=4, num_in_group=1, prefetch_step=1)
@@ -71,21 +68,6 @@ def kept(rows: Rows) -> Rows:
         yield {"error": f"{type(error).__name__}: {error}"}
 
 
-def compiled(bench: Bench) -> Rows:
-    """`decode` again, with `compile_layers`."""
-    try:
-        model = Model(bench.module, bench.name, native=False)
-        began = time.perf_counter()
-        compile_layers(model)
-        yield {"what": "compilation", "compile_seconds": time.perf_counter() - began}
-        settings = bench.settings(kv_tokens=bench.sizes.rows * max(bench.sizes.contexts), compile_layers=True)
-        engine = Engine(settings, model)
-        yield from kept(forwards(bench, engine))
-        yield from kept(whole_steps(bench, engine, True))
-    finally:
-        bench.forget_module()  # its layers are compiled
-
-
 def forwards(bench: Bench, engine: Engine) -> Rows:
     rows, size = bench.sizes.rows, engine.config.block_size
     fill(engine.kv)
@@ -98,11 +80,16 @@ def forwards(bench: Bench, engine: Engine) -> Rows:
             "context": context,
             **beside_limit(bench, kv, median_ms(bench.device, partial(forward_of, engine, batch), bench.sizes.turns)),
             "prepare_ms": median_ms(bench.device, partial(prepared, engine, batch), bench.sizes.turns),
-            "sample_ms": median_ms(bench.device, partial(sample, logits, batch.sampling), bench.sizes.turns),
+            "sample_ms": median_ms(bench.device, partial(sample_of, engine, logits, batch), bench.sizes.turns),
             "rows": rows,
             "attention": engine.backend.name,
             "graphs": replayed(engine, batch),
         }
+
+
+def sample_of(engine: Engine, logits: torch.Tensor, batch: Batch) -> object:
+    """The draws of a step, waited for."""
+    return engine.device.sample(logits, batch.sampling).read()
 
 
 def whole_steps(bench: Bench, engine: Engine, overlap: bool) -> Rows:
@@ -319,7 +306,7 @@ def weights(bench: Bench) -> Rows:
     resident = times(bench.engine(**config))
     release(bench.device)
     try:
-        streamed = Streamed(bench.module, bench.name, OFFLOAD, bench.device)
+        streamed = Streamed(bench.module, bench.name, OFFLOAD, device_of(bench.settings()).memory)
         assert len(streamed.indices) > streamed.ring.slots, "each layer has a slot of its own"
         engine = Engine(bench.settings(**config, weight_offload=OFFLOAD), Model(bench.module, bench.name, streamed))
         for name, (ms, logits) in times(engine).items():
@@ -340,5 +327,5 @@ def weights(bench: Bench) -> Rows:
 
 
 PARTS: dict[str, Callable[[Bench], Rows]] = {
-    part.__name__: part for part in (machine, decode, compiled, sharing, offload, weights, refresh, workloads)
+    part.__name__: part for part in (machine, decode, sharing, offload, weights, refresh, workloads)
 }

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -23,13 +22,12 @@ import torch
 from rich.console import Console
 
 from engine.config import EngineConfig
-from engine.devices import Backend, NativeAttention
+from engine.devices import Backend, Device, NativeAttention
 from engine.engine import Engine
 from engine.forward.batch import Batch
-from engine.forward.sampling import Draws
-from engine.in_flight import Flight
+from engine.forward.sampling import Draws, SamplingBatch
 from engine.kv.pages import KVGeometry, PagedKV
-from engine.scheduling.plan import Drawn, Plan
+from engine.scheduling.plan import Drawn
 from engine.types import Group, Sampling
 
 NAME = "host"
@@ -40,7 +38,7 @@ DEVICE_MS = 2.0
 
 
 class NoModel:
-    """`engine.engine.ModelLike` with a forward of zeros. The attention's index arrays are made as for a model."""
+    """`engine.forward.model.ModelLike` with a forward of zeros. The attention's index arrays are made as for a model."""
 
     name = "no model"
     vocab_size = 32
@@ -62,21 +60,33 @@ class NoModel:
         return torch.zeros(batch.num_logits, self.vocab_size)
 
 
-class BesideDevice(Engine):
-    """Its steps take DEVICE_MS of a device each, one after the other."""
+class BesideDevice:
+    """Draws as `device` does, and takes DEVICE_MS for each step, one after the other."""
 
-    _free_at = 0.0
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free_at = 0.0
 
-    def _launch(self, plan: Plan, began: float) -> Flight:
-        flight = super()._launch(plan, began)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Draws:
+        draws = self._device.sample(logits, batch)
         ready = self._free_at = max(time.perf_counter(), self._free_at) + DEVICE_MS / 1e3
 
         def read() -> Drawn:
             while time.perf_counter() < ready:
                 pass
-            return flight.draws.read()
+            return draws.read()
 
-        return replace(flight, draws=Draws(flight.draws.tokens, read))
+        return Draws(draws.tokens, read)
+
+
+def beside_device(config: EngineConfig) -> Engine:
+    engine = Engine(config, NoModel())
+    slow: Any = BesideDevice(engine.device)
+    engine.steps.device = slow
+    return engine
 
 
 def measure(sequences: int, scale: float = 1.0, threads: int | None = None) -> dict[str, Any]:
@@ -87,7 +97,7 @@ def measure(sequences: int, scale: float = 1.0, threads: int | None = None) -> d
     engine = Engine(config, NoModel())
     alone = _decode(engine, scale)
     beside = {
-        overlap: _decode(BesideDevice(msgspec.structs.replace(config, overlap_steps=overlap), NoModel()), scale)
+        overlap: _decode(beside_device(msgspec.structs.replace(config, overlap_steps=overlap)), scale)
         for overlap in (False, True)
     }
     return {

@@ -21,8 +21,9 @@ import torch
 from rich.console import Console
 
 from engine.config import EngineConfig
-from engine.engine import Engine, ModelLike
+from engine.engine import Engine
 from engine.forward.batch import Batch
+from engine.forward.model import ModelLike
 from rollout.bench.by_hand import (
     attention_alone,
     batch_of,
@@ -75,12 +76,13 @@ def shapes(device: str) -> tuple[Shape, ...]:
 
 def measure_model(folder: Path, config: EngineConfig, scale: float, repeat: int) -> Iterator[dict[str, Any]]:
     """For each shape a row a variant and a summary. Raises BenchFailed where variants disagree or memory is short."""
+    from engine.devices import device_of
     from engine.forward.model import open_model
 
     hide_progress_bars()
     scaled = [shape.scaled(scale, config.block_size) for shape in shapes(config.device)]
     with long_enough(folder, max(shape.context for shape in scaled)) as (served, weights):
-        model = open_model(msgspec.structs.replace(config, model=str(served)))
+        model = open_model(msgspec.structs.replace(config, model=str(served)), device_of(config).memory)
         for shape in scaled:
             for row in measure(model, config, shape, repeat):
                 yield row | {"model": str(folder), "weights": weights} if "summary" in row else row

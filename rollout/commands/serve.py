@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from engine.types import Mode
 from rollout.commands.arguments import ServeArgs, with_model
 from rollout.config import CannotServe, Config, InputError, TrackingConfig
 from rollout.metrics.sinks import Sink, open_sinks
@@ -93,7 +94,7 @@ def make_tracker(config: TrackingConfig, sinks: list[Sink], engine: Any) -> Trac
         return Tracker(config, sinks)
     from rollout.metrics.audit import Audit
 
-    ready = lambda: not (engine.asleep or engine.weights.dropped)  # noqa: E731
+    ready = lambda: engine.mode not in (Mode.ASLEEP, Mode.WITHOUT_WEIGHTS)  # noqa: E731
     return Tracker(config, sinks, Audit(engine.model.module, config, streamed=engine.model.streamed, ready=ready))
 
 

@@ -5,6 +5,7 @@ A client that holds the service and goes away lets go: nobody is left waiting fo
 
 from __future__ import annotations
 
+from engine.types import Mode
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike
 from rollout.service.session import Session
@@ -14,6 +15,8 @@ from transport.frames import pack
 
 MAX_WAITING = 1024
 """requests that may wait for one event"""
+
+WAY_OUT = {Mode.PAUSED: "resume first", Mode.ASLEEP: "wake it first", Mode.WITHOUT_WEIGHTS: "refresh first"}
 
 log = logger("rollout.service.loop")
 
@@ -38,12 +41,8 @@ class Controls:
         """Serve a request, or note who waits for its end. Raises Busy."""
         if control.action == "resume":
             self._resume()
-        elif control.action == "drain" and self._engine.paused:
-            raise Busy("the service is paused, so nothing runs to its end: resume first")
-        elif control.action == "drain" and self._engine.asleep:
-            raise Busy("the service is asleep, so nothing runs to its end: wake it first")
-        elif control.action == "drain" and self._engine.weights.dropped:
-            raise Busy("the service is without weights, so nothing runs to its end: refresh first")
+        elif control.action == "drain" and (way_out := WAY_OUT.get(mode := self._engine.mode)):
+            raise Busy(f"the service is {mode.value}, so nothing runs to its end: {way_out}")
         elif control.action == "abort_all":
             _wait(self._aborts, session, control.request_id)
             return
@@ -53,14 +52,14 @@ class Controls:
             if control.action == "drain":
                 _wait(self._drains, session, control.request_id)
                 return
-            self._engine.paused = True
+            self._engine.pause()
         session.reply(pack(m.Done(control.request_id)))
 
     def sleep(self, session: Session, message: m.Sleep, pushing: str | None) -> None:
         """Send the engine to sleep. `pushing`: whose refresh is being staged. Raises Busy, InvalidRequest."""
         if pushing is not None:
             raise Busy(f"{pushing} is staging a refresh: sleep when it is done")
-        if not self._engine.asleep:
+        if self._engine.mode is not Mode.ASLEEP:
             freed = self._engine.sleep(message.level)
             log.info("engine asleep level=%d client=%d freed_gib=%.2f", message.level, session.number, freed / 2**30)
             self._sleeper, self._asleep = session, m.Asleep(message.request_id, freed)
@@ -70,7 +69,7 @@ class Controls:
 
     def wake(self, session: Session, message: m.Wake) -> None:
         """Wake the engine. Raises InvalidRequest if it is not asleep."""
-        if self._engine.asleep:
+        if self._engine.mode is Mode.ASLEEP:
             self._wake()
             self._woken = session, message.request_id
         elif self._woken != (session, message.request_id):
@@ -94,7 +93,7 @@ class Controls:
             waiting[:] = [(one, request_id) for one, request_id in waiting if one is not session]
         if held and not self._holders:
             self._resume()
-        if session is self._sleeper and self._engine.asleep:
+        if session is self._sleeper and self._engine.mode is Mode.ASLEEP:
             self._wake()
             if self._engine.weights.dropped:
                 log.warning("weights dropped, nothing is sampled before a refresh gone_client=%d", session.number)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from engine.types import Mode
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike
 from rollout.service.session import Session
@@ -61,7 +62,7 @@ class LiveReads:
 
     def _read(self, end: float) -> None:
         engine = self._engine
-        state = engine.version, engine.asleep, engine.weights.dropped
+        state = engine.version, engine.mode is Mode.ASLEEP, engine.weights.dropped
         if self._pass is None or self._state != state:
             self._served += self._next
             self._next = []

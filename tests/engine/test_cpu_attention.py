@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from engine.config import EngineConfig
 from engine.cpu import build
 from engine.cpu.attention import NativeAttention
 from engine.cpu.build import NativeUnavailable
 from engine.cpu.isa import EMULATED, here, isa_of
 from engine.cpu.isa import best as best_isa
-from engine.devices import Capacity, choose_backend
+from engine.devices import Capacity, CpuDevice, choose_backend
 from engine.forward.reference import ReferenceAttention
 from tests.support.paged import (
     BF16,
@@ -376,6 +377,7 @@ def test_wrong_tensors_are_refused(wrong: dict[str, object], message: str, best:
 # ── construction ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_broken_library_and_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = build.build(best_isa()).name
+    device = CpuDevice(EngineConfig())
     monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path))
     (tmp_path / "native").mkdir()
     (tmp_path / "native" / name).write_bytes(b"\x7fELF")
@@ -384,8 +386,8 @@ def test_a_broken_library_and_no_compiler(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / "other"))
     monkeypatch.setenv("CC", "/bin/false")
     with pytest.raises(ValueError, match='attention="native".*bin/false'):
-        choose_backend("native", torch.device("cpu"), None, ANY)
-    assert choose_backend("auto", torch.device("cpu"), None, ANY).name == "reference"
+        choose_backend("native", device, ANY)
+    assert choose_backend("auto", device, ANY).name == "reference"
 
 
 def test_unknown_names_and_numbers() -> None:

@@ -14,6 +14,7 @@ from engine.cpu.decoder import Echo, NativeDecoder
 from engine.cpu.isa import here
 from engine.cpu.products import plain_products
 from engine.forward.model import Model
+from tests.support.equipped import equip
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
 
@@ -49,8 +50,9 @@ def isa(request: pytest.FixtureRequest) -> str:
 
 
 def natively(name: str, isa: str, dtype: torch.dtype = torch.bfloat16, **more: object) -> Model:
-    served = Model(model(name, dtype, **more), name, isa=isa)
-    assert isinstance(served.native, NativeDecoder), served.computes
+    served = Model(model(name, dtype, **more), name)
+    computes = equip(served, isa)
+    assert isinstance(served.decoder, NativeDecoder), computes
     return served
 
 
@@ -85,7 +87,7 @@ def test_other_products_are_seen(isa: str) -> None:
     want = logits(served, 37)
     plain_products(served.module)
     assert not torch.equal(logits(served, 37, transformers=True), want)
-    served.native._structs[1].eps_in *= 2
+    served.decoder._structs[1].eps_in *= 2
     assert not torch.equal(logits(served, 37), want)
 
 
@@ -136,8 +138,8 @@ def test_samples_through_the_engine(name: str, attention: str, threads: int) -> 
     native attention in one go."""
     module, before = model(name), torch.get_num_threads()
     one, other = (tiny_engine(dtype="bfloat16", model=copy.deepcopy(module), attention=attention) for _ in range(2))
-    assert isinstance(one.model.native, NativeDecoder)
-    other.model.native = None
+    assert isinstance(one.model.decoder, NativeDecoder)
+    other.model.run_by(None)
     r = np.random.default_rng(0)
     groups = [group(f"g{i}", r.integers(3, 199, 10 + 17 * i), n=3, max_tokens=20, seed=i, ignore_eos=True) for i in range(5)]
     try:
@@ -184,5 +186,6 @@ def test_other_models_run_through_transformers(
 ) -> None:
     with caplog.at_level("INFO", "rollout.engine"):
         served = Model(tiny(name, torch.bfloat16, **{**SIZES, **sizes}), name)
-    assert served.native is None
+        equip(served)
+    assert served.decoder is None
     assert ("runs through transformers" in caplog.text or "products are torch's own" in caplog.text) and why in caplog.text

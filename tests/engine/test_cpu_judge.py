@@ -13,6 +13,7 @@ from engine.cpu.kernels import choose
 from engine.cpu.products import ExactLinear, products_of
 from engine.cpu.torch_decoder import TorchDecoder
 from engine.forward.model import Model
+from tests.support.equipped import equip
 from tests.support.equivalence import ROOMY, assert_same, groups
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import run
@@ -26,8 +27,8 @@ native = pytest.mark.skipif(BEST == "torch", reason="no native kernels on this m
 def test_torch_layers_have_the_module_s_bits(name: str, dtype: str) -> None:
     """Through the whole engine, and without company."""
     engines = [tiny_engine(name, dtype, isa="torch", **ROOMY) for _ in range(3)]
-    assert all(isinstance(engine.model.native, TorchDecoder) for engine in engines)
-    engines[1].model.native = None
+    assert all(isinstance(engine.model.decoder, TorchDecoder) for engine in engines)
+    engines[1].model.run_by(None)
     samples = run(engines[0], groups())
     assert_same(samples, run(engines[1], groups()))
     alone = [sample for each in groups()[:3] for sample in run(engines[2], [each]).items()]
@@ -44,6 +45,7 @@ def test_wrong_products_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: py
         )
         with caplog.at_level("INFO", "rollout.engine"):
             served = Model(tiny("llama", torch.bfloat16), "llama")
+            equip(served)
         assert {each.isa for each in served.module.modules() if isinstance(each, ExactLinear)} == {used}
     assert "× as far from the exact sum as rounding allows" in caplog.text and "are not used" in caplog.text
 
@@ -63,7 +65,8 @@ def test_a_wrong_decoder_is_not_used(
 
     monkeypatch.setattr(NativeDecoder, "forward", wrong)
     served = Model(tiny("llama", dtype, head_dim=32), "llama")
-    assert served.native is None and "numbers that differ from the module's with 1 rows" in served.computes.why
+    computes = equip(served)
+    assert served.decoder is None and "numbers that differ from the module's with 1 rows" in computes.why
     assert "which is slower" in caplog.text
     assert all(each.isa == BEST for each in served.module.modules() if isinstance(each, ExactLinear))
 
@@ -73,7 +76,7 @@ def test_another_kind_of_layer_runs_in_the_module_with_our_products() -> None:
     """And so its samples do not depend on the batch either."""
     samples = run(tiny_engine("olmo2", "bfloat16", **ROOMY), groups())
     engine = tiny_engine("olmo2", "bfloat16", **ROOMY)
-    assert engine.model.native is None and "another kind" in engine.status()["computed_by_reason"]
+    assert engine.model.decoder is None and "another kind" in engine.status()["computed_by_reason"]
     assert engine.status()["computed_by"] == "module" and engine.status()["arithmetic"] == products_of(BEST).arithmetic
     for each in groups()[:3]:
         alone = run(engine, [each])

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from engine.config import EngineConfig  # noqa: E402
 from engine.cuda import fused_kernels  # noqa: E402
 from engine.cuda.fused import CHECKED_ROWS, FusedDecoder, NotFused  # noqa: E402
+from engine.devices import CpuDevice, fuse  # noqa: E402
 from engine.engine import Engine  # noqa: E402
 from engine.forward.model import Model  # noqa: E402
 from rollout.bench.cuda_count import launches_per_layer  # noqa: E402
@@ -26,7 +27,7 @@ SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "n
 
 
 def decoder(module: Any) -> tuple[FusedDecoder, Model]:
-    model = Model(module.to(DEVICE), "tiny", native=False)
+    model = Model(module.to(DEVICE), "tiny")
     head = model.geometry.head_dim
     asked = {i: {"scaling": head**-0.5, "window": 0} for i in range(model.geometry.layers)}
     return FusedDecoder(model.module, asked, fused_kernels), model
@@ -88,15 +89,17 @@ def test_weights_that_are_multiplied_as_one_lie_side_by_side() -> None:
     assert len(one) == 1 and torch.equal(attention.k_proj.weight, want["model.layers.0.self_attn.k_proj.weight"].to(DEVICE))
 
 
-def test_an_engine_of_fused_layers() -> None:
+def test_an_engine_of_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs of a full forward of the module, with a prefix in common and padding; refreshed in place, and after a sleep."""
+    monkeypatch.setattr(CpuDevice, "equip", lambda self, model, config, backend: fuse(model, backend))
     settings = EngineConfig(
         device=DEVICE, dtype="float32", attention="triton", block_size=8, kv_tokens=512, max_num_seqs=16, max_batch_tokens=64,
-        cpu_offload_gib=0, cuda_graphs=False,
+        cpu_offload_gib=0, cuda_graphs=False, fused_layers=True,
     )  # fmt: skip
     module = tiny("qwen3", **SMALL | {"head_dim": 16}).to(DEVICE)
-    engine = Engine(settings, Model(module, "tiny", native=False, fused=True))
-    assert isinstance(engine.model, Model) and engine.model.fused is not None
+    engine = Engine(settings, Model(module, "tiny"))
+    assert isinstance(engine.model, Model) and isinstance(engine.model.decoder, FusedDecoder)
+    assert engine.status()["computed_by"] == "FusedDecoder" and "/fused" in engine.arithmetic
     prompt = np.arange(3, 14, dtype=np.int32)
 
     def assert_plain(tag: str) -> None:

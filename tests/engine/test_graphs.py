@@ -80,7 +80,7 @@ def small_engine(capture: type[Captured] | None) -> tuple[Engine, Captured | Non
     if capture is None:
         return engine, None
     stub = capture(engine)
-    engine.graphs = DecodeGraphs(engine.model.forward, 24, engine.model.device, lambda: stub)
+    engine.steps.graphs = DecodeGraphs(engine.model.forward, 24, engine.model.device, lambda: stub)
     return engine, stub
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from engine.cpu.attention import _Step
 from engine.cpu.build import LayoutMismatch, NativeUnavailable, check_layout
 from engine.cpu.isa import ISAS, here, isa_of, lacking
 from engine.cpu.kernels import Kernels, Team, _Draw, choose
+from engine.devices import device_of
 from engine.engine import Engine
 from engine.forward.model import Model
 from tests.support.tiny import tiny, tiny_engine
@@ -55,7 +57,7 @@ def test_what_the_cpu_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_device_has_none() -> None:
     with pytest.raises(ValueError, match="isa='avx2' is of the CPU: leave it out with device=cuda"):
-        EngineConfig(isa="avx2", device="cuda")
+        device_of(EngineConfig(isa="avx2", device="cuda"))
 
 
 @pytest.mark.parametrize("name", [*(name for name in here() if name in ISAS), "torch"])
@@ -70,13 +72,15 @@ def test_forced(name: str, caplog: pytest.LogCaptureFixture) -> None:
         "torch",
         isa_of(name).arithmetic.split("/")[0] if name != "torch" else "torch",
     )
-    assert f"isa {name}" in caplog.text and status["arithmetic"] in caplog.text
+    assert f"isa: {name}" in caplog.text and status["arithmetic"] in caplog.text
     assert len(run(one, [group("a", np.arange(3, 30), n=2, max_tokens=4, ignore_eos=True)])) == 2
 
 
-def test_models_and_engines_that_disagree_are_refused() -> None:
-    with pytest.raises(ValueError, match="isa='torch': tiny was given with"):
-        Engine(EngineConfig(dtype="float32", isa="torch", kv_tokens=64), Model(tiny("llama"), "tiny"))
+def test_the_engine_chooses_the_kernels_of_a_model_that_it_is_given() -> None:
+    given = Engine(EngineConfig(dtype="float32", isa="torch", kv_tokens=64), Model(tiny("llama"), "tiny"))
+    assert given.status()["isa"] == "torch" and given.status()["computed_by"] == "TorchDecoder"
+    with pytest.raises(ValueError, match="is on meta, and device=cpu: give the engine device=meta"):
+        Engine(EngineConfig(kv_tokens=64), SimpleNamespace(name="elsewhere", device=torch.device("meta")))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='attention="native": with isa="torch"'):
         tiny_engine(isa="torch", attention="native")
 
@@ -86,7 +90,7 @@ def test_two_engines_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has kernels of its own, in turn and step by step: no scratch, no choice is shared."""
     names = [name for name in here() if name in ISAS][:2]
     engines = [toy_engine(isa=name) for name in names]
-    assert len({id(each.chosen.kernels) for each in engines}) == len(engines)
+    assert len({id(each.device.chosen.kernels) for each in engines}) == len(engines)
     groups = [group(f"g{i}", range(5, 9 + i), n=3, max_tokens=9, ignore_eos=True, seed=i, top_k=7) for i in range(3)]
     alone = [run(toy_engine(isa=name), groups) for name in names]
     for each in engines:

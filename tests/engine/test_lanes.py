@@ -11,6 +11,7 @@ import torch
 from engine.kv.block import Moves
 from engine.kv.copies import Beside, InLine
 from engine.kv.pages import KVGeometry, PagedKV
+from engine.memory import HostMemory
 from tests.support.fake_cuda import FakeCuda, FakeEvent, FakeStream
 
 CUDA = torch.device("cuda")
@@ -100,7 +101,7 @@ def test_both_lanes_move_the_same_bytes() -> None:
     moves = Moves(offloads=[(0, 1)], restores=[(0, 0)], copies=[(0, 2)], mirrors=[(2, 2)])
     results = []
     for beside in (False, True):
-        kv = PagedKV(KVGeometry(1, 1, 2, torch.float32), 2, 3, 3, torch.device("cpu"))
+        kv = PagedKV(KVGeometry(1, 1, 2, torch.float32), 2, 3, 3, HostMemory())
         kv.data.copy_(torch.arange(3.0)[:, None, None, None, None, None].expand_as(kv.data))
         kv.host.copy_(10 + torch.arange(3.0)[:, None, None, None, None, None].expand_as(kv.host))
         if beside:
@@ -109,4 +110,4 @@ def test_both_lanes_move_the_same_bytes() -> None:
         assert beside or (copied.blocks == 4 and copied.seconds > 0)
         results.append((kv.data[:, 0, 0, 0, 0, 0].tolist(), kv.host[:, 0, 0, 0, 0, 0].tolist()))
     assert results[0] == results[1] == ([10.0, 1.0, 10.0], [10.0, 0.0, 10.0])
-    assert isinstance(PagedKV(KVGeometry(1, 1, 2, torch.float32), 2, 1, 1, torch.device("cpu")).lane, InLine)
+    assert isinstance(PagedKV(KVGeometry(1, 1, 2, torch.float32), 2, 1, 1, HostMemory()).lane, InLine)

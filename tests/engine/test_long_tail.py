@@ -292,7 +292,8 @@ def test_a_deadline_ends_the_group(paused: bool) -> None:
     engine.submit(group("other", range(5, 9), n=1, max_tokens=12, ignore_eos=True, deadline_s=11))
     for _ in range(3):
         assert engine.step() == []
-    engine.paused = paused
+    if paused:
+        engine.pause()
     clock.now += 10.5
     assert engine.has_work
     ended = engine.step()
@@ -301,7 +302,7 @@ def test_a_deadline_ends_the_group(paused: bool) -> None:
         ("late", 1, "deadline", 3),
     ]
     assert ended[0].seconds == 10.5
-    engine.paused = False
+    engine.resume()
     assert run(engine)["other", 0].finish_reason == "length"
     clock.now += 10
     assert engine.step() == [] and not engine.has_work, "a deadline that has gone by is forgotten with its group"

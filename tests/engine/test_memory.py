@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.cuda.memory import CudaMemory
 from engine.kv import sizing as sizes
 from engine.kv.sizing import blocks_in_host_memory
-from engine.memory import host_buffer, pinned
+from engine.memory import HostMemory, host_buffer, pinned
 
 
 class FakeRuntime:
@@ -56,5 +57,6 @@ def test_nothing_needs_no_memory() -> None:
 def test_less_is_taken_where_it_is_pinned(device: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of room for 100 blocks: the threshold of it, or a quarter; what is asked for is had on both."""
     monkeypatch.setattr(sizes, "free_memory", lambda: 100 << 20)
-    assert blocks_in_host_memory(EngineConfig(device=device), 1 << 20, 0) == blocks
-    assert blocks_in_host_memory(EngineConfig(device=device, cpu_offload_gib=60 / 1024), 1 << 20, 0) == 60
+    memory = HostMemory() if device == "cpu" else CudaMemory(torch.device(device))
+    assert blocks_in_host_memory(EngineConfig(), 1 << 20, 0, memory) == blocks
+    assert blocks_in_host_memory(EngineConfig(cpu_offload_gib=60 / 1024), 1 << 20, 0, memory) == 60

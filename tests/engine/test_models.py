@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.forward.judge import judge
+from engine.forward.judge import Served, judge
 from engine.forward.model import BrokenModel, Model, UnsupportedModel, load_model
 from engine.kv.pages import KVGeometry, PagedKV
+from engine.memory import HostMemory
 from tests.support import families
+from tests.support.equipped import equip
 from tests.support.tiny import MODELS, plain_logprobs, tiny, tiny_engine
 from tests.support.toy import group, run
 
@@ -54,7 +56,7 @@ def test_a_loaded_model_owns_its_parameters(tmp_path: Path) -> None:
     made.save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert mapped_from_files(plain) == len(list(plain.parameters())), "what it would be otherwise"
-    loaded = load_model(str(tmp_path), torch.float32, torch.device("cpu"))
+    loaded = load_model(str(tmp_path), torch.float32, HostMemory())
     assert mapped_from_files(loaded) == 0
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     for (name, mine), theirs in zip(loaded.named_parameters(), made.parameters(), strict=True):
@@ -156,7 +158,7 @@ def test_keys_and_values_of_two_widths_survive_offload(copies_pay: None) -> None
 
 def test_the_memory_of_two_widths_is_what_is_stored() -> None:
     geometry = KVGeometry(3, 4, 24, torch.bfloat16, 12)
-    kv = PagedKV(geometry, 8, 5, 0, torch.device("cpu"))
+    kv = PagedKV(geometry, 8, 5, 0, HostMemory())
     assert kv.block_bytes * 5 == kv.data.nbytes == 5 * 8 * 3 * 4 * (24 + 12) * 2
 
 
@@ -166,7 +168,9 @@ def test_the_native_decoder_sees_the_whole_context() -> None:
                "llama_4_scaling_beta": 0.5}  # fmt: skip
     sizes = {"hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,
              "vocab_size": 208, "max_position_embeddings": 4096, "rope_parameters": scaling}  # fmt: skip
-    assert Model(tiny("ministral3", torch.bfloat16, **sizes), "ministral3").native is None
+    model = Model(tiny("ministral3", torch.bfloat16, **sizes), "ministral3")
+    equip(model)
+    assert model.decoder is None
 
 
 def test_positions_near_the_end_of_the_context_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,14 +184,14 @@ def test_positions_near_the_end_of_the_context_are_judged(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(engine.model, "forward", wrong_from_400_on)
     with pytest.raises(UnsupportedModel, match="at positions 416 to 511"):
-        judge(engine.model, engine.backend, 8, 128)
+        judge(Served(engine.model, engine.backend, 8, 128, HostMemory()))
 
 
 def test_what_goes_wrong_while_judging_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine("llama")
     monkeypatch.setattr(engine.backend, "attend", lambda *_: 1 / 0)
     with pytest.raises(UnsupportedModel, match="cannot be compared: ZeroDivisionError: division by zero"):
-        judge(engine.model, engine.backend, 8, 128)
+        judge(Served(engine.model, engine.backend, 8, 128, HostMemory()))
 
 
 def test_the_judge_leaves_a_model_as_it_was() -> None:
@@ -207,11 +211,11 @@ def test_weights_with_ties_and_without_their_twins_load(tmp_path: Path) -> None:
     tiny("llama-mha").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     assert "lm_head.weight" not in tensors
-    load_model(str(tmp_path), torch.float32, torch.device("cpu"))
+    load_model(str(tmp_path), torch.float32, HostMemory())
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # of old checkpoints
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    load_model(str(tmp_path), torch.float32, torch.device("cpu"))
+    load_model(str(tmp_path), torch.float32, HostMemory())
     tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(16)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(BrokenModel, match=r"1 unexpected \(model.layers.0.self_attn.q_norm.weight\)"):
-        load_model(str(tmp_path), torch.float32, torch.device("cpu"))
+        load_model(str(tmp_path), torch.float32, HostMemory())

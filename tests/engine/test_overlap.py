@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import engine.devices
 import engine.engine
 import engine.in_flight
+from engine.cuda.memory import to_device, to_host
 from engine.engine import Engine
 from engine.forward.batch import Batch
 from engine.forward.sampling import Draws, SamplingBatch, launch_draws
-from engine.forward.transfers import to_device, to_host
 from engine.kv.pages import PagedKV
+from engine.memory import HostMemory
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.types import Group, Sample
@@ -55,7 +57,7 @@ class Record:
         self.events: list[tuple[str, int]] = []
         self.fail_at: set[int] = set()
         self.steps = 0
-        monkeypatch.setattr(engine.engine, "launch_draws", self.launch)
+        monkeypatch.setattr(engine.devices, "launch_draws", self.launch)
 
     def launch(self, logits: torch.Tensor, batch: SamplingBatch, native: Any) -> Draws:
         self.steps += 1
@@ -118,7 +120,7 @@ def in_flight(e: Engine, *groups: Group, steps: int = 6) -> list[Sample]:
     for each in groups:
         e.submit(each)
     samples = [sample for _ in range(steps) for sample in e.step()]
-    assert e._flight is not None
+    assert e.steps.in_flight
     return samples
 
 
@@ -127,7 +129,7 @@ def finish(e: Engine) -> list[Sample]:
     while e.has_work:
         samples += e.step()
         e.check()
-    assert e._flight is None and not e.scheduler.store.used
+    assert not e.steps.in_flight and not e.scheduler.store.used
     return samples
 
 
@@ -166,7 +168,7 @@ def test_what_stops_the_engine_lands_the_step_first(rest: str) -> None:
     in_flight(e, *some)
     drawn = e.counters.generated_tokens
     if rest == "pause":
-        e.paused = True
+        e.pause()
         assert e.has_work and e.step() == [] and not e.has_work
         e.resume()
     elif rest == "sleep":
@@ -178,7 +180,7 @@ def test_what_stops_the_engine_lands_the_step_first(rest: str) -> None:
     else:
         assert not e.drain() and e.has_work
     if rest != "drain":
-        assert e._flight is None and e.counters.generated_tokens == drawn + 5
+        assert not e.steps.in_flight and e.counters.generated_tokens == drawn + 5
     e.check()
     got = {(sample.group_id, sample.index): sample for sample in finish(e)}
     for each in some:
@@ -314,7 +316,7 @@ def test_a_copy_that_fails_with_a_step_in_flight() -> None:
     def broken(moves: Any) -> Any:
         calls[0] += bool(moves)
         if moves and calls[0] % 3 == 0:
-            flying[0] += e._flight is not None
+            flying[0] += len(e.steps.in_flight)
             move(type(moves)(offloads=moves.offloads))
             raise MemoryError("injected failure of a copy")
         return move(moves)
@@ -371,7 +373,8 @@ def test_the_forward_of_a_decode_step_asks_for_no_value(name: str, monkeypatch: 
     model: Any = e.model
     monkeypatch.setattr(model, "forward", lambda batch, kv, _: model.forward_transformers(batch, kv, NoAttention()))
     with Waits() as waits:
-        flight = e._launch(e.scheduler.plan(), 0.0)
+        e.steps.launch(e.scheduler.plan())
+    flight = e.steps.in_flight[-1]
     assert waits.seen == [] and len(flight.draws.tokens) == 4
     with Waits() as waits:
         assert (flight.draws.tokens.float().mean() > 1e9).item() is False
@@ -380,8 +383,8 @@ def test_the_forward_of_a_decode_step_asks_for_no_value(name: str, monkeypatch: 
 
 def test_arrays_keep_their_values_on_the_way() -> None:
     some = [np.arange(5), np.array([-7]), np.arange(0)]
-    sent = to_device(some, torch.device("cpu"))
-    assert [each.tolist() for each in sent] == [each.tolist() for each in some]
+    for sent in (HostMemory().send(some), to_device(some, torch.device("cpu"))):
+        assert [each.tolist() for each in sent] == [each.tolist() for each in some]
     tensor = torch.arange(6).view(2, 3)
     assert to_host(tensor)().tolist() == tensor.tolist()
 

@@ -20,7 +20,7 @@ from engine.scheduling.plan import Drawn
 from engine.types import Sampling
 from tests.support.draws import CUTS, batch
 
-sample = partial(sampler.sample, native=choose().kernels)
+sample = partial(sampler.sample, kernel=choose().kernels)
 """by the best kernels of this machine"""
 
 

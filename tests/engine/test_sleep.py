@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.memory import taken_memory
+from engine.memory import HostMemory
 from engine.weights.tensors import InvalidWeights, describe, with_digest
 from tests.support.naps import groups, run_with_naps
 from tests.support.tiny import tiny, tiny_engine
@@ -44,11 +44,11 @@ def test_samples_do_not_notice(options: dict[str, Any], recomputes: bool, dtype:
 def test_the_memory_goes() -> None:
     engine = tiny_engine(kv_tokens=None, kv_gib=0.5, cpu_offload_gib=0.01)
     run(engine, groups())
-    before = taken_memory(CPU)
+    before = HostMemory().taken()
     freed = engine.sleep()
-    assert freed > 0.45 * 2**30 and before - taken_memory(CPU) > 0.25 * 2**30
+    assert freed > 0.45 * 2**30 and before - HostMemory().taken() > 0.25 * 2**30
     engine.wake()
-    assert taken_memory(CPU) - before > -0.25 * 2**30, "the pool's memory is taken at once again"
+    assert HostMemory().taken() - before > -0.25 * 2**30, "the pool's memory is taken at once again"
     assert len(run(engine, [group("again", [5, 6, 7], n=2)])) == 2
 
 

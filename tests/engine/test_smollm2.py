@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.forward.model import Model, load_model
+from engine.memory import HostMemory
 from engine.types import Group, Sampling
 from tests.support.tiny import plain_logprobs
 from tests.support.toy import run
@@ -39,7 +40,7 @@ def engine_of(module: PreTrainedModel, dtype: str) -> Engine:
 
 def test_greedy_equals_generate(smollm2: Path) -> None:
     """fp32: token for token what `generate` makes, one prompt after the other; here all at once."""
-    module = load_model(str(smollm2), torch.float32, torch.device("cpu"))
+    module = load_model(str(smollm2), torch.float32, HostMemory())
     groups = prompts(smollm2, Sampling(n=1, max_tokens=16, temperature=0.0))
     samples = run(engine_of(module, "float32"), groups)
     for each in groups:

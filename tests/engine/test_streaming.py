@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from engine.config import EngineConfig, WeightOffload
+from engine.cuda.memory import CudaMemory
 from engine.engine import Engine
 from engine.forward.model import load_model
-from engine.memory import own_parameters, side_by_side
+from engine.memory import HostMemory, own_parameters, side_by_side
 from engine.types import Sample
-from engine.weights import offload as streaming
 from engine.weights.live import Weights, WeightsTorn
 from engine.weights.offload import Ring, Streamed
 from tests.support.broken_commit import PLACES, fail_commit
@@ -331,9 +331,9 @@ def test_layers_that_stay_all_the_same_are_seen(monkeypatch: pytest.MonkeyPatch)
     """The negative control of the assertion: what stays keeps one buffer alive, in which the offloaded layers lie as well."""
     module = tiny("llama", num_hidden_layers=LAYERS)
     own_parameters(module.parameters())
-    monkeypatch.setattr(streaming, "own_parameters", lambda parameters: None)
+    monkeypatch.setattr(HostMemory, "own", lambda self, parameters: None)
     with pytest.raises(AssertionError, match="left memory on the device"):
-        Streamed(module, "x", settings((2, 1, 1)), CPU)
+        Streamed(module, "x", settings((2, 1, 1)), HostMemory())
 
 
 def test_an_engine_loads_a_model_so(tmp_path: Any) -> None:
@@ -342,7 +342,7 @@ def test_an_engine_loads_a_model_so(tmp_path: Any) -> None:
     engine = Engine(EngineConfig(**options, weight_offload=settings((2, 1, 1))))
     assert same(run(engine, probe()), run(Engine(EngineConfig(**options)), probe()))
     weights = engine.status()["weights"]
-    loaded = load_model(str(tmp_path), torch.float32, CPU)
+    loaded = load_model(str(tmp_path), torch.float32, HostMemory())
     slot = weights["offloaded_bytes"] // 2
     assert weights["resident_bytes"] == side_by_side(loaded.parameters())[1] - slot
 
@@ -355,9 +355,9 @@ def test_tied_layers_are_refused() -> None:
     module.model.layers[3].mlp.up_proj.weight = module.model.layers[0].mlp.up_proj.weight
     before = [parameter.data_ptr() for parameter in module.parameters()]
     with pytest.raises(ValueError, match=r"some/model: .*layers\.3\.mlp.* is tied to .*layers\.0.*stays on the device"):
-        Streamed(module, "some/model", settings((2, 1, 1)), CPU)
+        Streamed(module, "some/model", settings((2, 1, 1)), HostMemory())
     assert before == [parameter.data_ptr() for parameter in module.parameters()], "the module is as it was"
-    assert Streamed(module, "some/model", settings((3, 1, 1)), CPU).indices == [2], "the fix works"
+    assert Streamed(module, "some/model", settings((3, 1, 1)), HostMemory()).indices == [2], "the fix works"
 
 
 class Toy(nn.Module):
@@ -385,20 +385,20 @@ class ToyLayer(nn.Module):
 
 
 def test_layers_that_cannot_be_found_are_refused() -> None:
-    assert Streamed(Toy(4), "toy", settings((2, 1, 1)), CPU).indices == [1, 3]
+    assert Streamed(Toy(4), "toy", settings((2, 1, 1)), HostMemory()).indices == [1, 3]
     two = Toy(4)
     two.others = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
     none = Toy(4)
     del none.layers
     for module, found in ((two, 2), (none, 0)):
         with pytest.raises(ValueError, match=rf"some/model \(Toy\): weight_offload finds {found} lists of 4 decoder layers"):
-            Streamed(module, "some/model", settings((2, 1, 1)), CPU)
+            Streamed(module, "some/model", settings((2, 1, 1)), HostMemory())
 
 
 def test_groups_larger_than_the_model_are_refused() -> None:
     with pytest.raises(ValueError, match=r"some/model: weight_offload\.group_size=5 is more than its 4 layers"):
-        Streamed(Toy(4), "some/model", settings((5, 1, 1)), CPU)
-    assert Streamed(Toy(4), "x", settings((5, 2, 1)), CPU).indices == [3]
+        Streamed(Toy(4), "some/model", settings((5, 1, 1)), HostMemory())
+    assert Streamed(Toy(4), "x", settings((5, 2, 1)), HostMemory()).indices == [3]
 
 
 def test_a_model_given_without_it_is_refused() -> None:
@@ -491,7 +491,9 @@ def device_runs(seed: int, graphs: bool = False, join: str = "each") -> int:
     for layer in module.layers:  # a step of the device's between two layers of the host
         layer.register_forward_hook(lambda *_: None if capturing else cuda.work(r.randrange(5)))
     capturing, replay = False, None
-    streamed = Deferred(module, "toy", settings(r.choice([(1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 1), (3, 2, 2)])), CPU, cuda)
+    streamed = Deferred(
+        module, "toy", settings(r.choice([(1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 1), (3, 2, 2)])), HostMemory(), cuda
+    )
     for _ in range(12):
         what = r.choice(["forward", "forward", "refresh", "capture", "replay", "replay"][: None if graphs else 3])
         if what == "refresh":
@@ -588,7 +590,7 @@ def test_forwards_and_graphs_on_cuda() -> None:
     device = torch.device("cuda")
     module, other, x = Linears(7), Linears(7).to(device), torch.randn(64, 1024, device=device)
     other.load_state_dict(module.state_dict())
-    streamed = Streamed(module, "linears", settings((1, 1, 3)), device)
+    streamed = Streamed(module, "linears", settings((1, 1, 3)), CudaMemory(device))
     assert all(torch.equal(module(x), other(x)) for _ in range(20))
     streamed.ring.join()
     graph = torch.cuda.CUDAGraph()

@@ -15,10 +15,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from engine.config import EngineConfig  # noqa: E402
 from engine.cuda import tiles  # noqa: E402
 from engine.cuda.attention import Capacity, TritonAttention, TritonUnavailable  # noqa: E402
 from engine.cuda.launches import Limits  # noqa: E402
-from engine.devices import choose_backend
+from engine.devices import CpuDevice, choose_backend  # noqa: E402
 from tests.support import production  # noqa: E402
 from tests.support.paged import (  # noqa: E402
     FP32,
@@ -161,7 +162,7 @@ def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TritonUnavailable, match="TRITON_INTERPRET=1"):
         TritonAttention(torch.device("cpu"), Capacity(16, 2, 8, 4, 1, 16, 2), 1)
     with pytest.raises(ValueError, match='attention="triton".*TRITON_INTERPRET=1'):
-        choose_backend("triton", torch.device("cpu"), None, Capacity(16, 2, 8, 4, 1, 16, 2))
+        choose_backend("triton", CpuDevice(EngineConfig()), Capacity(16, 2, 8, 4, 1, 16, 2))
 
 
 def test_the_smallest_case_of_production(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -672,7 +672,7 @@ def test_pause_and_resume() -> None:
     engine = watermark_engine()
     engine.submit(group("g", [1, 2, 3], n=2, max_tokens=10, ignore_eos=True))
     engine.step()
-    engine.paused = True
+    engine.pause()
     steps = engine.counters.steps
     assert not engine.has_work and engine.step() == [] and engine.counters.steps == steps
     assert engine.status()["state"] == "paused"

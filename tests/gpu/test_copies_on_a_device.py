@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.cuda.memory import CudaMemory
 from engine.kv.block import Moves
 from engine.kv.copies import Beside, Copied, Work
 from engine.kv.pages import KVGeometry, PagedKV
@@ -64,7 +65,7 @@ class Hasty(Beside):
 @needs_cuda
 def test_copies_wait_for_the_compute_and_it_for_them() -> None:
     device = torch.device(DEVICE)
-    kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, device)
+    kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, CudaMemory(device), Beside(device))
     assert wrong_blocks(kv) == 0
     kv.lane = Hasty(device)
     assert wrong_blocks(kv) > 0
@@ -73,7 +74,7 @@ def test_copies_wait_for_the_compute_and_it_for_them() -> None:
 @needs_cuda
 def test_copies_from_host_memory_do_not_hold_the_host_up() -> None:
     """Where it is not pinned, a copy waits for the device: then the compute is done when `move` returns."""
-    kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, torch.device(DEVICE))
+    kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, CudaMemory(torch.device(DEVICE)), Beside(torch.device(DEVICE)))
     done = torch.cuda.Event()
     torch.cuda._sleep(100 * BUSY_CYCLES)
     done.record()

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.forward.sampling import sample
+from engine.devices import draw_kernel
+from engine.forward.sampling import SamplingBatch, sample
+from engine.scheduling.plan import Drawn
 from engine.types import Sampling
 from tests.support.draws import batch
 from tests.support.on_device import DEVICE
@@ -28,34 +30,39 @@ def logits(request: pytest.FixtureRequest) -> torch.Tensor:
     return 3 * torch.randn(ROWS, request.param, generator=torch.Generator().manual_seed(0))
 
 
+def sample_there(logits: torch.Tensor, asked: SamplingBatch) -> Drawn:
+    """By the device's kernel."""
+    return sample(logits.to(DEVICE), asked, draw_kernel() if DEVICE == "cuda" else None)
+
+
 def samplings() -> list[Sampling]:
     return [KINDS[i % len(KINDS)] for i in range(ROWS)]
 
 
 def test_draws_what_the_cpu_draws(logits: torch.Tensor) -> None:
     asked = batch(samplings())
-    want, got = sample(logits, asked), sample(logits.to(DEVICE), asked)
+    want, got = sample(logits, asked), sample_there(logits, asked)
     differ = want.tokens != got.tokens
     assert differ.sum() <= 1, "at most one number lies on an edge"
     np.testing.assert_allclose(got.logprobs[~differ], want.logprobs[~differ], atol=1e-4, rtol=0)
     assert want.raw_logprobs is not None and got.raw_logprobs is not None and got.finite.all()
     np.testing.assert_allclose(got.raw_logprobs[~differ], want.raw_logprobs[~differ], atol=1e-4, rtol=0)
-    other = sample(logits.to(DEVICE), replace(asked, uniform=1 - asked.uniform))
+    other = sample_there(logits, replace(asked, uniform=1 - asked.uniform))
     assert (other.tokens != want.tokens).sum() > ROWS // 2, "other numbers draw other tokens"
 
 
 def test_a_draw_does_not_know_its_neighbours(logits: torch.Tensor) -> None:
     """To the bit, whatever it leaves out."""
     asked = batch(samplings())
-    together = sample(logits.to(DEVICE), asked)
+    together = sample_there(logits, asked)
     for i, kind in enumerate(samplings()):
         one = replace(batch([kind]), uniform=asked.uniform[i : i + 1], raw=True)
-        alone = sample(logits[i : i + 1].to(DEVICE), one)
+        alone = sample_there(logits[i : i + 1], one)
         assert (alone.tokens[0], alone.logprobs[0]) == (together.tokens[i], together.logprobs[i])
 
 
 def test_what_is_not_finite_is_flagged(logits: torch.Tensor) -> None:
     logits[3, 17], logits[9, -1] = float("nan"), float("inf")
-    drawn = sample(logits.to(DEVICE), batch(samplings()))
+    drawn = sample_there(logits, batch(samplings()))
     assert np.flatnonzero(~drawn.finite).tolist() == [3, 9]
     assert ((drawn.tokens >= 0) & (drawn.tokens < logits.shape[1])).all()

@@ -81,7 +81,7 @@ def test_a_launch_waits_for_nothing(graphs: bool) -> None:
     """torch raises where it knows that the host would wait for the device. (It does not know of copies from pageable memory
     that are told not to wait, nor of events: what the test above sees.)"""
     made = slow_engine(graphs, True)
-    launch: Any = made._launch
+    launch: Any = made.steps.launch
 
     def strict(*args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
@@ -90,7 +90,7 @@ def test_a_launch_waits_for_nothing(graphs: bool) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    vars(made)["_launch"] = strict
+    vars(made.steps)["launch"] = strict
     for _ in range(5):
         made.step()
     assert made.counters.failed_steps == 0, "a launch waited: see the log"

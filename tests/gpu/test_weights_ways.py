@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from engine.cuda.memory import CudaMemory
 from engine.types import Limits, TensorInfo
 from engine.weights.live import Weights
 from rollout.client.refresh import Pusher
@@ -104,7 +105,7 @@ def refresh(payload: Payload, manifest: list[TensorInfo], device: torch.device) 
     module = torch.nn.Module()
     for name, tensor in new_tensors(device).items():
         module.register_parameter(name, torch.nn.Parameter(torch.zeros_like(tensor, memory_format=torch.contiguous_format)))
-    weights = Weights(module)
+    weights = Weights(module, memory=CudaMemory(torch.device("cuda")))
     staging = weights.begin(manifest)
     end = time.monotonic() + 60
     while not staging.complete:

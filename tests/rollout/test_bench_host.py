@@ -39,7 +39,8 @@ def test_bench_host_prints_the_parts(
 
 def test_what_a_part_takes_shows_in_it(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part, made slow, is the one that grows."""
-    import engine.engine as module
+    import engine.devices as devices
+    import engine.in_flight as module
 
     quick = host.measure(16, 0.1)
     spin = 0.01
@@ -54,7 +55,7 @@ def test_what_a_part_takes_shows_in_it(clock: Clock, monkeypatch: pytest.MonkeyP
     targets = {
         "plan": (module.Scheduler, "plan"),
         "build": (module.Batch, "build"),
-        "sample": (module, "launch_draws"),
+        "sample": (devices, "launch_draws"),
         "commit": (module.Scheduler, "commit"),
     }
     for name, (owner, attribute) in targets.items():

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.engine import Engine
-from engine.types import Limits, Sample, Sampling, manifest_digest
+from engine.types import Limits, Mode, Sample, Sampling, manifest_digest
 from rollout.client.api import RolloutClient
 from rollout.client.refresh import Pusher
 from rollout.service import loop as service_module
@@ -719,10 +719,10 @@ def test_who_holds_the_service_and_goes_lets_go(served: Any, hold: str) -> None:
     engine, connect = served
     client, other = connect(), connect()
     getattr(client, hold)()
-    assert engine.paused or engine.asleep
+    assert engine.mode in (Mode.PAUSED, Mode.ASLEEP)
     handle = other.submit([1, 2, 3], Sampling(max_tokens=3, ignore_eos=True))
     client.close()
-    assert len(handle.result(WAIT)) == 1 and not engine.paused and not engine.asleep
+    assert len(handle.result(WAIT)) == 1 and engine.mode is Mode.RUNNING
 
 
 def test_drain(served: Any) -> None:
@@ -744,7 +744,7 @@ def test_a_drain_that_is_resumed_is_told(served: Any) -> None:
     client.submit([1, 2, 3], SAMPLING)
     until(lambda: engine.counters.steps > 3)
     request = client._link.request(lambda id: m.Control(id, "drain"))
-    until(lambda: not engine.scheduler.admitting)
+    until(lambda: engine.mode is Mode.DRAINING)
     other.resume()
     with pytest.raises(Busy, match="resumed before"):
         request.result(WAIT)
@@ -804,7 +804,7 @@ def test_sleep_and_wake_asked_again(stage: Stage) -> None:
     a.send(m.Sleep(first.request_id, 1))
     assert [each for each in a.got if isinstance(each, m.Asleep)] == [first, first]
     assert isinstance(b.ask(m.Sleep, 1), m.Refused)
-    assert isinstance(b.ask(m.Wake), m.Done) and not stage.engine.asleep
+    assert isinstance(b.ask(m.Wake), m.Done) and stage.engine.mode is not Mode.ASLEEP
     b.send(m.Wake(b.requests))
     assert not any(isinstance(each, m.Refused) and each.request_id == b.requests for each in b.got)
     assert isinstance(a.ask(m.Wake), m.Refused)

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.config import WeightOffload
+from engine.memory import HostMemory
 from engine.scheduling.preemption import Pressure
 from engine.types import Group, Sample, Sampling
 from engine.weights.offload import Streamed
@@ -392,7 +393,7 @@ def test_the_audit_reads_offloaded_layers() -> None:
     module, offload = tiny("llama", num_hidden_layers=5), WeightOffload(group_size=1, prefetch_step=2)
     ids = np.arange(3, 20)
     want = scored(plain_twin(module), ids)
-    streamed = Streamed(module, "llama", offload, torch.device("cpu"))
+    streamed = Streamed(module, "llama", offload, HostMemory())
     audit = Audit(module, TrackingConfig(audit_every=1), streamed=streamed)
     for _ in range(2):
         assert scored(audit._plain, ids).tobytes() == want.tobytes()

@@ -7,8 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import EngineConfig
+from engine.devices import device_of
 from engine.engine import Engine
-from engine.forward.model import model_of
+from engine.forward.model import Model
 from engine.types import Sample
 from engine.weights.offload import Streamed
 from rollout.exact import sample_logprobs
@@ -61,10 +62,10 @@ def tiny_engine(
     module = model if model is not None else tiny(name, getattr(torch, dtype))
     settings = EngineConfig(dtype=dtype, device=device, **options)  # type: ignore[arg-type]
     offload = settings.weight_offload
-    streamed = None if offload is None else Streamed(module, name, offload, torch.device(device))
+    streamed = None if offload is None else Streamed(module, name, offload, device_of(settings).memory)
     if streamed is None:
         module.to(device)
-    return Engine(settings, model_of(settings, module, name, streamed))
+    return Engine(settings, Model(module, name, streamed))
 
 
 def plain_logprobs(model: PreTrainedModel, prompt: np.ndarray, sample: Sample, temperature: float = 1.0) -> np.ndarray:

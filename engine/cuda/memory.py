@@ -1,0 +1,69 @@
+"""Memory of a CUDA device, and a step's small arrays on their way between it and the host: the host does not wait for the
+device to take them, and waits for its answer only when it asks. Tests run this on CPU tensors too."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from engine.memory import pinned, split_like
+
+
+class CudaMemory:
+    """`engine.memory.Memory` of a CUDA device."""
+
+    is_host = False
+    pool_share = 0.8
+    streams: Any = torch.cuda
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def free(self) -> int:
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def taken(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(total - free)
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
+    def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        return to_device(arrays, self.device)
+
+    def host_map(self, size: int) -> mmap.mmap:
+        return pinned(size)
+
+    def own(self, parameters: Iterable[nn.Parameter]) -> None:
+        pass
+
+
+def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Copy 1-D arrays of one dtype to the device, as views of one tensor. From pageable memory the host would wait until
+    everything before the copy has run; torch keeps the pinned one until it was read."""
+    whole = torch.from_numpy(np.concatenate(arrays))
+    if device.type == "cuda":
+        whole = whole.pin_memory().to(device, non_blocking=True)
+    return split_like(whole, arrays)
+
+
+def to_host(tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+    """Start a copy to the host. Returns what waits for that copy, and for nothing that is launched after it."""
+    if tensor.device.type == "cpu":
+        return tensor.numpy
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    done: Any = torch.cuda.Event()
+    done.record()
+
+    def read() -> np.ndarray:
+        done.synchronize()
+        return host.numpy()
+
+    return read
