@@ -122,23 +122,8 @@ class NativeAttention:
         shared [G, 3] (first row, rows, leading blocks in common), ordered by row; None = read nothing for several rows at
         once. Below the blocks of `shared`, whatever else its rows have in common is found in block_table, so prefixes nest.
         Raises ValueError naming what does not fit."""
-        blocks, layers, two, kv_heads, block_size, dim = data.shape
-        if (
-            data.dtype not in (torch.bfloat16, torch.float32)
-            or data.device.type != "cpu"
-            or not data.is_contiguous()
-            or two != 2
-        ):
-            raise ValueError(
-                f"KV pool: need contiguous bf16 or fp32 [N, L, 2, H, B, D] on the CPU, got {data.dtype} {data.shape}"
-            )
-        if q_heads % kv_heads or q_heads // kv_heads > MAX_GROUP:
-            raise ValueError(f"{q_heads} query heads over {kv_heads} KV heads: need a multiple, at most {MAX_GROUP} ×")
-        padded = [-(-n // LANES) * LANES for n in (block_size, dim)]
-        if dim > MAX_DIM or block_size > MAX_BLOCK or (padded != [block_size, dim] and padded[0] * padded[1] > MAX_PLAIN):
-            raise ValueError(
-                f"block_size={block_size}, head_dim={dim}: at most {MAX_BLOCK} and {MAX_DIM}, multiples of {LANES}"
-            )
+        _check_pool(data, q_heads)
+        blocks, layers, _, kv_heads, block_size, dim = data.shape
         starts, lens, table = (np.ascontiguousarray(a, np.int32) for a in (query_starts, context_lens, block_table))
         places = np.ascontiguousarray(slots, np.int64)
         groups = np.ascontiguousarray(np.empty((0, 3)) if shared is None else shared, np.int32)
@@ -192,16 +177,7 @@ class NativeAttention:
             )
         if not 0 <= layer < step.layers or window < 0:
             raise ValueError(f"layer={layer} of {step.layers}, window={window}: outside the pool or negative")
-        kv: list[int | None] = [None, 0, 0, None, 0, 0]
-        if (key is None) != (value is None):
-            raise ValueError("key and value: give both, or neither where they are in the pool already")
-        if key is not None and value is not None:
-            for x in (key, value):
-                if x.shape[1:] != step.shape or x.dtype != dtype or x.stride(2) != 1 or len(x) < tokens:
-                    raise ValueError(
-                        f"key or value {tuple(x.shape)} {x.dtype}: need [{tokens}, {step.shape}] {dtype}, D contiguous"
-                    )
-            kv = [key.data_ptr(), key.stride(0), key.stride(1), value.data_ptr(), value.stride(0), value.stride(1)]
+        kv = _fresh(step, key, value)
         if out is None:
             out = torch.empty(query.shape, dtype=dtype)
         elif out.shape != query.shape or out.dtype != dtype or not out.is_contiguous():
@@ -265,6 +241,32 @@ class NativeAttention:
             step = self.step(kv.data, batch.query_starts, batch.context_lens, batch.block_table, batch.slots, q_heads, shared)
             batch.attention[q_heads] = step
         return step
+
+
+def _check_pool(data: torch.Tensor, q_heads: int) -> None:
+    """Raise ValueError for a pool, or for heads over it, that the kernel does not serve."""
+    _, _, two, kv_heads, block_size, dim = data.shape
+    if data.dtype not in (torch.bfloat16, torch.float32) or data.device.type != "cpu" or not data.is_contiguous() or two != 2:
+        raise ValueError(f"KV pool: need contiguous bf16 or fp32 [N, L, 2, H, B, D] on the CPU, got {data.dtype} {data.shape}")
+    if q_heads % kv_heads or q_heads // kv_heads > MAX_GROUP:
+        raise ValueError(f"{q_heads} query heads over {kv_heads} KV heads: need a multiple, at most {MAX_GROUP} ×")
+    padded = [-(-n // LANES) * LANES for n in (block_size, dim)]
+    if dim > MAX_DIM or block_size > MAX_BLOCK or (padded != [block_size, dim] and padded[0] * padded[1] > MAX_PLAIN):
+        raise ValueError(f"block_size={block_size}, head_dim={dim}: at most {MAX_BLOCK} and {MAX_DIM}, multiples of {LANES}")
+
+
+def _fresh(step: NativeStep, key: torch.Tensor | None, value: torch.Tensor | None) -> list[int | None]:
+    """Address and strides of the step's key and of its value, as the kernel takes them. Raises ValueError."""
+    if key is None and value is None:
+        return [None, 0, 0, None, 0, 0]
+    if key is None or value is None:
+        raise ValueError("key and value: give both, or neither where they are in the pool already")
+    for x in (key, value):
+        if x.shape[1:] != step.shape or x.dtype != step.dtype or x.stride(2) != 1 or len(x) < step.tokens:
+            raise ValueError(
+                f"key or value {tuple(x.shape)} {x.dtype}: need [{step.tokens}, {step.shape}] {step.dtype}, D contiguous"
+            )
+    return [key.data_ptr(), key.stride(0), key.stride(1), value.data_ptr(), value.stride(0), value.stride(1)]
 
 
 def _load(path: Path) -> ctypes.CDLL:

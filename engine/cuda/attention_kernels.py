@@ -92,27 +92,73 @@ def met(m, s, a, scores, seen, v, M: tl.constexpr, N: tl.constexpr, WIDEN: tl.co
 
 
 @triton.jit
+def fields(tile, table):
+    """First token, tokens, block table, begin, end and split of a tile, as `tiles.deal` has laid them."""
+    blocks = table + tl.load(tile + 2)
+    return tl.load(tile), tl.load(tile + 1), blocks, tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5)
+
+
+@triton.jit
+def first_chunk(position, live, last, window, CHUNK: tl.constexpr):
+    """The first chunk that a query of the tile sees."""
+    oldest = tl.maximum(tl.min(tl.where(live, position, last)) - window + 1, 0)
+    return tl.where(window > 0, oldest // CHUNK, 0)
+
+
+@triton.jit
+def turned(
+    m, s, a, q, position, turn, last, data, blocks, head, layer_at, block_stride, scaling, window,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """`met` for the N keys of a turn, read from the pool."""
+    PER: tl.constexpr = (CHUNK + N - 1) // N
+    d = tl.arange(0, DIM_PAD)
+    real = d < DIM
+    inside = turn % PER * N + tl.arange(0, N)
+    n = turn // PER * CHUNK + inside
+    there = (n <= last) & (inside < CHUNK)
+    block = tl.load(blocks + n // BLOCK, mask=there, other=0).to(tl.int64)
+    at = block * block_stride + layer_at + (head * BLOCK + n % BLOCK) * DIM
+    k = tl.load(data + at[None, :] + d[:, None], mask=there[None, :] & real[:, None], other=0.0)
+    v = tl.load(data + HEADS * BLOCK * DIM + at[:, None] + d[None], mask=there[:, None] & real[None], other=0.0)
+    scores = times(q, k, WIDEN) * scaling
+    seen = there[None] & (n[None] <= position[:, None]) & ((window == 0) | (n[None] > position[:, None] - window))
+    return met(m, s, a, scores, seen, v, M, N, WIDEN)
+
+
+@triton.jit
+def leave(
+    partial, sums, places, since, until, seen_from, whole, m, s, a, live, real, M: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+):  # fmt: skip
+    """The result of a span as one partial result, if it is whole; zeros for chunks without one of their own, which lie before
+    the window or in the span's."""
+    for chunk in range(since + whole.to(tl.int32), tl.where(whole, until, tl.minimum(until, seen_from))):
+        place = places + chunk * ROWS
+        tl.store(sums + place * 2 + 1, tl.zeros((M,), tl.float32), mask=live)
+    if whole:
+        write(partial, sums, places + since * ROWS, m, s, a, live, real, DIM, DIM_PAD)
+
+
+@triton.jit
 def attend(
     query, out, data, table, positions, parts, partial, sums, tiles, num_tiles,
     layer_at, block_stride, q_token, q_head, out_token, scaling, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, SPAN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Tile after tile. scaling: of the scores, times log2(e). window: tokens that a query sees, 0 = all.
-
-    Span by span: one loop over the keys of a span, so that copies go on across the chunks in it; where a chunk ends its result
-    is merged into that of the span, and where the span ends that into the tile's."""
+    """Tile after tile, span by span. scaling: of the scores, times log2(e). window: tokens that a query sees, 0 = all. One loop
+    over the keys of a span, so that copies go on across its chunks. A chunk's result is merged into the span's, that into the
+    tile's."""
     PER: tl.constexpr = (CHUNK + N - 1) // N  # turns of a chunk
     row = tl.arange(0, M)
     d = tl.arange(0, DIM_PAD)
     real = d < DIM
     for work in range(tl.program_id(0), tl.load(num_tiles) * HEADS, tl.num_programs(0)):
-        tile = tiles + (work // HEADS) * COLUMNS
         head = work % HEADS
-        first = tl.load(tile)
-        blocks = table + tl.load(tile + 2)
-        begin, end, split = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5)
-        live = row < tl.load(tile + 1) * GROUP
+        first, tokens, blocks, begin, end, split = fields(tiles + (work // HEADS) * COLUMNS, table)
+        live = row < tokens * GROUP
         token = (first + row // GROUP).to(tl.int64)
         q_of = head * GROUP + row % GROUP
         position = tl.load(positions + token, mask=live, other=-1)
@@ -120,8 +166,7 @@ def attend(
         q = tl.load(query + token[:, None] * q_token + q_of[:, None] * q_head + d[None], mask=both, other=0.0)
         places = tl.load(parts + token, mask=live, other=0).to(tl.int64) * (HEADS * GROUP) + q_of
         last = tl.max(position)
-        oldest = tl.maximum(tl.min(tl.where(live, position, last)) - window + 1, 0)
-        seen_from = tl.where(window > 0, oldest // CHUNK, 0)  # no query of the tile sees a chunk before
+        seen_from = first_chunk(position, live, last, window, CHUNK)
         top, total, acc = nothing(M, DIM_PAD)
         for span in range(begin // SPAN, tl.cdiv(end, SPAN)):
             since, until = tl.maximum(begin, span * SPAN), tl.minimum(end, span * SPAN + SPAN)
@@ -130,36 +175,22 @@ def attend(
             m, s, a = nothing(M, DIM_PAD)
             turns = tl.minimum(until * PER, last // CHUNK * PER + last % CHUNK // N + 1)
             for turn in range(tl.maximum(since, seen_from) * PER, turns):
-                inside = turn % PER * N + tl.arange(0, N)
-                n = turn // PER * CHUNK + inside
-                there = (n <= last) & (inside < CHUNK)
-                block = tl.load(blocks + n // BLOCK, mask=there, other=0).to(tl.int64)
-                at = block * block_stride + layer_at + (head * BLOCK + n % BLOCK) * DIM
-                k = tl.load(data + at[None, :] + d[:, None], mask=there[None, :] & real[:, None], other=0.0)
-                v = tl.load(data + HEADS * BLOCK * DIM + at[:, None] + d[None], mask=there[:, None] & real[None], other=0.0)
-                scores = times(q, k, WIDEN) * scaling
-                seen = there[None] & (n[None] <= position[:, None]) & ((window == 0) | (n[None] > position[:, None] - window))
-                m, s, a = met(m, s, a, scores, seen, v, M, N, WIDEN)
+                m, s, a = turned(
+                    m, s, a, q, position, turn, last, data, blocks, head, layer_at, block_stride, scaling, window,
+                    HEADS, DIM, DIM_PAD, BLOCK, CHUNK, M, N, WIDEN,
+                )  # fmt: skip
                 if (turn % PER == PER - 1) | (turn == turns - 1):
                     if (split != 0) & (whole == 0):
                         write(partial, sums, places + turn // PER * (HEADS * GROUP), m, s, a, live, real, DIM, DIM_PAD)
                     span_top, span_total, span_acc = merged(span_top, span_total, span_acc, m, s, a)
                     m, s, a = nothing(M, DIM_PAD)
             if split != 0:
-                # chunks without a result of their own: before the window, or in the span's
-                for chunk in range(since + whole.to(tl.int32), tl.where(whole, until, tl.minimum(until, seen_from))):
-                    place = places + chunk * (HEADS * GROUP)
-                    tl.store(sums + place * 2 + 1, tl.zeros((M,), tl.float32), mask=live)
-                if whole:
-                    place = places + since * (HEADS * GROUP)
-                    write(partial, sums, place, span_top, span_total, span_acc, live, real, DIM, DIM_PAD)
+                leave(partial, sums, places, since, until, seen_from, whole, span_top, span_total, span_acc, live, real,
+                      M, HEADS * GROUP, DIM, DIM_PAD)  # fmt: skip
             top, total, acc = merged(top, total, acc, span_top, span_total, span_acc)
         result = acc / tl.where(total > 0, total, 1.0)[:, None]  # rows that are not there, or not written here
-        tl.store(
-            out + token[:, None] * out_token + q_of[:, None] * DIM + d[None],
-            result,
-            mask=both & (split + 0 * row == 0)[:, None],
-        )
+        where = out + token[:, None] * out_token + q_of[:, None] * DIM + d[None]
+        tl.store(where, result, mask=both & (split + 0 * row == 0)[:, None])
 
 
 @triton.jit

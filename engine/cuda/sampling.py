@@ -98,20 +98,9 @@ def passing(row, end, vocabulary, forbidden, first, last, top, scale, least, tar
     return token
 
 
-@triton.jit(do_not_specialize=["mine", "draws"], do_not_specialize_on_alignment=["asked"])
-def draw_kernel(logits, asked, drawn, mine, draws, vocabulary, row_stride, CUT: tl.constexpr, N: tl.constexpr):
-    """logits [S, vocabulary] · asked fp64: [4, mine] draw, row, temperature (0 = greedy), uniform; with CUT [3, mine] more,
-    top_k, top_p, min_p, then [mine + 1] where each one's forbidden tokens begin, and these · drawn [4, draws] fp32: token (as
-    bits), log-prob, log-prob at temperature 1, 1 if there was something to draw from."""
-    i = tl.program_id(0)
-    at = tl.load(asked + i).to(tl.int64)
-    row = logits + tl.load(asked + mine + i).to(tl.int64) * row_stride
-    temperature = tl.load(asked + 2 * mine + i).to(tl.float32)
-    uniform = tl.load(asked + 3 * mine + i)
-    scale = tl.where(temperature == 0, 1.0, temperature)
-    forbidden = asked + 8 * mine + 1
-    first = tl.load(asked + 7 * mine + i).to(tl.int32) if CUT else 0
-    last = tl.load(asked + 7 * mine + i + 1).to(tl.int32) if CUT else 0
+@triton.jit
+def looked_at(row, vocabulary, forbidden, first, last, CUT: tl.constexpr, N: tl.constexpr):
+    """The largest logit of a row, the largest of those that may be drawn, its first token, and whether all are finite."""
     n = tl.arange(0, N)
     highest_of = tl.full((N,), float("-inf"), tl.float32)
     top_of = tl.full((N,), float("-inf"), tl.float32)
@@ -127,7 +116,26 @@ def draw_kernel(logits, asked, drawn, mine, draws, vocabulary, row_stride, CUT: 
         top_of = tl.maximum(top_of, x)
     highest, top = tl.max(highest_of), tl.max(top_of)
     greedy = tl.min(tl.where(top_of == top, best, vocabulary - 1))
-    finite = (tl.sum(bad) == 0) & (top > float("-inf"))
+    return highest, top, greedy, tl.sum(bad) == 0
+
+
+@triton.jit(do_not_specialize=["mine", "draws"], do_not_specialize_on_alignment=["asked"])
+def draw_kernel(logits, asked, drawn, mine, draws, vocabulary, row_stride, CUT: tl.constexpr, N: tl.constexpr):
+    """logits [S, vocabulary] · asked fp64: [4, mine] draw, row, temperature (0 = greedy), uniform; with CUT [3, mine] more,
+    top_k, top_p, min_p, then [mine + 1] where each one's forbidden tokens begin, and these · drawn [4, draws] fp32: token (as
+    bits), log-prob, log-prob at temperature 1, 1 if there was something to draw from."""
+    i = tl.program_id(0)
+    at = tl.load(asked + i).to(tl.int64)
+    row = logits + tl.load(asked + mine + i).to(tl.int64) * row_stride
+    temperature = tl.load(asked + 2 * mine + i).to(tl.float32)
+    uniform = tl.load(asked + 3 * mine + i)
+    scale = tl.where(temperature == 0, 1.0, temperature)
+    forbidden = asked + 8 * mine + 1
+    first = tl.load(asked + 7 * mine + i).to(tl.int32) if CUT else 0
+    last = tl.load(asked + 7 * mine + i + 1).to(tl.int32) if CUT else 0
+    n = tl.arange(0, N)
+    highest, top, greedy, good = looked_at(row, vocabulary, forbidden, first, last, CUT, N)
+    finite = good & (top > float("-inf"))
     highest, top = tl.where(finite, highest, 0.0), tl.where(finite, top, 0.0)
     end = tl.where(finite, vocabulary, 0)  # nothing is drawn from what is not finite
     least = tl.full((), 0.0, tl.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -12,8 +12,15 @@ from engine.types import Limits, TensorInfo
 from transport.errors import InvalidRequest, WeightsRefused
 from transport.weights.tensors import Tensors
 
-if TYPE_CHECKING:
-    from transport.weights.shm import SegmentView
+
+class SegmentMap(Protocol):
+    """The service's map of the memory that was offered last (`transport.weights.shm.SegmentView`)."""
+
+    def open(self, offer: Any) -> np.ndarray:
+        """Return [bytes] uint8: the payload. Raises SourceUnreachable if what is offered is not to be seen from here."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Channel(Protocol):
@@ -88,7 +95,7 @@ class Expected(NamedTuple):
     manifest: Sequence[TensorInfo]
     total: int
     """bytes"""
-    segment: SegmentView
+    segment: SegmentMap
     """keeps shared memory mapped from one refresh to the next"""
     device: Any
     """torch.device of the model; None: an engine without torch"""
