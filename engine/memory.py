@@ -26,7 +26,7 @@ VERSIONS = (("", "memory.max", "memory.current", "inactive_file"),
 
 def free_memory(cgroup: Path = CGROUP) -> int:
     """Bytes that this process can take: what the machine has left, or less where a container's limit is nearer."""
-    free = psutil.virtual_memory().available
+    free = int(psutil.virtual_memory().available)
     for folder, limit, usage, spare in VERSIONS:
         try:
             most, used, stat = ((cgroup / folder / name).read_text().strip() for name in (limit, usage, "memory.stat"))
@@ -108,7 +108,7 @@ def split_like(whole: torch.Tensor, arrays: Sequence[np.ndarray]) -> list[torch.
     return list(whole.split([len(array) for array in arrays]))
 
 
-def anonymous(size: int, kind: type[Map] = mmap.mmap) -> Map:
+def anonymous(size: int, kind: type[Map] = mmap.mmap) -> Map:  # type: ignore[assignment]
     """Memory that costs nothing until it is written, is zero, page-aligned, and lies in huge pages if it can: with 4 KiB
     pages, reads that are scattered miss the TLB. Private: a shared map, Python's default, gets none. Raises OSError."""
     memory = kind(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -20,7 +20,6 @@ class Shown(Protocol):
     computes: Any
     arithmetic: str
     overlap: bool
-    graphs: Any
     scheduler: Scheduler
     counters: Counters
     weights: Any
@@ -30,6 +29,8 @@ class Shown(Protocol):
 
     @property
     def version(self) -> int: ...
+    @property
+    def graphs(self) -> Any: ...
     @property
     def mode(self) -> Mode: ...
 

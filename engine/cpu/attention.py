@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -235,7 +235,7 @@ class NativeAttention:
         return LayerCalls(self._within, calls, self._call_bytes)
 
     def _step_of(self, batch: Batch, kv: PagedKV, q_heads: int) -> NativeStep:
-        step = batch.attention.get(q_heads)
+        step: NativeStep | None = batch.attention.get(q_heads)
         if step is None:
             shared = batch.shared if len(batch.shared) else None
             step = self.step(kv.data, batch.query_starts, batch.context_lens, batch.block_table, batch.slots, q_heads, shared)
@@ -272,7 +272,8 @@ def _fresh(step: NativeStep, key: torch.Tensor | None, value: torch.Tensor | Non
 def _load(path: Path) -> ctypes.CDLL:
     lib = load(path)
     check_layout(lib, "rollout_layout_attention", Step=_Step)
-    pointer, i64 = ctypes.c_void_p, ctypes.c_int64
+    pointer: Any = ctypes.c_void_p
+    i64: Any = ctypes.c_int64
     lib.rollout_plan.argtypes = [pointer, pointer, i64]
     lib.rollout_plan.restype = ctypes.c_int
     tensor = [pointer, i64, i64]

@@ -64,7 +64,7 @@ class _Forward(ctypes.Structure):
 class NativeDecoder:
     """`asked`: what each layer asks of its attention (scaling and window), by layer. Raises NotNative."""
 
-    def __init__(self, module: nn.Module, asked: dict[int, dict[str, Any]], kernels: Kernels) -> None:
+    def __init__(self, module: Any, asked: dict[int, dict[str, Any]], kernels: Kernels) -> None:
         self.kernels = kernels
         check_layout(kernels.library, "rollout_layout_layers", Layer=_Layer, Between=_Between, Forward=_Forward)
         self.body, self.lm_head = module.base_model, module.get_output_embeddings()
@@ -145,7 +145,7 @@ class NativeDecoder:
             self.addresses = addresses
         return self._structs
 
-    def _layer(self, layer: nn.Module) -> _Layer:
+    def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         norms = (layer.input_layernorm, layer.post_attention_layernorm, *(getattr(attention, f"{x}_norm", None) for x in "qk"))
@@ -183,7 +183,7 @@ class Sizes(NamedTuple):
     """of queries, of keys and values"""
 
 
-def look_at_module(module: nn.Module) -> Sizes:
+def look_at_module(module: Any) -> Sizes:
     """Is this a decoder of the layers that we compute, as far as one can see? All layers must have the same sizes. Raises
     NotNative."""
     body, lm_head = module.base_model, module.get_output_embeddings()
@@ -203,7 +203,7 @@ def look_at_module(module: nn.Module) -> Sizes:
     return Sizes(hidden, inner, dim, (q // dim, kv // dim))
 
 
-def _look_at(layer: nn.Module, hidden: int, inner: int, q: int, kv: int, dim: int) -> None:
+def _look_at(layer: Any, hidden: int, inner: int, q: int, kv: int, dim: int) -> None:
     _need({name for name, _ in layer.named_children()} == LAYER, "a decoder layer of another kind")
     attention, mlp = layer.self_attn, layer.mlp
     names = {name for name, _ in attention.named_children()}
@@ -223,12 +223,12 @@ def _look_at(layer: nn.Module, hidden: int, inner: int, q: int, kv: int, dim: in
         _look_at_norm(getattr(attention, name), dim)
 
 
-def _look_at_linear(linear: nn.Module, inputs: int, outputs: int) -> None:
+def _look_at_linear(linear: Any, inputs: int, outputs: int) -> None:
     _need(type(linear) is nn.Linear, f"a {type(linear).__name__} in place of a linear layer")
     _need(tuple(linear.weight.shape) == (outputs, inputs), f"a product of {tuple(linear.weight.shape)} among others")
 
 
-def _look_at_norm(norm: nn.Module, size: int) -> None:
+def _look_at_norm(norm: Any, size: int) -> None:
     names = [name for name, _ in norm.named_parameters()]
     _need(names == ["weight"] and hasattr(norm, "variance_epsilon"), "a norm of another kind")
     _need(norm.weight.shape == (size,), f"a norm of {tuple(norm.weight.shape)}")

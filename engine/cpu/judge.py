@@ -135,7 +135,7 @@ def products_like_torch(module: nn.Module, products: Products) -> bool:
 
 def _one_of_each_shape(module: nn.Module) -> dict[str, nn.Linear]:
     """The first Linear of each shape, by name."""
-    found = {}
+    found: dict[tuple[Any, ...], tuple[str, nn.Linear]] = {}
     for name, each in module.named_modules():
         if isinstance(each, nn.Linear):
             found.setdefault((*each.weight.shape, each.bias is None), (name, each))
@@ -149,7 +149,7 @@ def _decoder(module: nn.Module, asked: dict[int, dict[str, Any]], products: Prod
     return TorchDecoder(module, asked, products)
 
 
-def _logits(forward: Forward, module: nn.Module) -> list[torch.Tensor]:
+def _logits(forward: Forward, module: Any) -> list[torch.Tensor]:
     """For each of CHECKED_ROWS [rows, vocabulary], at positions from the first to the last one of the context."""
     vocabulary = module.get_input_embeddings().num_embeddings
     last = module.config.get_text_config().max_position_embeddings - 1

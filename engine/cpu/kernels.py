@@ -241,7 +241,7 @@ def choose(asked: str = "auto") -> Chosen:
             return Chosen(Kernels(asked), asked, f"isa={asked} was asked for")
         except NativeUnavailable as error:
             raise ValueError(f'isa="{asked}": {error}; "auto" takes the best that can be had') from error
-    reasons = []
+    reasons: list[str] = []
     for isa in ISAS:
         try:
             return Chosen(Kernels(isa), isa, "; ".join(reasons))

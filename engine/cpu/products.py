@@ -171,7 +171,7 @@ class ExactLinear(nn.Linear):
 
     isa: str
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[…, inputs] → […, outputs]. Raises ValueError under autocast, and for an input of another dtype or device."""
         if torch.is_autocast_enabled(input.device.type):
@@ -181,7 +181,8 @@ class ExactLinear(nn.Linear):
                 f"an input in {input.dtype} on {input.device} for a weight in {self.weight.dtype}: need "
                 "the weight's dtype, on the CPU"
             )
-        return _Product.apply(input, self.weight, self.bias, products_of(self.isa))
+        out: torch.Tensor = _Product.apply(input, self.weight, self.bias, products_of(self.isa))  # type: ignore[no-untyped-call]
+        return out
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, isa={self.isa}"
@@ -211,9 +212,10 @@ class ExactSiLU(nn.Module):
     isa: str
     plain: type[nn.Module]
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _Silu.apply(input, products_of(self.isa))
+        out: torch.Tensor = _Silu.apply(input, products_of(self.isa))  # type: ignore[no-untyped-call]
+        return out
 
 
 class _Silu(torch.autograd.Function):
@@ -245,21 +247,24 @@ def use_products(module: nn.Module, isa: str) -> None:
                 )
     for linear in linears:
         linear.__class__, linear.isa = ExactLinear, isa
-    for each in module.modules():
-        if type(each).__name__ in SILU:
-            each.plain, each.isa = type(each), isa
-            each.__class__ = ExactSiLU
-        elif type(each) is ExactSiLU:
-            each.isa = isa
+    activation: Any
+    for activation in module.modules():
+        if type(activation).__name__ in SILU:
+            activation.plain, activation.isa = type(activation), isa
+            activation.__class__ = ExactSiLU
+        elif type(activation) is ExactSiLU:
+            activation.isa = isa
 
 
 def plain_products(module: nn.Module) -> None:
     """Undo `use_products`."""
-    for each in module.modules():
-        if type(each) is ExactLinear:
-            each.__class__ = nn.Linear  # type: ignore[assignment]
+    modules: list[Any] = list(module.modules())
+    for each in modules:
+        kind = type(each)
+        if kind is ExactLinear:
+            each.__class__ = nn.Linear
             del each.isa
-        elif type(each) is ExactSiLU:
+        elif kind is ExactSiLU:
             each.__class__ = each.plain
             del each.plain, each.isa
 

@@ -21,7 +21,7 @@ from engine.kv.pages import PagedKV
 class TorchDecoder:
     """`asked`: what each layer asks of its attention (scaling and window), by layer. Raises NotNative."""
 
-    def __init__(self, module: nn.Module, asked: dict[int, dict[str, Any]], products: TorchProducts) -> None:
+    def __init__(self, module: Any, asked: dict[int, dict[str, Any]], products: TorchProducts) -> None:
         look_at_module(module)
         self.body, self.lm_head, self.products = module.base_model, module.get_output_embeddings(), products
         self.head_dim = self.body.layers[0].self_attn.head_dim
@@ -58,7 +58,7 @@ class TorchDecoder:
         return self.products.linear(x, linear.weight, linear.bias)
 
 
-def _norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     """With the module's rounding: before the weight is multiplied."""
     wide = x.float()
     scale = wide.square().mean(-1, keepdim=True).add_(norm.variance_epsilon).rsqrt_()

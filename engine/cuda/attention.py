@@ -71,7 +71,7 @@ class TritonAttention:
             raise TritonUnavailable(str(error)) from error
         """of the small and of the large tiles"""
         at_once = [programs or processors * launch.programs for launch in self.launches]
-        self.groups = tuple(max(1, number // capacity.kv_heads) for number in at_once)
+        self.groups = (max(1, at_once[0] // capacity.kv_heads), max(1, at_once[1] // capacity.kv_heads))
         """programs of either kind that run at once, by KV heads"""
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
         self.max_parts = parts_for(memory, capacity)
@@ -112,7 +112,8 @@ class TritonAttention:
         self._arrays[:used].copy_(self._host[:used], non_blocking=True)
         if self._sent is not None:
             self._sent.record()
-        return Prepared(*self._views(self._arrays), (len(tiles.small) > 0, len(tiles.large) > 0, tiles.num_parts > 0))
+        launched = (len(tiles.small) > 0, len(tiles.large) > 0, tiles.num_parts > 0)
+        return Prepared._make((*self._views(self._arrays), launched))
 
     def _cut(self, batch: Batch, kv: PagedKV, share: bool, max_parts: int) -> Tiles:
         small, large = (launch.rows // self.capacity.group for launch in self.launches)
@@ -147,7 +148,8 @@ class TritonAttention:
 
     def slots_of(self, batch: Batch) -> torch.Tensor:
         """[P …] int32 on the device: where each token's K and V go; -1 for padding."""
-        return batch.attention.slots
+        slots: torch.Tensor = batch.attention.slots
+        return slots
 
     def attend_stored(
         self, layer: int, query: torch.Tensor, batch: Batch, kv: PagedKV, scaling: float, window: int
@@ -194,7 +196,7 @@ def _limits(device: torch.device) -> tuple[Limits, int]:
     """Of a device, and its streaming multiprocessors. The interpreter is given those of an H100, and one."""
     if device.type == "cpu":
         return KNOWN[90], 1
-    of = torch.cuda.get_device_properties(device)
+    of: Any = torch.cuda.get_device_properties(device)
     return Limits(
         10 * of.major + of.minor,
         of.shared_memory_per_block_optin,

@@ -64,13 +64,13 @@ def make_exact(module: nn.Module) -> None:
 
 def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """[…, out] of x […, in] and weight [out, in], as `torch.nn.functional.linear`, in one order of summation."""
-    made: torch.Tensor = _Linear.apply(x, weight, bias)
+    made: torch.Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return made
 
 
 def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last dimension with transformers' roundings."""
-    made: torch.Tensor = _Norm.apply(x, weight, eps)
+    made: torch.Tensor = _Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return made
 
 

@@ -11,7 +11,7 @@ module's up to that; at load they are compared, and where they differ by more th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -36,6 +36,16 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 """of the largest logit, by which the two ways may differ"""
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+class StoredAttention(Protocol):
+    """What the layers need of `engine.cuda.attention.TritonAttention`: they write K and V by themselves."""
+
+    def slots_of(self, batch: Batch) -> torch.Tensor: ...
+
+    def attend_stored(
+        self, layer: int, query: torch.Tensor, batch: Batch, kv: PagedKV, scaling: float, window: int
+    ) -> torch.Tensor: ...
 
 
 class NotFused(Exception):
@@ -85,20 +95,20 @@ class FusedDecoder:
             ids = torch.randint(vocabulary, (rows, 1), generator=generator).numpy()
             plan = plan_by_hand(ids, np.arange(rows) * 7, np.zeros((rows, 1)))
             batch = Batch.build(plan, 7 * rows, CudaMemory(device), dtype)
-            echo = Echo(batch.input_ids.shape[1], self.kv_heads, self.dim, dtype, device)
+            echo: Any = Echo(batch.input_ids.shape[1], self.kv_heads, self.dim, dtype, device)
             mine, theirs = (forward(batch, echo.kv, echo).float() for forward in (self.forward, eager))
             apart = (mine - theirs).abs().max() / theirs.abs().max()
             _need(bool(apart <= TOLERANCE[dtype]), f"logits that differ from transformers' own by {float(apart):.1e}")
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
         """[S, vocabulary] logits of the tokens `batch.logits_at`."""
-        ids, layers = batch.input_ids[0], self.body.layers
+        ids, layers, attention = batch.input_ids[0], self.body.layers, cast(StoredAttention, backend)
         residual = self.body.embed_tokens(ids)
         cos, sin = (each[0].contiguous() for each in self.body.rotary_emb(residual, batch.position_ids))
         normed = self._norm(None, residual, layers[0].input_layernorm)
         for i, layer in enumerate(layers):
-            query = self._query(i, layer.self_attn, normed, cos, sin, batch, kv, backend)
-            attended = backend.attend_stored(i, query, batch, kv, *self.attention[i])
+            query = self._query(i, layer.self_attn, normed, cos, sin, batch, kv, attention)
+            attended = attention.attend_stored(i, query, batch, kv, *self.attention[i])
             out = layer.self_attn.o_proj
             made = self.product(attended.flatten(1), out.weight, out.bias)
             normed = self._norm(made, residual, layer.post_attention_layernorm)
@@ -126,14 +136,15 @@ class FusedDecoder:
         sin: torch.Tensor,
         batch: Batch,
         kv: PagedKV,
-        backend: Backend,
+        backend: StoredAttention,
     ) -> torch.Tensor:
         """[P, q_heads, head_dim] for attention; K and V go into the pool."""
         linears = attention.q_proj, attention.k_proj, attention.v_proj
-        qkv = self.product(normed, _stacked([each.weight for each in linears]), _stacked([each.bias for each in linears]))
+        qkv = self.product(normed, _stacked([each.weight for each in linears]), _biases(linears))
         query = qkv.new_empty(len(qkv), self.q_heads, self.dim)
         data, slots = kv.data, backend.slots_of(batch)
-        q_norm, k_norm = (attention.q_norm, attention.k_norm) if self.norms_heads else (None, None)
+        norms: Any = (attention.q_norm, attention.k_norm) if self.norms_heads else (None, None)
+        q_norm, k_norm = norms
         weights = (query, query) if q_norm is None else (q_norm.weight, k_norm.weight)
         eps = (0.0, 0.0) if q_norm is None else (q_norm.variance_epsilon, k_norm.variance_epsilon)
         self.kernels.rope_store[(len(qkv), 3)](
@@ -146,7 +157,7 @@ class FusedDecoder:
 
     def _mlp(self, mlp: Any, normed: torch.Tensor) -> torch.Tensor:
         linears = mlp.gate_proj, mlp.up_proj
-        both = self.product(normed, _stacked([each.weight for each in linears]), _stacked([each.bias for each in linears]))
+        both = self.product(normed, _stacked([each.weight for each in linears]), _biases(linears))
         rows, inner = len(both), both.shape[1] // 2
         out = both.new_empty(rows, inner)
         self.kernels.silu_mul[(rows, -(-inner // SILU_WIDTH))](both, out, inner, WIDTH=SILU_WIDTH, enable_fp_fusion=False)
@@ -199,12 +210,15 @@ def _side_by_side(tensors: Sequence[torch.Tensor]) -> bool:
     return one and all(each.is_contiguous() for each in tensors) and [each.data_ptr() for each in tensors[1:]] == ends[:-1]
 
 
-def _stacked(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+def _biases(linears: Sequence[Any]) -> torch.Tensor | None:
+    """[outputs of all] bias of stacked layers; None where they have none."""
+    return None if linears[0].bias is None else _stacked([each.bias for each in linears])
+
+
+def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The one that parameters are views of; nothing holds on to it beside them."""
     first = tensors[0]
-    if first is None:
-        return None
-    rows = sum(len(each) for each in tensors if each is not None)
+    rows = sum(map(len, tensors))
     return torch.as_strided(first, (rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
@@ -213,7 +227,7 @@ def _need(ok: bool, what: str) -> None:
         raise NotFused(what)
 
 
-def _look_at(layer: nn.Module) -> None:
+def _look_at(layer: Any) -> None:
     """Is this a layer of the kind above, as far as one can see?"""
     _need({name for name, _ in layer.named_children()} == LAYER, "a decoder layer of another kind")
     attention, mlp = layer.self_attn, layer.mlp
@@ -231,6 +245,6 @@ def _look_at(layer: nn.Module) -> None:
         _look_at_norm(norm)
 
 
-def _look_at_norm(norm: nn.Module) -> None:
+def _look_at_norm(norm: Any) -> None:
     names = [name for name, _ in norm.named_parameters()]
     _need(names == ["weight"] and hasattr(norm, "variance_epsilon"), "a norm of another kind")

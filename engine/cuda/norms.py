@@ -35,7 +35,7 @@ def fuse_norms(module: nn.Module) -> int:
         if kind not in same:
             same[kind] = agree(norm, _forward)
         if same[kind]:
-            norm.forward = MethodType(_forward, norm)  # type: ignore[method-assign]
+            norm.forward = MethodType(_forward, norm)
             fused += 1
     others = sorted({kind.__name__ for (kind, _), ok in same.items() if not ok})
     log.info("%d norms run fused; of another kind: %s", fused, others or "none")
@@ -43,7 +43,8 @@ def fuse_norms(module: nn.Module) -> int:
 
 
 def candidates(module: nn.Module) -> Iterator[Any]:
-    for norm in module.modules():
+    for each in module.modules():
+        norm: Any = each
         parameters = [name for name, _ in norm.named_parameters(recurse=False)]
         if parameters == ["weight"] and hasattr(norm, "variance_epsilon") and norm.weight.dim() == 1:
             if len(inspect.signature(norm.forward).parameters) == 1:  # gated ones take more
@@ -51,7 +52,8 @@ def candidates(module: nn.Module) -> Iterator[Any]:
 
 
 def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    return self.weight * rms_norm(hidden_states, self.weight.shape, None, self.variance_epsilon)
+    weight: torch.Tensor = self.weight
+    return weight * rms_norm(hidden_states, list(weight.shape), None, self.variance_epsilon)
 
 
 @torch.inference_mode()

@@ -1,15 +1,5 @@
-"""Draws on a GPU: one program a draw, three passes over its row of logits, which the cache holds after the first.
-
-    1   the largest logit, and whether all are finite
-    2   the sum of exp(logit / temperature - largest), block by block in double precision
-    3   the same sum again, up to the block where it passes uniform · total; the token is found inside
-
-A draw that truncates or forbids finds the least weight that it keeps between 1 and 2: by bisection over the bits of a number in
-[0, 1], a pass for each. As `engine/cpu/c/sampling.c` does, where what is settled leaves.
-
-Imported only where Triton is there. All inputs of the draws go to the device in one copy, all that they give comes back in
-one: the host waits for the step where it reads that.
-"""
+"""Draws on a GPU: all their inputs go to the device in one copy, all that they give comes back in one. The host waits for the
+step where it reads that. `engine.cuda.sampling_kernels` says how they are drawn. Imported only where Triton is there."""
 
 from __future__ import annotations
 
@@ -17,155 +7,14 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
 from engine.cuda.memory import to_device, to_host
+from engine.cuda.sampling_kernels import draw_kernel
 from engine.forward.sampling import Read
 from engine.scheduling.plan import Cuts
 
 BLOCK = 2048
 """logits of a row that are looked at together"""
-
-
-@triton.jit
-def logits_left(row, n, vocabulary, forbidden, first, last):
-    """The logits of tokens n; -inf behind the vocabulary, and for those of `forbidden` from number `first` to before `last`."""
-    x = tl.load(row + n, mask=n < vocabulary, other=float("-inf")).to(tl.float32)
-    for f in range(first, last):
-        x = tl.where(n == tl.load(forbidden + f).to(tl.int32), float("-inf"), x)
-    return x
-
-
-@triton.jit
-def reaching(row, vocabulary, forbidden, first, last, top, scale, least, COUNTED: tl.constexpr, N: tl.constexpr):
-    """How many weights reach `least`, or what these add up to."""
-    total = tl.full((), 0.0, tl.float64)
-    for start in range(0, vocabulary, N):
-        x = logits_left(row, start + tl.arange(0, N), vocabulary, forbidden, first, last)
-        weight = tl.exp((x - top) / scale)
-        amount = tl.where(weight >= least, 1.0, 0.0) if COUNTED else tl.where(weight >= least, weight, 0.0)
-        total += tl.sum(amount.to(tl.float64))
-    return total
-
-
-@triton.jit
-def edge(row, vocabulary, forbidden, first, last, top, scale, low, target, COUNTED: tl.constexpr, N: tl.constexpr):
-    """The bits of the largest number that enough weights reach: `target` of them, or so many that they add up to it."""
-    high = 0x3F800001  # 1.0 and a bit
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        least = middle.to(tl.float32, bitcast=True)
-        enough = reaching(row, vocabulary, forbidden, first, last, top, scale, least, COUNTED, N) >= target
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-    return low
-
-
-@triton.jit
-def least_kept(asked, stride, row, vocabulary, forbidden, first, last, top, scale, bits, N: tl.constexpr):
-    """The bits of the least weight that top_k, min_p and top_p keep. asked: top_k, `stride` further top_p, then min_p."""
-    k, top_p, min_p = tl.load(asked), tl.load(asked + stride), tl.load(asked + 2 * stride).to(tl.float32)
-    if k > 0:
-        bits = edge(row, vocabulary, forbidden, first, last, top, scale, bits, k, True, N)
-    bits = tl.maximum(bits, min_p.to(tl.int32, bitcast=True))
-    if top_p < 1:
-        least = bits.to(tl.float32, bitcast=True)
-        kept = reaching(row, vocabulary, forbidden, first, last, top, scale, least, False, N)
-        bits = edge(row, vocabulary, forbidden, first, last, top, scale, bits, top_p * kept, False, N)
-    return bits
-
-
-@triton.jit
-def passing(row, end, vocabulary, forbidden, first, last, top, scale, least, target, CUT: tl.constexpr, N: tl.constexpr):
-    """The first token with which the sum of the weights passes `target`; `vocabulary` if none does."""
-    n = tl.arange(0, N)
-    below = tl.full((), 0.0, tl.float64)
-    start = 0
-    token = vocabulary
-    while (start < end) & (token == vocabulary):
-        x = logits_left(row, start + n, vocabulary, forbidden, first, last)
-        weight = tl.exp((x - top) / scale)
-        if CUT:
-            weight = tl.where(weight >= least, weight, 0.0)
-        weight = weight.to(tl.float64)
-        block = tl.sum(weight)
-        if below + block > target:
-            passed = (below + tl.cumsum(weight) > target) & (weight > 0)
-            token = tl.min(tl.where(passed, start + n, vocabulary))
-        below += block
-        start += N
-    return token
-
-
-@triton.jit
-def looked_at(row, vocabulary, forbidden, first, last, CUT: tl.constexpr, N: tl.constexpr):
-    """The largest logit of a row, the largest of those that may be drawn, its first token, and whether all are finite."""
-    n = tl.arange(0, N)
-    highest_of = tl.full((N,), float("-inf"), tl.float32)
-    top_of = tl.full((N,), float("-inf"), tl.float32)
-    best = tl.zeros((N,), tl.int32)
-    bad = tl.zeros((N,), tl.int32)
-    for start in range(0, vocabulary, N):
-        x = tl.load(row + start + n, mask=start + n < vocabulary, other=float("-inf")).to(tl.float32)
-        bad += tl.where((start + n < vocabulary) & ((x != x) | (tl.abs(x) == float("inf"))), 1, 0)
-        highest_of = tl.maximum(highest_of, x)
-        if CUT:
-            x = logits_left(row, start + n, vocabulary, forbidden, first, last)
-        best = tl.where(x > top_of, start + n, best)
-        top_of = tl.maximum(top_of, x)
-    highest, top = tl.max(highest_of), tl.max(top_of)
-    greedy = tl.min(tl.where(top_of == top, best, vocabulary - 1))
-    return highest, top, greedy, tl.sum(bad) == 0
-
-
-@triton.jit(do_not_specialize=["mine", "draws"], do_not_specialize_on_alignment=["asked"])
-def draw_kernel(logits, asked, drawn, mine, draws, vocabulary, row_stride, CUT: tl.constexpr, N: tl.constexpr):
-    """logits [S, vocabulary] · asked fp64: [4, mine] draw, row, temperature (0 = greedy), uniform; with CUT [3, mine] more,
-    top_k, top_p, min_p, then [mine + 1] where each one's forbidden tokens begin, and these · drawn [4, draws] fp32: token (as
-    bits), log-prob, log-prob at temperature 1, 1 if there was something to draw from."""
-    i = tl.program_id(0)
-    at = tl.load(asked + i).to(tl.int64)
-    row = logits + tl.load(asked + mine + i).to(tl.int64) * row_stride
-    temperature = tl.load(asked + 2 * mine + i).to(tl.float32)
-    uniform = tl.load(asked + 3 * mine + i)
-    scale = tl.where(temperature == 0, 1.0, temperature)
-    forbidden = asked + 8 * mine + 1
-    first = tl.load(asked + 7 * mine + i).to(tl.int32) if CUT else 0
-    last = tl.load(asked + 7 * mine + i + 1).to(tl.int32) if CUT else 0
-    n = tl.arange(0, N)
-    highest, top, greedy, good = looked_at(row, vocabulary, forbidden, first, last, CUT, N)
-    finite = good & (top > float("-inf"))
-    highest, top = tl.where(finite, highest, 0.0), tl.where(finite, top, 0.0)
-    end = tl.where(finite, vocabulary, 0)  # nothing is drawn from what is not finite
-    least = tl.full((), 0.0, tl.float32)
-    if CUT:
-        bits = tl.full((), 1, tl.int32)  # of the smallest number there is: whatever has a weight is kept
-        if temperature > 0:
-            bits = least_kept(asked + 4 * mine + i, mine, row, end, forbidden, first, last, top, scale, bits, N)
-        least = bits.to(tl.float32, bitcast=True)
-    total = tl.full((), 0.0, tl.float64)
-    plain = tl.full((), 0.0, tl.float64)
-    furthest = tl.zeros((N,), tl.int32)
-    for start in range(0, end, N):
-        x = logits_left(row, start + n, vocabulary, forbidden, first, last)
-        weight = tl.exp((x - top) / scale)
-        if CUT:
-            weight = tl.where(weight >= least, weight, 0.0)
-            x = tl.load(row + start + n, mask=start + n < vocabulary, other=float("-inf")).to(tl.float32)
-        total += tl.sum(weight.to(tl.float64))
-        plain += tl.sum(tl.exp(x - highest).to(tl.float64))
-        furthest = tl.where(weight > 0, start + n, furthest)
-    total = tl.where(finite, total, 1.0)
-    plain = tl.where(finite, plain, 1.0)
-    token = passing(row, end, vocabulary, forbidden, first, last, top, scale, least, uniform * total, CUT, N)
-    token = tl.where(token == vocabulary, tl.max(furthest), token)
-    token = tl.where((temperature == 0) | (finite == 0), greedy, token)
-    x = tl.load(row + token).to(tl.float32)
-    tl.store(drawn + at, token.to(tl.float32, bitcast=True))
-    tl.store(drawn + draws + at, (x - top) / scale - tl.log(total.to(tl.float32)))
-    tl.store(drawn + 2 * draws + at, x - highest - tl.log(plain.to(tl.float32)))
-    tl.store(drawn + 3 * draws + at, finite.to(tl.float32))
 
 
 def fits(logits: torch.Tensor) -> bool:
@@ -190,7 +39,7 @@ def launch(
     asked = []
     for mine, cut in kinds:
         columns = [mine, row[mine], temperature[mine], uniform[mine]]
-        if cut:
+        if cuts is not None and cut:
             columns += _asked_cuts(cuts, mine)
         asked.append(np.concatenate(columns, dtype=np.float64))
     out = torch.empty((4, draws), device=logits.device)

@@ -163,7 +163,7 @@ def _looked_at(tokens: int) -> torch.Tensor:
     return torch.arange(tokens - 1, -1, -LOOK_EVERY).flip(0)
 
 
-class _Forgetful(DynamicCache):
+class _Forgetful(DynamicCache):  # type: ignore[misc]
     """A cache that claims to hold `first` tokens and gives back only what it is handed."""
 
     def __init__(self, first: int) -> None:
@@ -188,7 +188,8 @@ def _plain(model: Model, ids: torch.Tensor, first: int) -> torch.Tensor:
     arguments = {"past_key_values": _Forgetful(first), "use_cache": True} if first else {"use_cache": False}
     with _own_attention(model.module):
         output = model.module(input_ids=ids[None].to(model.device), **arguments)
-    return output.logits[0, _looked_at(len(ids)).to(model.device)].float().log_softmax(-1)
+    logits: torch.Tensor = output.logits[0, _looked_at(len(ids)).to(model.device)]
+    return logits.float().log_softmax(-1)
 
 
 def _engine(served: Served, ids: torch.Tensor, way: Way) -> torch.Tensor:
@@ -226,7 +227,7 @@ def _batch(
 
 
 @contextmanager
-def _own_attention(module: torch.nn.Module) -> Iterator[None]:
+def _own_attention(module: Any) -> Iterator[None]:
     """Meanwhile the module attends by itself. A model may be put together of others, of which some have our attention: so each
     configuration gets its own back, the inner ones last, as the outer ones hand theirs down."""
     configs = {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}

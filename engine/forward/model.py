@@ -220,7 +220,8 @@ class Model:
             logits_to_keep=batch.logits_at,
             rollout=Call(backend, batch, kv),
         )
-        return output.logits[0, : batch.num_logits]
+        logits: torch.Tensor = output.logits[0, : batch.num_logits]
+        return logits
 
 
 def _refuse_config(config: Any, name: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -98,13 +98,15 @@ def uniform(seed: np.ndarray, index: np.ndarray, position: np.ndarray) -> np.nda
         bits = _mix(seed + np.uint64(0x9E3779B97F4A7C15))
         bits = _mix(bits ^ (index * np.uint64(0xD1B54A32D192ED03)))
         bits = _mix(bits ^ (position * np.uint64(0x8CB92BA72F3D8DD7)))
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    unit: np.ndarray = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return unit
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def launch_draws(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None = None) -> Draws:
@@ -135,7 +137,8 @@ def _cuts(batch: SamplingBatch) -> Cuts | None:
 
 def _truncated(batch: SamplingBatch) -> np.ndarray:
     """[draws] bool: top_k, top_p or min_p may leave tokens out."""
-    return (batch.temperature != 0) & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
+    cut: np.ndarray = (batch.temperature != 0) & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
+    return cut
 
 
 def _sample_torch(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
@@ -145,7 +148,7 @@ def _sample_torch(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
         empty = np.zeros(0, np.float32)
         return Drawn(empty.astype(np.int32), empty, empty if batch.raw else None, empty.astype(bool))
     forbidden = dict(batch.forbidden)
-    kind = [[draw in forbidden for draw in range(draws)]]
+    kind: list[Any] = [[draw in forbidden for draw in range(draws)]]
     kind += [batch.logits_row, batch.temperature, batch.top_k, batch.top_p, batch.min_p]
     _, first, which = np.unique(np.array(kind, np.float64), axis=1, return_index=True, return_inverse=True)
     parts, order = [], []
@@ -155,7 +158,8 @@ def _sample_torch(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
         parts.append(_draw(logits, batch, like, forbidden, which[mine] - begin, batch.uniform[mine]))
         order.append(mine)
     back = np.argsort(np.concatenate(order))
-    return Drawn(*(None if part[0] is None else np.concatenate(part)[back] for part in zip(*parts, strict=True)))
+    whole: Any = (None if part[0] is None else np.concatenate(part)[back] for part in zip(*parts, strict=True))
+    return Drawn(*whole)
 
 
 def _draw(

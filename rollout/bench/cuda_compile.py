@@ -129,7 +129,8 @@ def others(capability: int) -> Iterator[dict[str, Any]]:
     from engine.cuda import exact_kernels, fused_kernels
     from engine.cuda.attention import EXACT
     from engine.cuda.exact import FUSED, TILES
-    from engine.cuda.sampling import BLOCK, draw_kernel
+    from engine.cuda.sampling import BLOCK
+    from engine.cuda.sampling_kernels import draw_kernel
 
     launch = choose(PRODUCTION.group, PRODUCTION.dim, PRODUCTION.itemsize, KNOWN[capability]).small
     for itemsize, tile in TILES.items():
