@@ -117,7 +117,7 @@ class CpuDevice:
         self.chosen = choose(config.isa)
         self.isa, self.isa_reason = self.chosen.isa, self.chosen.why
         self.fast_attention = "reference" if self.isa == "torch" else "native"
-        log.info("isa: %s", self.chosen)
+        log.info("kernels isa=%s chosen=%r", self.isa, str(self.chosen))
 
     def check(self, model: ModelLike) -> None:
         check_device(self.memory.device, model)
@@ -241,7 +241,7 @@ def fuse(model: Model, backend: Backend) -> Computes:
         with torch.inference_mode():
             decoder.check(model.forward_transformers, model.vocab_size)
     except NotFused as error:
-        log.info("%s runs through transformers, its layers are not fused: %s", model.name, error)
+        log.info("runs through transformers, layers are not fused model=%s reason=%r", model.name, str(error))
         fuse_norms(model.module)
         return Computes(None, fused, None, str(error))
     model.run_by(decoder)
@@ -265,7 +265,7 @@ def choose_backend(
     except (NativeUnavailable, CannotAttend) as error:
         if name == kind:
             raise ValueError(f'attention="{name}": {error}; "auto" falls back to the torch reference') from error
-        log.warning("attention in plain torch, which is slow: %s", error)
+        log.warning("attention in plain torch, which is slow reason=%r", str(error))
         return ReferenceAttention()
 
 

@@ -185,6 +185,6 @@ class Steps:
             self.ended += self.scheduler.launch_failed(plan, self._failed(error))
 
     def _failed(self, error: Exception) -> str:
-        log.error("step failed", exc_info=error)
+        log.error("step failed error=%r", error, exc_info=error)
         self.counters.failed_steps += 1
         return f"{type(error).__name__}: {error}"

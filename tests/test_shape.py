@@ -287,6 +287,36 @@ def test_tests_share_only_what_is_in_support() -> None:
         assert not others, f"{path.name} imports {others}: what tests share lies in tests/support"
 
 
+def assigned_from_outside(source: str) -> set[str]:
+    """Attributes of an engine that a module assigns, other than to hold on to the engine itself."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            if isinstance(target, ast.Attribute) and re.search(r"(^|\.)_?engine$", ast.unparse(target.value)):
+                found.add(ast.unparse(target))
+    return found
+
+
+def test_nobody_writes_into_the_engine() -> None:
+    for path in modules():
+        if not path.is_relative_to(ROOT / "engine"):
+            assert not assigned_from_outside(path.read_text()), f"{path}: call a method (`Engine.pause`)"
+
+
+@pytest.mark.parametrize("line", ["engine.paused = True", "self._engine.asleep = False", "bench.engine.overlap |= x"])
+def test_whoever_writes_into_the_engine_is_seen(line: str) -> None:
+    assert assigned_from_outside(line) and not assigned_from_outside("self.engine = engine")
+
+
+def test_one_maker_of_batches() -> None:
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and path.name != "batch.py":
+                assert ast.unparse(node.func) != "Batch", f"{path}: `Batch.build` makes batches"
+            if isinstance(node, ast.Name) and path.is_relative_to(ROOT / "engine"):
+                assert node.id != "SimpleNamespace", f"{path}: a stand-in for a value has a name and a type"
+
+
 MOST_LINES = {"function": 50, "class": 250}
 
 

@@ -57,7 +57,7 @@ def decide(
         try:
             room = check_products(module, products)
         except WrongNumbers as error:
-            log.warning("%s: the products of %s are not used: %s", name, isa, error)
+            log.warning("products are not used model=%s isa=%s reason=%r", name, isa, str(error))
             products, why = products_of("torch"), f"{isa}: {error}"
             room = check_products(module, products)
         if whole:
@@ -71,22 +71,23 @@ def decide(
     try:
         use_products(module, products.isa)
     except NotServed as error:
-        log.warning("%s: products are torch's own, and samples may depend on their batch: %s", name, error)
+        log.warning("products are torch's own, and samples may depend on their batch model=%s reason=%r", name, str(error))
         return Computes(None, f"{torch_arithmetic()}/batch", True, str(error))
     exact = _logits(module_forward, module)
     if decoder is not None and (rows := _differ(_logits(decoder.forward, module), exact)):
         why = f"the {type(decoder).__name__} has numbers that differ from the module's with {rows} rows"
-        log.warning("%s: %s; the module runs, which is slower", name, why)
+        log.warning("the module runs, which is slower model=%s reason=%r", name, why)
         decoder = None
     torch_bits = not _differ(exact, plain) and products_like_torch(module, products)
     log.info(
-        "%s runs %s, products of %s%s; they are at most %.2f of what rounding allows from the exact sum; plain torch %s",
-        name,
+        "runs %s model=%s products=%s reason=%r of_rounding=%.2f torch_bits=%s furthest_logprob=%.2g",
         "through transformers" if decoder is None else f"by the {type(decoder).__name__}",
+        name,
         products.arithmetic,
-        f" ({why})" if why else "",
+        why,
         room,
-        "has the same bits" if torch_bits else f"differs by up to {_furthest(exact, plain):.2g} in a log-prob",
+        torch_bits,
+        0.0 if torch_bits else _furthest(exact, plain),
     )
     return Computes(decoder, products.arithmetic, torch_bits, why)
 

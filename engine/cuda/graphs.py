@@ -89,13 +89,13 @@ class DecodeGraphs:
             try:
                 self._replays[size, large] = self._captured(size, batch, kv, backend)
             except torch.OutOfMemoryError:
-                log.warning("no memory is left to capture the forward of %d sequences; larger steps run without graphs", size)
+                log.warning("no memory is left to capture a forward, larger steps run without graphs sequences=%d", size)
                 self._sizes = [smaller for smaller in self._sizes if smaller < size]
                 if not self._replays:
                     self._capture = self._new_capture()  # torch forgets a pool whose only graph has failed
                 return self._forward(batch, kv, backend)
             except RuntimeError as error:
-                log.warning("decode runs without CUDA graphs, the forward cannot be captured: %s", error)
+                log.warning("decode runs without CUDA graphs, the forward cannot be captured reason=%r", str(error))
                 self._sizes = []
                 return self._forward(batch, kv, backend)
         if self._ring is not None:
@@ -131,7 +131,7 @@ class DecodeGraphs:
             if self._ring is not None:
                 self._ring.fill()
             raise
-        log.info("captured the forward of %d sequences in %.2f s", size, time.perf_counter() - started)
+        log.info("captured a forward sequences=%d seconds=%.2f", size, time.perf_counter() - started)
         return replay
 
 

@@ -38,7 +38,7 @@ def fuse_norms(module: nn.Module) -> int:
             norm.forward = MethodType(_forward, norm)
             fused += 1
     others = sorted({kind.__name__ for (kind, _), ok in same.items() if not ok})
-    log.info("%d norms run fused; of another kind: %s", fused, others or "none")
+    log.info("norms run fused count=%d of_another_kind=%s", fused, ",".join(others) or "none")
     return fused
 
 

@@ -99,7 +99,7 @@ def judge(served: Served) -> None:
             f"{model.name} ({model.module.config.model_type}): its own forward and the engine's cannot be compared: "
             f"{in_one_line(error)}"
         ) from error
-    log.info("%s computes what its plain forward does; compared in %.1f s", model.name, time.perf_counter() - began)
+    log.info("computes what its plain forward does model=%s seconds=%.1f", model.name, time.perf_counter() - began)
 
 
 def try_out(model: Model, block_size: int, memory: Memory, backend: Backend) -> None:

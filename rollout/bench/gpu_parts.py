@@ -53,10 +53,13 @@ def machine(bench: Bench) -> Rows:
 def decode(bench: Bench) -> Rows:
     """A decode step of many sequences: the forward alone at some lengths, and whole steps of the engine, overlapped and one
     after the other; beside the time that reading the weights and the KV takes."""
-    engine = bench.engine(kv_tokens=bench.sizes.rows * max(bench.sizes.contexts))
-    yield from kept(forwards(bench, engine))
     for overlap in (True, False):
-        yield from kept(whole_steps(bench, engine, overlap))
+        engine = bench.engine(kv_tokens=bench.sizes.rows * max(bench.sizes.contexts), overlap_steps=overlap)
+        if overlap:
+            yield from kept(forwards(bench, engine))
+        yield from kept(whole_steps(bench, engine))
+        del engine
+        release(bench.device)
 
 
 def kept(rows: Rows) -> Rows:
@@ -92,9 +95,8 @@ def sample_of(engine: Engine, logits: torch.Tensor, batch: Batch) -> object:
     return engine.device.sample(logits, batch.sampling).read()
 
 
-def whole_steps(bench: Bench, engine: Engine, overlap: bool) -> Rows:
+def whole_steps(bench: Bench, engine: Engine) -> Rows:
     """Sequences with a prompt each, `Engine.step` until all of them decode, then `steps` of those."""
-    engine.overlap = overlap
     rows, prompt, wanted = bench.sizes.rows, bench.sizes.prompt, bench.sizes.steps
     longest = max(bench.sizes.contexts) - prompt
     for i, ids in enumerate(bench.text.slices(0, rows, prompt)):
@@ -125,7 +127,7 @@ def whole_steps(bench: Bench, engine: Engine, overlap: bool) -> Rows:
     }
     yield {
         "what": "engine",
-        "overlap": overlap,
+        "overlap": engine.overlap,
         **beside_limit(bench, statistics.mean(read), 1e3 * statistics.median(seconds)),
         "host_ms": figures["plan_ms"] + figures["build_ms"] + figures["commit_ms"],
         **figures,

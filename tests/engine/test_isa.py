@@ -72,7 +72,7 @@ def test_forced(name: str, caplog: pytest.LogCaptureFixture) -> None:
         "torch",
         isa_of(name).arithmetic.split("/")[0] if name != "torch" else "torch",
     )
-    assert f"isa: {name}" in caplog.text and status["arithmetic"] in caplog.text
+    assert f"isa={name}" in caplog.text and status["arithmetic"] in caplog.text
     assert len(run(one, [group("a", np.arange(3, 30), n=2, max_tokens=4, ignore_eos=True)])) == 2
 
 

@@ -12,6 +12,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.forward.model import Model, open_model
+from engine.memory import HostMemory
 from rollout.bench import by_hand, run, sharing
 from rollout.bench.runner import BenchFailed
 from rollout.bench.sharing import Shape, measure, tables
@@ -23,7 +24,7 @@ CONFIG = EngineConfig(dtype="float32", threads=1)
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Path) -> Model:
-    return open_model(EngineConfig(model=str(tiny_model), dtype="float32"))
+    return open_model(EngineConfig(model=str(tiny_model), dtype="float32"), HostMemory())
 
 
 def test_bench_sharing_prints_the_ratios(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
