@@ -133,14 +133,14 @@ class Engine:
         is refused; nothing has been allocated for it then."""
         group.validate(self.limits, self.vocab_size, self.context)
         eos = stop_tokens(group, self.model)
+        for child in group.begun:
+            child.validate_unfinished(group.sampling, eos, self.version)
         seed = group.sampling.seed
         if seed is None:
             unit = uniform(*(np.array([x], np.uint64) for x in (self.config.seed, self._seeded, 0)))
             seed = int(unit[0] * 2**53)
             self._seeded += 1
-        for child in group.begun:
-            child.validate_unfinished(group.sampling, eos, self.version)
-        self._ended += self.scheduler.submit(group, client, seed, eos)
+        self.steps.ended += self.scheduler.submit(group, client, seed, eos)
 
     def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
         """End a group now, or one child of it. Returns the children that this ends, with what they have; [] for an unknown id
@@ -181,17 +181,8 @@ class Engine:
         self.weights.commit(staging)
         self.steps.ended += self.scheduler.refresh(self.version, kv)
         digest = self.weights.digest
-        paused = time.perf_counter() - started
         self.refreshes += 1
-        self.refreshed = Refreshed(
-            version=self.version,
-            via=via,
-            bytes=staging.total,
-            seconds=staging.seconds + paused,
-            staged_seconds=staging.seconds,
-            paused_seconds=paused,
-            digest=digest,
-        )
+        self.refreshed = refreshed_of(staging, via, time.perf_counter() - started, digest)
         return self.refreshed
 
     def refresh(
@@ -284,6 +275,19 @@ class Engine:
     def check(self) -> None:
         """Assert that every block is accounted for."""
         check(self.scheduler)
+
+
+def refreshed_of(staging: Staging, via: str, paused: float, digest: str) -> Refreshed:
+    """What a refresh that is live has taken. paused: seconds of its exchange."""
+    return Refreshed(
+        version=staging.version,
+        via=via,
+        bytes=staging.total,
+        seconds=staging.seconds + paused,
+        staged_seconds=staging.seconds,
+        paused_seconds=paused,
+        digest=digest,
+    )
 
 
 def stop_tokens(group: Group, model: ModelLike) -> frozenset[int]:

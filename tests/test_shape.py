@@ -354,7 +354,6 @@ STILL_LONG = {
     "rollout/bench/runner.py:measure",
     "rollout/client/api.py:RolloutClient",
     "rollout/client/link.py:Link",
-    "rollout/service/loop.py:Service",
 }
 """what is still to be cut; nothing may be added"""
 
