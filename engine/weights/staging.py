@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -68,10 +68,9 @@ class Staging:
         self._scratch = scratch
         self._on_close = on_close
         self._closed = False
-        self._source: Source | None = None
         self._failure: str | None = None
         self._work = self._work_through()
-        self._advance()
+        self._advance(None)  # to where it wants its first bytes
 
     @property
     def names(self) -> list[str]:
@@ -86,14 +85,11 @@ class Staging:
         if self._failure is not None:
             raise InvalidWeights(f"this refresh has failed: {self._failure}")
         before = self.received
-        self._source = source
         try:
-            self._advance()
+            self._advance(source)
         except BaseException as error:
             self._failure = str(error)
             raise
-        finally:
-            self._source = None
         return self.received - before
 
     def close(self) -> None:
@@ -103,13 +99,13 @@ class Staging:
             self._closed = True
             self._on_close()
 
-    def _advance(self) -> None:
+    def _advance(self, source: Source | None) -> None:
         if not self.complete:
-            self.complete = next(self._work)
+            self.complete = self._work.send(source)
             self.seconds = time.perf_counter() - self._started
 
-    def _work_through(self) -> Iterator[bool]:
-        """Take in the slices, from the first to the last; yields False where bytes are wanted, and True at the end."""
+    def _work_through(self) -> Generator[bool, Source | None, None]:
+        """Take in the slices, from the first to the last; yields False where it is to be sent a source, and True at the end."""
         for part in self._parts:
             sent, cast = xxhash.xxh3_128(), xxhash.xxh3_128()
             for start in range(0, part.nbytes, SLICE_BYTES):
@@ -140,12 +136,13 @@ class Staging:
         staged = part.place[first : first + size]
         return (tensor_bytes(staged) if staged.dtype == part.dtype else self._scratch[:count]), staged
 
-    def _fill(self, raw: np.ndarray) -> Iterator[bool]:
+    def _fill(self, raw: np.ndarray) -> Generator[bool, Source | None, None]:
         filled = 0
         while filled < len(raw):
-            yield False
-            assert self._source is not None
-            count = self._source(raw[filled:])
+            source = yield False
+            assert source is not None
+            count = source(raw[filled:])
+            del source  # whose payload may be closed while this waits for the next one
             assert 0 <= count <= len(raw) - filled
             filled += count
             self.received += count

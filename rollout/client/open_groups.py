@@ -28,7 +28,7 @@ class OpenGroups:
         return len(self._all)
 
     def add(self, handle: Handle) -> bool:
-        """False if its id is taken."""
+        """Keep a group. False if its id is taken."""
         if handle.group_id in self._all:
             return False
         self._all[handle.group_id] = handle
@@ -61,7 +61,7 @@ class OpenGroups:
             self._sent_samples -= handle.n
 
     def clear(self) -> list[Handle]:
-        """Forgets all of them and returns them, in the order of adding."""
+        """Forget all of them and return them, in the order of adding."""
         handles = list(self._all.values())
         self._all.clear()
         self._unsent.clear()
@@ -70,10 +70,10 @@ class OpenGroups:
         return handles
 
     def digests(self) -> np.ndarray:
-        """[groups, DIGEST_BYTES] uint8, of those sent: what Hello tells."""
+        """List digests of those sent, as Hello tells them: [groups, DIGEST_BYTES] uint8."""
         return digests(handle.digest for handle in self.sent.values())
 
     def missing(self, held: np.ndarray | None) -> list[Handle]:
-        """Those sent that are not among `held`, digests as Welcome tells them."""
+        """Find those sent that are not among `held`, digests as Welcome tells them."""
         known = set() if held is None else {row.tobytes() for row in held}
         return [handle for handle in self.sent.values() if handle.digest not in known]

@@ -27,7 +27,7 @@ class OpenRequests:
         self._open[request_id] = frames, future
 
     def wanted(self) -> Iterator[list[Frame]]:
-        """Frames of those whose caller has not given up."""
+        """Yield the frames of those whose caller has not given up."""
         return (frames for frames, future in self._open.values() if not future.cancelled())
 
     def answer(self, request_id: int, result: Any) -> None:

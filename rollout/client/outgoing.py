@@ -37,7 +37,8 @@ class Outgoing:
 
     @property
     def blocked(self) -> bool:
-        """What is next has to wait for the service to take what was sent. Longer messages than may be ahead go alone."""
+        """Whether the next message has to wait for the service to take what was sent. Longer ones than may be ahead go
+        alone."""
         ahead = self._sent_bytes - self._taken_bytes
         most = UNTAKEN_BYTES + sum(self._chunks.values())
         return self._paced and bool(self._waiting) and ahead > 0 and ahead + frame_bytes(self._waiting[0]) > most
@@ -46,7 +47,7 @@ class Outgoing:
         self._waiting.extend(messages)
 
     def add_chunk(self, request_id: int, frames: list[Frame]) -> None:
-        """A request that goes ahead by agreement, until it is answered."""
+        """Let a chunk go ahead by agreement, until it is answered."""
         self._chunks[request_id] = frame_bytes(frames)
 
     def answered(self, request_id: int) -> None:
@@ -57,12 +58,12 @@ class Outgoing:
         self._waiting.clear()
 
     def start(self, paced: bool) -> None:
-        """Both ends count from here. `paced`: the service says what it has taken."""
+        """Count from here, as the other end does. `paced`: the service says what it has taken."""
         self._paced = paced
         self._sent_bytes = self._taken_bytes = 0
 
     def taken(self, taken_bytes: int) -> None:
-        """As Alive says."""
+        """Note what the service has taken, as Alive says."""
         self._taken_bytes = taken_bytes
 
     def send(self, send: Callable[[list[Frame]], bool]) -> None:
@@ -72,7 +73,7 @@ class Outgoing:
 
 
 def portions(ids: list[T], limits: Limits) -> Iterator[list[T]]:
-    """So many ids, or (id, index), at a time that a header holds them."""
+    """Cut a list of ids, or of (id, index), into portions that a header holds."""
     most = max(1, limits.max_header_bytes // (limits.max_id_bytes + ENTRY_OVERHEAD) - 1)
     for start in range(0, len(ids), most):
         yield ids[start : start + most]

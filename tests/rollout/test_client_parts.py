@@ -1,0 +1,125 @@
+"""Parts of the client's I/O thread and of the service's loop, each without the others: no sockets, no threads, no clock."""
+clock."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from rollout.client.calls import Calls
+from rollout.client.connection import HEARTBEAT_S, HELLO_RETRY_S, Connection
+from rollout.client.open_requests import OpenRequests
+from rollout.service.clock import LoopClock
+from transport.errors import ClientClosed, WeightsRefused
+
+# the connection, as the client sees it
+
+
+def test_a_new_connection_is_greeted_and_hello_is_repeated_until_welcome() -> None:
+    connection = Connection(now=0.0)
+    connection.connected(connections=1, now=5.0)
+    assert connection.hello_number == 1 and connection.hello_due(5.0) and not connection.hello_due(5.1)
+    assert connection.hello_due(5.0 + HELLO_RETRY_S)
+    connection.welcomed(8.0)
+    assert connection.ready and not connection.hello_due(100.0)
+
+
+def test_heartbeats_are_due_each_second_once_welcome_has_come() -> None:
+    connection = Connection(now=0.0)
+    connection.connected(1, 0.0)
+    assert not connection.heartbeat_due(10.0), "not before Welcome"
+    connection.welcomed(10.0)
+    assert not connection.heartbeat_due(10.0 + HEARTBEAT_S - 0.1) and connection.heartbeat_due(10.0 + HEARTBEAT_S)
+    assert not connection.heartbeat_due(10.0 + HEARTBEAT_S)
+
+
+def test_another_connection_is_greeted_again_the_same_one_is_not() -> None:
+    connection = Connection(now=0.0)
+    connection.connected(1, 0.0)
+    connection.welcomed(0.0)
+    connection.connected(1, 1.0)
+    assert connection.ready and connection.hello_number == 1
+    connection.connected(2, 2.0)
+    assert not connection.ready and connection.hello_number == 2 and connection.last_received_at == 2.0
+
+
+def test_an_outage_counts_from_the_last_connection_while_somebody_waits() -> None:
+    connection = Connection(now=0.0)
+    connection.connected(1, 10.0)
+    assert connection.disconnected(13.0) == 3.0
+    connection.nobody_waits(13.0)
+    assert connection.disconnected(14.0) == 1.0
+
+
+def test_a_hello_on_its_way_is_outdated_without_another_one_in_a_hurry() -> None:
+    connection = Connection(now=0.0)
+    connection.connected(1, 0.0)
+    assert connection.hello_due(0.0)
+    connection.outdate_hello()
+    assert connection.hello_number == 2 and not connection.hello_due(HELLO_RETRY_S - 0.1)
+    assert connection.hello_due(HELLO_RETRY_S)
+
+
+# requests and calls
+
+
+def test_a_request_is_answered_once_and_asked_for_again_until_then() -> None:
+    requests, future = OpenRequests(), Future[Any]()
+    assert not requests
+    requests.add(7, [b"frames"], future)
+    assert requests and list(requests.wanted()) == [[b"frames"]] and requests.ids == [7]
+    requests.answer(7, "done")
+    requests.answer(7, "done again")
+    assert future.result(0) == "done" and not requests and not list(requests.wanted())
+
+
+def test_an_answer_that_is_an_error_is_raised_and_who_gave_up_is_not_waited_for() -> None:
+    requests, failing, given_up = OpenRequests(), Future[Any](), Future[Any]()
+    requests.add(1, [], failing)
+    requests.add(2, [], given_up)
+    given_up.cancel()
+    assert len(list(requests.wanted())) == 1
+    requests.answer(1, WeightsRefused("no"))
+    with pytest.raises(WeightsRefused):
+        failing.result(0)
+    assert not requests, "the other one's caller has given up"
+    requests.answer(2, "too late")
+    assert given_up.cancelled()
+
+
+def test_calls_wait_for_the_thread_and_fail_in_their_own_once_it_has_ended() -> None:
+    woken: list[bool] = []
+    made: list[Any] = []
+    calls = Calls(lambda: woken.append(True))
+    calls.put(made.append, 1)
+    assert woken == [True] and not made
+    calls.run()
+    assert made == [1]
+    calls.put(made.append, 2)
+    calls.end(ClientClosed("closed"))
+    assert made == [1, 2], "what waited is not lost"
+    calls.put(lambda argument: made.append((argument, type(calls.ended))), 3)
+    assert made[2] == (3, ClientClosed) and len(woken) == 2
+
+
+# the service's clock
+
+
+def test_the_clock_moves_at_most_half_the_grace_time_a_turn() -> None:
+    clock = LoopClock(monotonic=100.0, grace_s=10.0)
+    clock.turn(101.0)
+    assert clock.now == 1.0
+    clock.turn(1000.0)  # the process was suspended
+    assert clock.now == 6.0
+
+
+def test_patience_is_doubled_while_messages_wait_to_be_taken() -> None:
+    clock = LoopClock(monotonic=0.0, grace_s=10.0)
+    clock.turn(5.0)
+    assert clock.patience_s == 10.0
+    clock.turn(6.0)
+    assert clock.patience_s == 20.0, "not everything was taken for more than half the grace time"
+    clock.catch_up()
+    assert clock.patience_s == 10.0
