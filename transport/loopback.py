@@ -62,9 +62,9 @@ class LoopbackService:
             self._open = False
             clients, self._clients = list(self._clients.values()), {}
         for client in clients:
-            client._lose(max(0.0, deadline - time.monotonic()))
+            client._disconnect(max(0.0, deadline - time.monotonic()))
 
-    def _take(self, peer: bytes, frames: list[Frame]) -> bool:
+    def _accept(self, peer: bytes, frames: list[Frame]) -> bool:
         with self._changed:
             if peer not in self._clients or len(self._inbox) >= QUEUED_MESSAGES:
                 return False
@@ -100,7 +100,7 @@ class LoopbackClient:
         return received
 
     def send(self, frames: list[Frame]) -> bool:
-        return self._service._take(self._peer, frames)
+        return self._service._accept(self._peer, frames)
 
     def wake(self) -> None:
         with self._changed:
@@ -119,7 +119,7 @@ class LoopbackClient:
             self._changed.notify_all()
             return True
 
-    def _lose(self, linger: float) -> None:
+    def _disconnect(self, linger: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._inbox, linger)
             self.connected = False

@@ -156,13 +156,13 @@ class Service:
         until = perf_counter() + self._dose()
         while received:
             for peer, frames in received:
-                self._take(peer, frames)
+                self._on_message(peer, frames)
             if perf_counter() >= until:
                 return
             received = self._transport.receive(0.0, 1)
         self._clock.catch_up()
 
-    def _take(self, peer: bytes, frames: list[Frame]) -> None:
+    def _on_message(self, peer: bytes, frames: list[Frame]) -> None:
         request_id = None
         if session := self._sessions.at(peer):
             session.taken_bytes += frame_bytes(frames)

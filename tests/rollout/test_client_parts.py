@@ -1,5 +1,4 @@
-"""Parts of the client's I/O thread and of the service's loop, each without the others: no sockets, no threads, no clock."""
-clock."""
+"""Parts of the client's I/O thread and of the service's loop, each without sockets, threads or a clock."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ class DistributedPayload(Payload):
         """when the helper thread must have come on, or it is given up"""
         self._joined = threading.Event()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._hold, name="rollout-weights-group", daemon=True)
+        self._thread = threading.Thread(target=self._run_helper, name="rollout-weights-group", daemon=True)
         self._thread.start()
 
     @property
@@ -316,7 +316,7 @@ class DistributedPayload(Payload):
             work = self._group.broadcast(slot[0][:size], 0, timedelta(seconds=STALL_S))
             self._in_flight.append((work, size, slot))
 
-    def _hold(self) -> None:
+    def _run_helper(self) -> None:
         """Run the helper thread. Until `_joined` it alone touches the group, from then on the loop; after `_closed` it
         leaves."""
         import torch.distributed as dist
