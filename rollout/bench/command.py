@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 import msgspec
 import torch
@@ -24,11 +25,12 @@ from rollout.bench.report import print_run, print_start, print_table, write_json
 from rollout.bench.runner import measure
 from rollout.bench.target import OpenTarget, open_engine, open_service
 from rollout.bench.text import PromptText
-from rollout.bench.workloads import WORKLOADS, find
+from rollout.bench.workloads import WORKLOADS, Workload, find
 from rollout.config import InputError
 
 SPECIAL = (host.NAME, products.NAME, refresh.NAME, fidelity.NAME, sharing.NAME, cuda_static.NAME)
 """measured in their own way; everything else is a row of WORKLOADS"""
+WITHOUT_MODEL = (host.NAME, products.NAME, cuda_static.NAME)
 
 
 def run(
@@ -53,54 +55,85 @@ def run(
     check(names, in_process, scale, repeat, plot)
     peers = parse(against)
     check_device(device, names, peers, floor)
-    open_target = open_engine if in_process else open_service
-    summaries: list[dict[str, Any]] = []
     recordings: list[Recording] | None = None if plot is None else []
     with ExitStack() as stack:
-        sink = None
-        if json_file is not None:
-            sink = sys.stdout if json_file == "-" else stack.enter_context(_open(json_file))
-        console = Console(stderr=json_file == "-", highlight=False)
-        if not console.is_terminal:
-            console = Console(stderr=json_file == "-", highlight=False, width=120)
-        if host.NAME in names:
-            for sequences in host.SEQUENCES:
-                row = host.measure(sequences, scale, threads)
-                write_json(sink, row)
-                host.print_row(console, row)
-        if products.NAME in names:
-            products.print_rows(console, list(keep(products.measure(scale, threads), sink)))
-        if cuda_static.NAME in names:
-            for row in keep(cuda_static.measure(), sink):
-                cuda_static.print_row(console, row)
-        if set(names) <= {host.NAME, products.NAME, cuda_static.NAME}:
-            return 0  # those without a model
+        out = open_out(stack, json_file)
+        measure_without_model(names, scale, threads, out)
+        if set(names) <= set(WITHOUT_MODEL):
+            return 0
+        open_target = open_engine if in_process else open_service
         folder = models.resolve(model)
         text = PromptText(models.load_tokenizer(folder))
-        base = EngineConfig(dtype=dtype, threads=threads, isa=isa, device=device)
-        measure_special(names, text, folder, base, open_target, scale, repeat, sink, console)
-        for name in [name for name in names if name not in SPECIAL]:
-            workload = find(name).scaled(scale, EngineConfig().block_size)
-            print_start(console, workload)
-            with long_enough(folder, workload.tokens) as (served, weights):
-                engine = msgspec.structs.replace(base, model=str(served))
-                bound = Machine(served, getattr(torch, dtype)).floor if (peers or floor) and device == "cpu" else None
-                for row in measure(
-                    workload, text, engine, open_target, repeat, compare=compare and not peers, unshared=unshared,
-                    against=peers, floor=bound, recordings=recordings,
-                ):  # fmt: skip
-                    if "summary" in row:
-                        row |= {"model": str(folder), "weights": weights}
-                        summaries.append(row)
-                    else:
-                        print_run(console, row)
-                    write_json(sink, row)
+        engine = EngineConfig(dtype=dtype, threads=threads, isa=isa, device=device)
+        measure_special(names, text, folder, engine, open_target, scale, repeat, out)
+        rows = partial(
+            measure, text=text, open_target=open_target, repeat=repeat, compare=compare and not peers, unshared=unshared,
+            against=peers, recordings=recordings,
+        )  # fmt: skip
+        bounded = bool(peers or floor) and device == "cpu"
+        workloads = [find(name).scaled(scale, engine.block_size) for name in names if name not in SPECIAL]
+        summaries = [measure_workload(workload, folder, engine, bounded, rows, out) for workload in workloads]
         if summaries:
-            print_table(console, summaries)
+            print_table(out.console, summaries)
         if plot is not None and recordings:
             drawing.draw(recordings, plot)
-            console.print(f"drawn: {plot}")
+            out.console.print(f"drawn: {plot}")
     return 0
+
+
+class Out(NamedTuple):
+    """Where rows go."""
+
+    sink: TextIO | None
+    """one JSON object a line"""
+    console: Console
+
+
+def open_out(stack: ExitStack, json_file: str | None) -> Out:
+    """Opens what `--json` names; rows on standard output send the tables to standard error. Raises InputError."""
+    sink = None
+    if json_file is not None:
+        sink = sys.stdout if json_file == "-" else stack.enter_context(_open(json_file))
+    console = Console(stderr=json_file == "-", highlight=False)
+    if not console.is_terminal:
+        console = Console(stderr=json_file == "-", highlight=False, width=120)
+    return Out(sink, console)
+
+
+def measure_without_model(names: tuple[str, ...], scale: float, threads: int | None, out: Out) -> None:
+    """Measures what needs no model: WITHOUT_MODEL."""
+    if host.NAME in names:
+        for row in keep((host.measure(sequences, scale, threads) for sequences in host.SEQUENCES), out.sink):
+            host.print_row(out.console, row)
+    if products.NAME in names:
+        products.print_rows(out.console, list(keep(products.measure(scale, threads), out.sink)))
+    if cuda_static.NAME in names:
+        for row in keep(cuda_static.measure(), out.sink):
+            cuda_static.print_row(out.console, row)
+
+
+def measure_workload(
+    workload: Workload,
+    folder: Path,
+    engine: EngineConfig,
+    bounded: bool,
+    rows: Callable[..., Iterator[dict[str, Any]]],
+    out: Out,
+) -> dict[str, Any]:
+    """Runs one workload and tells its rows. bounded: with what bounds it on this machine. rows: `measure`, but for what is
+    named here. Returns the summary."""
+    print_start(out.console, workload)
+    summary: dict[str, Any] = {}
+    with long_enough(folder, workload.tokens) as (served, weights):
+        served_engine = msgspec.structs.replace(engine, model=str(served))
+        bound = Machine(served, getattr(torch, engine.dtype)).floor if bounded else None
+        for row in rows(workload, engine=served_engine, floor=bound):
+            if "summary" in row:
+                summary = row = row | {"model": str(folder), "weights": weights}
+            else:
+                print_run(out.console, row)
+            write_json(out.sink, row)
+    return summary
 
 
 def measure_special(
@@ -111,10 +144,10 @@ def measure_special(
     open_target: OpenTarget,
     scale: float,
     repeat: int,
-    sink: TextIO | None,
-    console: Console,
+    out: Out,
 ) -> None:
-    """What is measured in its own way, with a model."""
+    """Measures what is measured in its own way, with a model."""
+    sink, console = out
     if refresh.NAME in names:
         rows = list(keep(refresh.measure(folder, engine.dtype, engine.threads, repeat, text), sink))
         refresh.print_summaries(console, [row for row in rows if "summary" in row])

@@ -50,8 +50,7 @@ def measure(
         are named `workload/roomy` and `workload/no_offload`, and the summary has the median of the ratios of each turn.
     unshared: the same with attention that reads a shared prefix once for each child, as `workload/unshared`.
     against: other engines (name -> interpreter) take part in each turn; the summary has `ratios`, ours over theirs.
-    floor: what bounds the workload on this machine; the summary has it, and `floor_fraction`.
-    recordings: gets what happened along the last run of each.
+    floor: what bounds the workload on this machine (`bounded`). recordings: gets what happened along the last run of each.
     """
     if repeat < 1:
         raise ValueError(f"repeat={repeat}: must be at least 1")
@@ -81,10 +80,13 @@ def measure(
     if theirs:
         summary["ratios"] = {name: ratio(runs[""], rows) for name, rows in theirs.items()}
         summary["peers"] = {one.name: one.version for one in peers}
-    if floor is not None:
-        summary |= floor(workload)
-        summary["floor_fraction"] = round(summary["tokens_per_second"] / summary["floor_tokens_per_second"], 4)
-    yield summary
+    yield summary if floor is None else bounded(summary, floor(workload))
+
+
+def bounded(summary: dict[str, Any], floor: dict[str, Any]) -> dict[str, Any]:
+    """Adds to a summary what bounds the workload, and the share of it that was reached."""
+    share = summary["tokens_per_second"] / floor["floor_tokens_per_second"]
+    return summary | floor | {"floor_fraction": round(share, 4)}
 
 
 def tight_engine(workload: Workload, engine: EngineConfig) -> EngineConfig:

@@ -116,5 +116,8 @@ class Tracker:
             if name not in self._warned:
                 self._warned.add(name)
                 log.warning(
-                    "tracking: %s failed, its figures may be missing (said once): %s: %s", name, type(error).__name__, error
+                    "tracking failed, its figures may be missing; said once: part=%s error=%s reason=%s",
+                    name,
+                    type(error).__name__,
+                    error,
                 )
