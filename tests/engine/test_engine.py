@@ -19,7 +19,7 @@ from engine.engine import Engine
 from engine.memory import VERSIONS, free_memory
 from engine.types import Group, Limits, Sampling
 from tests.support.tiny import tiny_engine
-from tests.support.toy import VOCAB, ToyModel, engine, expected, group, run
+from tests.support.toy import ToyModel, engine, expected, group, run
 
 
 def test_samples_are_what_they_must_be() -> None:
@@ -88,44 +88,19 @@ def test_what_is_computed_again_is_computed_once_for_a_group(kept: bool) -> None
     assert e.scheduler.store.used == 0 and (len(e.scheduler.store.index) > 0) == kept
 
 
-BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("a prompt without tokens", {"prompt": []}, "prompt of 0 tokens"),
-    ("a token id past the embedding", {"prompt": [1, VOCAB]}, f"token id {VOCAB}"),
-    ("a negative token id", {"prompt": [1, -1]}, "token id -1"),
-    ("n of none", {"n": 0}, "n=0"),
-    ("n past the limit", {"n": 1025}, "Limits.max_n"),
-    ("n past any limit", {"n": 2**62}, "Limits.max_n"),
-    ("no tokens wanted", {"max_tokens": 0}, "max_tokens=0"),
-    ("tokens past the limit", {"max_tokens": 2**40}, "Limits.max_tokens"),
-    ("past the context", {"prompt": [1] * 250, "max_tokens": 7}, "lower max_tokens to 6"),
-    ("more than the pool can ever hold", {"prompt": [1] * 100, "max_tokens": 30}, "raise kv_tokens"),
-    ("NaN temperature", {"temperature": float("nan")}, "temperature=nan"),
-    ("infinite temperature", {"temperature": float("inf")}, "temperature=inf"),
-    ("negative temperature", {"temperature": -1.0}, "temperature=-1.0"),
-    ("a temperature that divides badly", {"temperature": 1e-30}, "use 0 for greedy"),
-    ("top_p 0", {"top_p": 0.0}, "top_p=0.0"),
-    ("top_p past 1", {"top_p": 1.5}, "top_p=1.5"),
-    ("top_p NaN", {"top_p": float("nan")}, "top_p=nan"),
-    ("negative top_k", {"top_k": -1}, "top_k=-1"),
-    ("min_p of 1", {"min_p": 1.0}, "min_p=1.0"),
-    ("min_tokens past max_tokens", {"min_tokens": 9}, "min_tokens=9"),
-    ("a stop token past the embedding", {"stop_token_ids": (VOCAB,)}, "stop_token_ids"),
-    ("a negative stop token", {"stop_token_ids": (-1,)}, "stop_token_ids"),
-    ("a hundred stop tokens", {"stop_token_ids": (1,) * 100}, "Limits.max_stop_token_ids"),
-    ("a negative seed", {"seed": -1}, "seed=-1"),
-    ("a seed past 63 bits", {"seed": 2**63}, "seed="),
-    ("an id without a name", {"id": ""}, "group id"),
-    ("an id without an end", {"id": "x" * 1000}, "Limits.max_id_bytes"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), [(bad[1], bad[2]) for bad in BAD], ids=[bad[0] for bad in BAD])
-def test_bad_input_is_refused_with_the_reason(options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 7, "prompt": [1] * 250}, "lower max_tokens to 6"),
+        ({"max_tokens": 30, "prompt": [1] * 100}, "raise kv_tokens"),
+    ],
+    ids=["past the context", "more than the pool can ever hold"],
+)
+def test_bad_input_is_refused_and_leaves_nothing(options: dict[str, Any], message: str) -> None:
+    """All that a group may not be: test_bad_groups.py."""
     e = engine(kv_tokens=100)
-    options = dict(options)
-    id, prompt = options.pop("id", "bad"), options.pop("prompt", [1, 2])
-    with pytest.raises(ValueError, match=message.replace("(", "\\(")):
-        e.submit(group(id, prompt, **options))
+    with pytest.raises(ValueError, match=message):
+        e.submit(group("bad", **options))
     assert not e.has_work
     run(e, [group("good", [1, 2, 3])])
 
