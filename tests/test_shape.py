@@ -228,6 +228,29 @@ def test_files_that_the_documents_name_exist() -> None:
             assert (ROOT / path).exists(), f"{document.name} names {path}"
 
 
+def missing(name: str) -> bool:
+    """Whether a dotted name leads to no module, and to nothing that a module defines. Installed, two rooms lie in `rollout`."""
+    parts = re.sub(r"^rollout\.(?=(engine|transport)\b)", "", name).split(".")
+    at = ROOT
+    while parts and ((at / parts[0]).is_dir() or (at / f"{parts[0]}.py").is_file()):
+        at = at / parts.pop(0)
+    source = at.with_suffix(".py") if at.with_suffix(".py").is_file() else at / "__init__.py"
+    text = source.read_text() if source.is_file() else ""
+    return len(parts) > 1 or not all(re.search(rf"\b(def|class|import)\b.*\b{part}\b|^{part}\b", text, re.M) for part in parts)
+
+
+def test_dotted_names_of_the_documents_exist() -> None:
+    wrong = {}
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
+        names = re.findall(r"(?<![-\[/\w.])(?:rollout|engine|transport)(?:\.[a-z_]\w*)+(?!\w*[-/.]\w)", document.read_text())
+        names = [name for name in names if name.split(".")[-1] not in ("toml", "py", "x", "refresh")]
+        if found := {name for name in names if missing(name)}:
+            wrong[document.name] = found
+    assert not wrong
+    assert missing("rollout.sinks.define_metrics") and not missing("rollout.metrics.sinks.define_metrics")
+    assert not missing("rollout.engine.types") and not missing("rollout.exact.use_exact")
+
+
 def test_every_folder_and_file_of_the_engine_is_in_the_map() -> None:
     named = set(re.findall(r"`([\w/]+(?:\.py|/))`", (ROOT / "docs/architecture.md").read_text()))
     here = {path.name + ("/" if path.is_dir() else "") for path in (ROOT / "engine").iterdir() if path.name[0] not in "_."}
