@@ -107,7 +107,7 @@ class Steps:
 
     def plan(self) -> Plan:
         """Decide the next step. Whoever it preempts must have no token pending, so what is in flight is committed first."""
-        if self.scheduler.must_preempt:
+        if self.in_flight and self.scheduler.must_preempt:
             self.commit()
         with timed(self.counters, "plan_seconds") as planning:
             plan = self.scheduler.plan()
