@@ -139,7 +139,7 @@ class Pusher:
         except SourceUnreachable as error:
             if sender.instead is None:
                 raise
-            other = sender.instead()
+            other = sender.instead(sender)
             log.info("refresh offered again via=%s after=%s reason=%r", other.via, sender.via, error.message)
             refreshed = Transaction(self._link, other, wanted, end).run()
         return msgspec.structs.replace(refreshed, seconds=time.monotonic() - started)

@@ -282,5 +282,6 @@ class Service:
                 log.exception("engine.abort failed")
             say_closing(self._sessions, self._transport, self._decoder, reason, deadline)
         finally:
+            self._refreshes.close()
             self._transport.close(max(0.1, deadline - time.monotonic()))
             self._tracker.close(self._engine.status)

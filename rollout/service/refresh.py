@@ -166,6 +166,12 @@ class Refreshes:
         self._reads.forget(session)
         self._ended = OrderedDict((id, push) for id, push in self._ended.items() if push.session is not session)
 
+    def close(self) -> None:
+        """Let go of the trainers' memory when the service ends."""
+        if self._open is not None:
+            self._open.payload.close()
+        self._segment.close()
+
     def ask_status(self, session: Session, request: m.WeightsRequest) -> None:
         """Tell what is live, what is staged and whose it is. `verify`: with the digest of the live bytes as they lie there,
         which comes later, in doses. Raises Busy."""

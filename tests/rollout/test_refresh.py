@@ -606,15 +606,29 @@ def test_a_timeout_abandons_the_refresh(served: Any, monkeypatch: pytest.MonkeyP
     assert other.refresh(weights_of(1), timeout=WAIT).version == 1
 
 
+def maps() -> int:
+    """Maps of shared memory, the trainer's and the service's: both ends are this process."""
+    return Path("/proc/self/maps").read_text().count("rollout-weights")
+
+
+@needs_shm
+def test_shared_memory_goes_with_its_service() -> None:
+    end = LoopbackService()
+    with serving(watermark_engine(), end, lease_s=2 * WAIT) as service:
+        client = RolloutClient(transport=end.connect())
+        client.refresh(weights_of(1), via="shm")
+        assert maps() == 2
+    assert maps() == 1 and service.incarnation, "the trainer keeps its own, though nobody has let go of the service"
+    client.close()
+    assert maps() == 0
+
+
 @needs_shm
 def test_shared_memory_goes_with_its_client(served: Any) -> None:
-    def maps() -> int:
-        return Path("/proc/self/maps").read_text().count("rollout-weights")
-
     _, connect = served
     client, other = connect(), connect()
     client.refresh(weights_of(1), via="shm")
-    assert maps() == 2, "the trainer's and the service's, which is this process as well"
+    assert maps() == 2
     client.close()
     until(lambda: maps() == 0)
     assert other.refresh(weights_of(2), via="shm").version == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,6 +79,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(lacking: str, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", LACKING.format(lacking=lacking) + program, *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT)
+
+
+def test_what_client_and_transport_import_of_the_engine() -> None:
+    """Wherever in a file: a rarely taken branch counts as well."""
+    named = re.compile(r"^\s*(?:from|import) (engine(?:\.\w+)*)", re.MULTILINE)
+    paths = [*ROOT.glob("rollout/client/*.py"), *ROOT.glob("transport/**/*.py")]
+    found = {name for path in paths for name in named.findall(path.read_text())}
+    assert found == {"engine.types", "engine.weights.tensors"}
+    assert named.findall("def f():\n    from engine.weights.staging import x") == ["engine.weights.staging"]
+    assert named.findall((ROOT / "engine/weights/tensors.py").read_text()) == ["engine.types"]
 
 
 def test_a_client_without_torch_and_without_the_engine(service: str, folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 
 from transport.errors import SourceUnreachable
@@ -34,7 +33,7 @@ class Automatic(Way):
     def offer_tensors(self, tensors: Tensors, capabilities: Collection[str]) -> Sender:
         ways = [*(self._on_gpus if tensors.on_gpus else []), *self._on_any_device, self._inline]
         sender = choose(ways, tensors, capabilities)
-        sender.instead = partial(self._inline.after, sender)
+        sender.instead = self._inline.after
         return sender
 
 

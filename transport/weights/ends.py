@@ -13,16 +13,6 @@ from transport.errors import InvalidRequest, WeightsRefused
 from transport.weights.tensors import Tensors
 
 
-class SegmentMap(Protocol):
-    """The service's map of the memory that was offered last (`transport.weights.shm.SegmentView`)."""
-
-    def open(self, offer: Any) -> np.ndarray:
-        """Return [bytes] uint8: the payload. Raises SourceUnreachable if what is offered is not to be seen from here."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Channel(Protocol):
     """What the connection does for a sender while its refresh is open."""
 
@@ -56,8 +46,8 @@ class Sender:
         self.data = data
         self.reason = "it was asked for"
         """why this way"""
-        self.instead: Callable[[], Sender] | None = None
-        """makes the sender for a service that does not see what is offered; None: the refresh fails then"""
+        self.instead: Callable[[Sender], Sender] | None = None
+        """makes of this one the sender for a service that does not see what is offered; None: the refresh fails then"""
 
     def before_commit(self, channel: Channel) -> None:
         """Send the bytes that must be there before Commit is asked for."""
@@ -89,13 +79,21 @@ class Way:
         """Free what is kept from one refresh to the next."""
 
 
+class KeptMap(Protocol):
+    """What the service needs of `transport.weights.shm.SegmentView`."""
+
+    def open(self, offer: Any) -> np.ndarray:
+        """Map what is offered. Returns [bytes] uint8."""
+        ...
+
+
 class Expected(NamedTuple):
     """What the service knows of a payload before it comes. An offer opens itself: `offer.open(expected) -> Payload`."""
 
     manifest: Sequence[TensorInfo]
     total: int
     """bytes"""
-    segment: SegmentMap
+    segment: KeptMap
     """keeps shared memory mapped from one refresh to the next"""
     device: Any
     """torch.device of the model; None: an engine without torch"""
