@@ -8,18 +8,18 @@ with RolloutClient("tcp://127.0.0.1:5655") as client:
 from __future__ import annotations
 
 import itertools
-import queue
 import secrets
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, cast, overload
 
 from engine.types import Begun, Group, KVPolicy, Limits, Refreshed, Sample, Sampling
+from rollout.client.generation import Generation
 from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
 from rollout.client.refresh import NamedTensors, Pusher, RefreshHandle, answer
 from rollout.client.submission import Prompt, group_of, resumed_group, sendable
-from transport.errors import InvalidRequest, RequestTimeout, ServiceLost
+from transport.errors import InvalidRequest, ServiceLost
 from transport.messages import Asleep, Control, Sleep, StatusRequest, Wake, WeightsRequest, Welcome
 from transport.sockets import ClientEnd, ClientTransport
 from transport.weights import Via
@@ -58,20 +58,14 @@ class RolloutClient:
         require_version: int = 0,
         refresh_host: str = "127.0.0.1",
     ) -> None:
-        if (address is None) == (transport is None):
-            raise ValueError("give an address or a transport, one of the two")
-        end = transport if transport is not None else ClientEnd(str(address), Limits())
+        end = end_of(address, transport)
         self._ids = itertools.count()
         self._serials = itertools.count(1)
         self.require_version = require_version
         self._link = Link(end, secrets.token_hex(16), name, link_timeout_s, stall_timeout_s)
         self._pusher = Pusher(self._link, refresh_host)
         try:
-            self._link.first_welcome.result(connect_timeout_s)
-        except TimeoutError:
-            connected = end.connected
-            self.close()
-            raise no_answer(end.address, connected, connect_timeout_s) from None
+            wait_for_welcome(self._link, end, connect_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -80,9 +74,8 @@ class RolloutClient:
     def info(self) -> Welcome:
         """Return what the service said of itself when this client last connected: model, vocab_size, context, eos_token_ids,
         version, limits, incarnation."""
-        welcome = self._link.welcome
-        assert welcome is not None, "the constructor waits for it"
-        return welcome
+        assert self._link.welcome is not None, "the constructor waits for it"
+        return self._link.welcome
 
     def submit(
         self,
@@ -104,7 +97,6 @@ class RolloutClient:
 
         Raises InvalidRequest or LimitExceeded for what cannot even be sent. What the service refuses is raised by the handle.
         """
-        sampling = sampling if sampling is not None else Sampling()
         return self._submit(group_of(self._id(group_id), prompt, sampling, indices, begun))
 
     @overload
@@ -141,10 +133,7 @@ class RolloutClient:
         if samples is None:
             answer(self._link.request(lambda id: Control(id, "resume")), timeout, "resumption")
             return None
-        if sampling is None:
-            raise InvalidRequest("resume of samples without sampling: give the prompt and the sampling of their group")
-        several = [samples] if isinstance(samples, Sample) else list(samples)
-        return self._submit(resumed_group(self._id(group_id), several, prompt, sampling))
+        return self._submit(resumed_group(self._id(group_id), samples, prompt, sampling))
 
     def _id(self, group_id: str | None) -> str:
         return group_id if group_id is not None else f"#{next(self._ids)}"
@@ -173,22 +162,9 @@ class RolloutClient:
             timeout: seconds between two samples, at most.
 
         Raises the typed error of the first group that fails (the others are cancelled), RequestTimeout."""
-        arrived: queue.SimpleQueue[tuple[Handle, Sample | None]] = queue.SimpleQueue()
-        handles = self._submit_all(prompts, sampling, group_ids, lambda handle, sample: arrived.put((handle, sample)))
-        left = sum(max(handle.n, 1) for handle in handles)  # n < 1 is refused, which is one event as well
-        try:
-            while left:
-                try:
-                    handle, sample = arrived.get(timeout=timeout)
-                except queue.Empty:
-                    raise RequestTimeout(f"no sample in {timeout} s; {left} are missing") from None
-                if sample is None:
-                    handle.result(0)  # raises why it failed
-                else:
-                    left -= 1
-                    yield sample
-        finally:
-            _cancel(handles)
+        with Generation(self._submit, self._id) as generation:
+            generation.submit_all(prompts, sampling, group_ids)
+            yield from generation.samples(timeout)
 
     def generate_groups(
         self,
@@ -200,12 +176,9 @@ class RolloutClient:
     ) -> Iterator[list[Sample]]:
         """Yield whole groups (n samples, sorted by index) in the order of the prompts. Otherwise as `generate`; `timeout` is
         the longest wait for one group."""
-        handles = self._submit_all(prompts, sampling, group_ids)
-        try:
-            for handle in handles:
-                yield handle.result(timeout)
-        finally:
-            _cancel(handles)
+        with Generation(self._submit, self._id) as generation:
+            generation.submit_all(prompts, sampling, group_ids)
+            yield from generation.groups(timeout)
 
     def status(self, timeout: float = 10.0) -> dict[str, Any]:
         """Ask for the service's status. Raises RequestTimeout, ServiceLost."""
@@ -305,31 +278,20 @@ class RolloutClient:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _submit_all(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling | Sequence[Sampling] | None,
-        group_ids: Sequence[str] | None,
-        on_change: OnChange | None = None,
-    ) -> list[Handle]:
-        samplings = [sampling or Sampling()] * len(prompts) if isinstance(sampling, Sampling | None) else list(sampling)
-        ids: list[str | None] = [None] * len(prompts) if group_ids is None else list(group_ids)
-        if not len(prompts) == len(samplings) == len(ids):
-            raise ValueError(f"{len(prompts)} prompts, {len(samplings)} samplings, {len(ids)} group_ids: must be as many")
-        handles: list[Handle] = []
-        try:
-            for prompt, one, group_id in zip(prompts, samplings, ids, strict=True):
-                handles.append(self._submit(group_of(self._id(group_id), prompt, one), on_change))
-        except BaseException:
-            _cancel(handles)
-            raise
-        return handles
+
+def end_of(address: str | None, transport: ClientTransport | None) -> ClientTransport:
+    """Return the client's end of the connection. Raises ValueError unless just one of the two is given."""
+    if (address is None) == (transport is None):
+        raise ValueError("give an address or a transport, one of the two")
+    return transport if transport is not None else ClientEnd(str(address), Limits())
 
 
-def _cancel(handles: list[Handle]) -> None:
-    for handle in handles:
-        if not handle.done:
-            handle.cancel()
+def wait_for_welcome(link: Link, end: ClientTransport, seconds: float) -> None:
+    """Wait until the service has answered. Raises ServiceLost saying what to check, and what the service refused."""
+    try:
+        link.first_welcome.result(seconds)
+    except TimeoutError:
+        raise no_answer(end.address, end.connected, seconds) from None
 
 
 def no_answer(address: str, connected: bool, seconds: float) -> ServiceLost:

@@ -16,7 +16,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,9 +24,9 @@ from engine.types import Limits
 from rollout.client.calls import Calls
 from rollout.client.connection import Connection
 from rollout.client.handle import Handle
-from rollout.client.open_groups import OpenGroups
-from rollout.client.open_requests import OpenRequests
+from rollout.client.open_groups import aborts_of_children
 from rollout.client.outgoing import Outgoing, portions
+from rollout.client.waiters import Waiters, copy_of
 from rollout.logs import logger
 from transport import messages as m
 from transport.errors import (
@@ -56,7 +56,6 @@ class Link:
     ) -> None:
         self.welcome: m.Welcome | None = None
         """of the present incarnation"""
-        self.first_welcome: Future[m.Welcome] = Future()
         self._transport = transport
         self._session = session
         self._name = name
@@ -66,9 +65,10 @@ class Link:
         self._closing = False
         self._calls = Calls(transport.wake)
         self._connection = Connection(time.monotonic())
-        self._groups = OpenGroups()
         self._request_ids = itertools.count(1)
-        self._requests = OpenRequests()
+        self._waiters = Waiters()
+        self._groups, self._requests = self._waiters.groups, self._waiters.requests
+        self.first_welcome = self._waiters.first_welcome
         self._outgoing = Outgoing()
         self._acks: list[tuple[str, int]] = []
         self._thread = threading.Thread(target=self._run, name="rollout-client", daemon=True)
@@ -143,7 +143,7 @@ class Link:
                 self._fail_all(
                     ServiceLost(f"{transport.address} is dead or unreachable: no connection for {self._link_timeout_s} s")
                 )
-            if not self._groups and not self._requests:
+            if not self._waiters:
                 connection.nobody_waits(now)
 
     # out
@@ -161,7 +161,7 @@ class Link:
 
     def _submit(self, handle: Handle) -> None:
         if self._calls.ended is not None:
-            handle.fail(_copy(self._calls.ended, handle.group_id))
+            handle.fail(copy_of(self._calls.ended, handle.group_id))
         elif not self._groups.add(handle):
             handle.fail(IdConflict("this client has a live group of that id", handle.group_id))
         else:
@@ -177,38 +177,19 @@ class Link:
         self._acks = []
         while handle := self._groups.pop_sendable(limits):
             self._outgoing.add(handle.frames)
-            self._send_cancelled([handle])
-
-    def _send_cancelled(self, handles: Iterable[Handle]) -> None:
-        """Ask for the end of the children of these groups that were cancelled one by one."""
-        assert self.welcome is not None
-        children = [(handle.group_id, index) for handle in handles for index in sorted(handle.cancelled_children)]
-        for some in portions(children, self.welcome.limits):
-            self._send(m.Abort([], some))
+            for abort in aborts_of_children([handle], limits):
+                self._send(abort)
 
     def _cancel(self, argument: tuple[Handle, frozenset[int] | None]) -> None:
-        handle, indices = argument
-        if not self._groups.has(handle):
-            return
-        sent = handle.group_id in self._groups.sent
-        if indices is not None:
-            handle.cancelled_children |= indices
-            if sent and self._connection.ready:
-                self._send_cancelled([handle])
-            return
-        handle.cancelled = True
-        if sent:
+        assert self.welcome is not None, "the client's constructor waits for it"
+        for abort in list(self._groups.cancel(*argument, self.welcome.limits)):
             if self._connection.ready:
-                self._send(m.Abort([handle.group_id]))
-        else:
-            assert self.welcome is not None, "the client's constructor waits for it"
-            self._groups.remove(handle)
-            handle.abort_unsent(self.welcome.limits.max_n)
+                self._send(abort)
 
     def _request(self, argument: tuple[int, list[Frame], bool, Future[Any]]) -> None:
         request_id, frames, is_chunk, future = argument
         if self._calls.ended is not None:
-            future.set_exception(_copy(self._calls.ended))
+            future.set_exception(copy_of(self._calls.ended))
             return
         self._requests.add(request_id, frames, future)
         if is_chunk:
@@ -270,7 +251,8 @@ class Link:
         cancelled = [handle.group_id for handle in self._groups.sent.values() if handle.cancelled]
         for some in portions(cancelled, welcome.limits):
             self._send(m.Abort(some))
-        self._send_cancelled(self._groups.sent.values())
+        for abort in aborts_of_children(self._groups.sent.values(), welcome.limits):
+            self._send(abort)
         self._outgoing.add(*self._requests.wanted())
         if not self.first_welcome.done():
             self.first_welcome.set_result(welcome)
@@ -307,13 +289,8 @@ class Link:
             self._connection.outdate_hello()
 
     def _fail_all(self, error: RolloutError) -> None:
-        """Raise this error for everybody who waits, each in an object of its own: tracebacks are written into it."""
-        for handle in self._groups.clear():
-            handle.fail(_copy(error, handle.group_id))
-        for request_id in self._requests.ids:
-            self._answer(request_id, _copy(error))
-        if not self.first_welcome.done() and not isinstance(error, ServiceLost):
-            self.first_welcome.set_exception(_copy(error))
+        for request_id in self._waiters.fail(error):
+            self._outgoing.answered(request_id)
 
 
 def say_goodbye(transport: ClientTransport, outgoing: Outgoing) -> None:
@@ -326,10 +303,6 @@ def say_goodbye(transport: ClientTransport, outgoing: Outgoing) -> None:
         outgoing.send(transport.send)
         if outgoing:
             transport.receive(0.01, sending=True)
-
-
-def _copy(error: RolloutError, group_id: str | None = None) -> RolloutError:
-    return type(error)(error.message, group_id)
 
 
 def _status_dict(text: bytes) -> dict[str, Any]:

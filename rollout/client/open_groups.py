@@ -6,12 +6,14 @@ add -> unsent, in order -> pop_sendable -> sent -> remove (whole, failed or canc
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from engine.types import Limits
 from rollout.client.handle import Handle
-from transport.messages import digests
+from rollout.client.outgoing import portions
+from transport.messages import Abort, digests
 
 
 class OpenGroups:
@@ -55,6 +57,24 @@ class OpenGroups:
         self._sent_samples += handle.n
         return handle
 
+    def cancel(self, handle: Handle, indices: frozenset[int] | None, limits: Limits) -> Iterator[Abort]:
+        """Note that the end of a group, or of some of its children, is asked for. Yields what to send. A group that was not
+        sent ends at once."""
+        if not self.has(handle):
+            return
+        sent = handle.group_id in self.sent
+        if indices is not None:
+            handle.cancelled_children |= indices
+            if sent:
+                yield from aborts_of_children([handle], limits)
+            return
+        handle.cancelled = True
+        if sent:
+            yield Abort([handle.group_id])
+        else:
+            self.remove(handle)
+            handle.abort_unsent(limits.max_n)
+
     def remove(self, handle: Handle) -> None:
         del self._all[handle.group_id]
         if self.sent.pop(handle.group_id, None) is not None:
@@ -77,3 +97,10 @@ class OpenGroups:
         """Find those sent that are not among `held`, digests as Welcome tells them."""
         known = set() if held is None else {row.tobytes() for row in held}
         return [handle for handle in self.sent.values() if handle.digest not in known]
+
+
+def aborts_of_children(handles: Iterable[Handle], limits: Limits) -> Iterator[Abort]:
+    """Yield what asks for the end of the children of these groups that were cancelled one by one."""
+    children = [(handle.group_id, index) for handle in handles for index in sorted(handle.cancelled_children)]
+    for some in portions(children, limits):
+        yield Abort([], some)

@@ -22,11 +22,12 @@ Prompt = Sequence[int] | np.ndarray
 def group_of(
     group_id: str,
     prompt: Prompt,
-    sampling: Sampling,
+    sampling: Sampling | None,
     indices: Iterable[int] | None = None,
     begun: Iterable[Begun] = (),
 ) -> Group:
     """Make a group of what a trainer gives, in the types that it travels in. Raises InvalidRequest."""
+    sampling = Sampling() if sampling is None else sampling
     try:
         some = None if indices is None else tuple(operator.index(index) for index in indices)
     except TypeError:
@@ -34,8 +35,11 @@ def group_of(
     return Group(group_id, token_array(prompt), plain(sampling), some, tuple(map(_plain_begun, begun)))
 
 
-def resumed_group(group_id: str, samples: Sequence[Sample], prompt: Prompt, sampling: Sampling) -> Group:
+def resumed_group(group_id: str, samples: Sample | Sequence[Sample], prompt: Prompt, sampling: Sampling | None) -> Group:
     """Make the group in which these unfinished children of one group go on. Raises InvalidRequest."""
+    if sampling is None:
+        raise InvalidRequest("resume of samples without sampling: give the prompt and the sampling of their group")
+    samples = [samples] if isinstance(samples, Sample) else list(samples)
     finished = [sample.index for sample in samples if sample.finish_reason in ("stop", "length")]
     failed = [sample.index for sample in samples if sample.finish_reason == "error"]
     seeds = {sample.seed for sample in samples}

@@ -1,0 +1,39 @@
+"""Everybody who waits for the service: for samples of a group, for the answer to a request, for the first Welcome."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from rollout.client.open_groups import OpenGroups
+from rollout.client.open_requests import OpenRequests
+from transport.errors import RolloutError, ServiceLost
+from transport.messages import Welcome
+
+
+class Waiters:
+    """For one thread. True while somebody waits for a group or a request."""
+
+    def __init__(self) -> None:
+        self.groups = OpenGroups()
+        self.requests = OpenRequests()
+        self.first_welcome: Future[Welcome] = Future()
+
+    def __bool__(self) -> bool:
+        return bool(self.groups) or bool(self.requests)
+
+    def fail(self, error: RolloutError) -> list[int]:
+        """Raise this error for everybody, each in an object of its own: tracebacks are written into it. Who waits for the first
+        Welcome waits on where the service is only lost. Returns the ids of the requests."""
+        for handle in self.groups.clear():
+            handle.fail(copy_of(error, handle.group_id))
+        failed = self.requests.ids
+        for request_id in failed:
+            self.requests.answer(request_id, copy_of(error))
+        if not self.first_welcome.done() and not isinstance(error, ServiceLost):
+            self.first_welcome.set_exception(copy_of(error))
+        return failed
+
+
+def copy_of(error: RolloutError, group_id: str | None = None) -> RolloutError:
+    """Copy an error that several callers get."""
+    return type(error)(error.message, group_id)
