@@ -104,7 +104,7 @@ class Task:
         return self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
 
     def reward(self, index: int, sample: Sample) -> float:
-        """In [0, 1]: reasoning-gym's score of the last number in the text."""
+        """Return reasoning-gym's score of the last number in the text."""
         numbers = re.findall(r"-?\d+", self.tokenizer.decode(sample.token_ids, skip_special_tokens=True))
         return self.scorer.score_answer(numbers[-1], self.data[index]) if numbers else 0.0
 
@@ -132,7 +132,7 @@ class Learner:
 
 
 def logprobs(model: Any, prompt: list[int], samples: list[Sample], temperature: float) -> torch.Tensor:
-    """[tokens of all samples] log-probs of the samples' tokens, in one forward that reads the prompt once.
+    """Return [tokens of all samples] log-probs of the samples' tokens, by one forward that reads the prompt once.
 
     p p p p a a b b b      a row of the mask: the prompt, and what its own sample said so far
     └prompt┘└a┘└─b─┘       (the last token of a sample predicts nothing and is left out)
@@ -159,7 +159,7 @@ def logprobs(model: Any, prompt: list[int], samples: list[Sample], temperature: 
 
 
 def behaviour(samples: list[Sample]) -> torch.Tensor:
-    """[tokens of all samples] the service's log-probs."""
+    """Return [tokens of all samples] the service's log-probs."""
     return torch.from_numpy(np.concatenate([sample.logprobs for sample in samples]))
 
 
@@ -170,7 +170,8 @@ def policy_loss(now: torch.Tensor, then: torch.Tensor, advantage: torch.Tensor, 
 
 
 def advantages(rewards: np.ndarray) -> np.ndarray:
-    """[groups, n] rewards → how much better than its siblings each sample did, in standard deviations of its group."""
+    """Turn [groups, n] rewards into advantages: how much better than its siblings each sample did, in standard deviations of
+    its group."""
     return (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-4)
 
 
@@ -242,7 +243,7 @@ def checked(group: list[Sample]) -> list[Sample]:
 
 
 def lags(groups: list[list[Sample]], version: int) -> np.ndarray:
-    """[tokens] how many versions behind the trainer's weights each token was made."""
+    """Return [tokens] how many versions behind the trainer's weights each token was made."""
     made = []
     for sample in (sample for group in groups for sample in group):
         starts = [start for start, _ in sample.weight_versions] + [len(sample.token_ids)]
@@ -251,7 +252,7 @@ def lags(groups: list[list[Sample]], version: int) -> np.ndarray:
 
 
 def push(client: RolloutClient, model: torch.nn.Module, version: int) -> dict[str, float]:
-    """The service goes on with these weights, running samples included; they keep the KV they have."""
+    """Give the service these weights. It goes on with them, running samples included; they keep the KV they have."""
     done = client.refresh(model, version=version, kv="keep")
     return {
         "train/version": done.version,
@@ -261,8 +262,8 @@ def push(client: RolloutClient, model: torch.nn.Module, version: int) -> dict[st
 
 
 def mismatch(options: Options, model: torch.nn.Module, task: Task, pending: list[Handle], version: int) -> dict[str, float]:
-    """Mean |log-prob here - log-prob of the service| under the same weights, on a group of the next step that has finished
-    before these weights change; empty if none has."""
+    """Return the mean |log-prob here - log-prob of the service| under the same weights, on a group of the next step that has
+    finished before these weights change; empty if none has."""
     for index, handle in enumerate(pending):
         if handle.done and all(s.weight_versions == [(0, version)] for s in checked(handle.result())):
             prompt = task.prompt((version + 1) * options.groups + index)
@@ -273,7 +274,7 @@ def mismatch(options: Options, model: torch.nn.Module, task: Task, pending: list
 
 
 def accuracy(client: RolloutClient, task: Any) -> float:
-    """Share of the held-out questions that the service's policy answers rightly, greedily."""
+    """Return the share of the held-out questions that the service's policy answers rightly, greedily."""
     sampling = Sampling(n=1, max_tokens=16, temperature=0.0)
     prompts = [task.prompt(index) for index in task.held_out]
     answers = client.generate_groups(prompts, sampling, timeout=600)

@@ -66,12 +66,12 @@ class Vine:
 
     @property
     def advantages(self) -> np.ndarray:
-        """[branches] of the segment from each position to the next (from the last one to the end)."""
+        """Return [branches] of the segment from each position to the next (from the last one to the end)."""
         return np.diff(self.values, append=self.reward)
 
 
 def positions(length: int, branches: int) -> np.ndarray:
-    """[≤ branches] where to branch a sample of `length` tokens: evenly, from 0 on, each once."""
+    """Return [≤ branches] where to branch a sample of `length` tokens: evenly, from 0 on, each once."""
     return np.unique(np.arange(branches) * length // branches)
 
 
@@ -90,7 +90,7 @@ def grow(
 
 
 def product(rng: np.random.Generator) -> tuple[str, int]:
-    """A question and its answer."""
+    """Make a question and its answer."""
     a, b = rng.integers(2, 10, 2)
     return f"What is {a} times {b}? Think aloud in one short sentence, then give the number.", int(a * b)
 

@@ -111,7 +111,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def load(path: str | Path) -> Config:
-    """Reads a TOML file. Raises InputError naming the file and the key that is unknown or has a wrong value."""
+    """Read a TOML file. Raises InputError naming the file and the key that is unknown or has a wrong value."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -123,10 +123,10 @@ def load(path: str | Path) -> Config:
 
 
 def dump(config: Config) -> str:
-    """Writes the configuration as TOML that `load` reads back; unset (None) values are left out, TOML has no word for them."""
+    """Write the configuration as TOML that `load` reads back; unset (None) values are left out, TOML has no word for them."""
     return tomli_w.dumps(without_none(msgspec.to_builtins(config)))
 
 
 def without_none(table: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out of a table, and of the tables inside it, what is None."""
+    """Leave out of a table, and of the tables inside it, what is None."""
     return {key: without_none(value) if isinstance(value, dict) else value for key, value in table.items() if value is not None}

@@ -9,7 +9,7 @@ from transport.errors import shown
 
 
 def logger(name: str) -> logging.Logger:
-    """The logger of this name. Control characters in what it is given, tracebacks included, are escaped."""
+    """Return the logger of this name. Control characters in what it is given, tracebacks included, are escaped."""
     log = logging.getLogger(name)
     if not any(isinstance(each, _Shown) for each in log.filters):
         log.addFilter(_Shown())

@@ -40,12 +40,12 @@ class ModelNotFound(ValueError):
 
 
 def smollm2_folder() -> Path:
-    """Where the converted SmolLM2 is, or will be."""
+    """Return where the converted SmolLM2 is, or will be."""
     return cache_dir() / f"smollm2-{PACKAGE_VERSION}-bf16"
 
 
 def resolve(name: str) -> Path:
-    """The folder of a model, fetched and converted first where that is needed.
+    """Return the folder of a model; fetch and convert it first where that is needed.
 
     name: `smollm2`, the path of a folder (write ./smollm2 for a folder of that name), or a hub id `owner/model`.
     Raises ModelNotFound with what to do.
@@ -63,7 +63,7 @@ def resolve(name: str) -> Path:
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The transformers tokenizer of a resolved model. Raises ModelNotFound if the folder has none."""
+    """Load the transformers tokenizer of a resolved model. Raises ModelNotFound if the folder has none."""
     from transformers import AutoTokenizer
 
     try:
@@ -73,7 +73,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def hide_progress_bars() -> None:
-    """transformers draws a bar for every load; ours are the ones that say something."""
+    """Switch off the bar that transformers draws for every load; ours are the ones that say something."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -145,7 +145,7 @@ def _download_gguf(folder: Path) -> Path:
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    """GGUF to bf16 safetensors with tokenizer and chat template, in `target`."""
+    """Convert GGUF to bf16 safetensors with tokenizer and chat template, in `target`."""
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -169,7 +169,7 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def main() -> int:
-    """`python -m rollout.models NAME`: fetches the model if need be and prints its folder."""
+    """Fetch a model if need be and print its folder: `python -m rollout.models NAME`."""
     name = sys.argv[1] if len(sys.argv) == 2 else ""
     try:
         print(resolve(name))

@@ -25,7 +25,7 @@ class PeerFailed(RuntimeError):
 
 
 def parse(text: str) -> dict[str, str]:
-    """name -> interpreter, of "vllm=PYTHON,transformers_cb". Raises InputError listing the names."""
+    """Return name -> interpreter, of "vllm=PYTHON,transformers_cb". Raises InputError listing the names."""
     peers = {}
     for part in filter(None, text.split(",")):
         name, _, python = part.partition("=")
@@ -48,7 +48,7 @@ class Peer:
     def run(
         self, prompts: list[np.ndarray], n: int, new_tokens: int, seed: int, limit_s: float | None = None
     ) -> dict[str, Any]:
-        """{"seconds", "generated_tokens"} of one run. Raises PeerFailed, after `limit_s` seconds as well."""
+        """Return {"seconds", "generated_tokens"} of one run. Raises PeerFailed, after `limit_s` seconds as well."""
         request = {"prompts": [prompt.tolist() for prompt in prompts], "n": n, "new_tokens": new_tokens, "seed": seed}
         tell(self.name, self._to, request)
         return read(self.name, self._back, limit_s)

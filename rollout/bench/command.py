@@ -51,7 +51,8 @@ def run(
     floor: bool = False,
     plot: str | None = None,
 ) -> int:
-    """Returns the exit status. Raises InputError for a name or number that cannot be run."""
+    """Measure what is named, and print it. Returns the exit status. Raises InputError for a name or number that cannot be
+    run."""
     check(names, in_process, scale, repeat, plot)
     peers = parse(against)
     check_device(device, names, peers, floor)
@@ -90,7 +91,7 @@ class Out(NamedTuple):
 
 
 def open_out(stack: ExitStack, json_file: str | None) -> Out:
-    """Opens what `--json` names; rows on standard output send the tables to standard error. Raises InputError."""
+    """Open what `--json` names; rows on standard output send the tables to standard error. Raises InputError."""
     sink = None
     if json_file is not None:
         sink = sys.stdout if json_file == "-" else stack.enter_context(_open(json_file))
@@ -101,7 +102,7 @@ def open_out(stack: ExitStack, json_file: str | None) -> Out:
 
 
 def measure_without_model(names: tuple[str, ...], scale: float, threads: int | None, out: Out) -> None:
-    """Measures what needs no model: WITHOUT_MODEL."""
+    """Measure what needs no model: WITHOUT_MODEL."""
     if host.NAME in names:
         for row in keep((host.measure(sequences, scale, threads) for sequences in host.SEQUENCES), out.sink):
             host.print_row(out.console, row)
@@ -120,7 +121,7 @@ def measure_workload(
     rows: Callable[..., Iterator[dict[str, Any]]],
     out: Out,
 ) -> dict[str, Any]:
-    """Runs one workload and tells its rows. bounded: with what bounds it on this machine. rows: `measure`, but for what is
+    """Run one workload and tell its rows. bounded: with what bounds it on this machine. rows: `measure`, but for what is
     named here. Returns the summary."""
     print_start(out.console, workload)
     summary: dict[str, Any] = {}
@@ -146,7 +147,7 @@ def measure_special(
     repeat: int,
     out: Out,
 ) -> None:
-    """Measures what is measured in its own way, with a model."""
+    """Measure what is measured in its own way, with a model."""
     sink, console = out
     if refresh.NAME in names:
         rows = list(keep(refresh.measure(folder, engine.dtype, engine.threads, repeat, text), sink))
@@ -161,7 +162,7 @@ def measure_special(
 
 
 def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, plot: str | None) -> None:
-    """A mistake shows before the first minute of measuring. Raises InputError."""
+    """Find mistakes before the first minute of measuring. Raises InputError."""
     if not scale > 0:
         raise InputError(f"--scale {scale}: must be positive")
     if repeat < 1:
@@ -179,7 +180,7 @@ def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, p
 
 
 def check_device(device: str, names: tuple[str, ...], peers: Iterable[str], floor: bool) -> None:
-    """What measures the CPU alone is refused elsewhere. Raises InputError."""
+    """Refuse what measures the CPU alone on another device. Raises InputError."""
     if device == "cpu":
         return
     if not torch.cuda.is_available():
@@ -198,7 +199,7 @@ def _open(path: str) -> TextIO:
 
 
 def keep(rows: Iterator[dict[str, Any]], sink: TextIO | None) -> Iterator[dict[str, Any]]:
-    """The rows, each written as it comes."""
+    """Yield the rows, each written as it comes."""
     for row in rows:
         write_json(sink, row)
         yield row

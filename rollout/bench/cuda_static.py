@@ -42,7 +42,7 @@ MIXTURES = {
 
 
 def cut(contexts: np.ndarray) -> tiles.Tiles:
-    """The tiles of a decode step with such contexts, for an H100 and Qwen3-8B's heads."""
+    """Cut the tiles of a decode step with such contexts, for an H100 and Qwen3-8B's heads."""
     heads, rows = cuda_compile.PRODUCTION, len(contexts)
     launches = choose(heads.group, heads.dim, heads.itemsize, KNOWN[90])
     table = np.arange(rows * -(-int(contexts.max()) // 32), dtype=np.int32).reshape(rows, -1)
@@ -55,14 +55,14 @@ def cut(contexts: np.ndarray) -> tiles.Tiles:
 
 
 def in_turn(contexts: np.ndarray) -> float:
-    """The balance of whole rows that programs take in turn, the longest first: what `tiles.deal` is compared with."""
+    """Return the balance of whole rows that programs take in turn, the longest first: what `tiles.deal` is compared with."""
     heads, programs = cuda_compile.PRODUCTION.kv_heads, 2 * PROCESSORS
     whole = np.sort(-(-contexts // tiles.STEP_KEYS))[::-1].repeat(heads)
     return tiles.balance([np.array([whole[first::programs].sum() for first in range(programs)])])
 
 
 def measure(architectures: tuple[int, ...] = cuda_compile.ARCHITECTURES, everything: bool = True) -> Iterator[dict[str, Any]]:
-    """Rows, and a summary at the end. `everything`: all shapes of heads; else those of Qwen3-8B alone."""
+    """Yield rows, and a summary at the end. `everything`: all shapes of heads; else those of Qwen3-8B alone."""
     balance = {}
     for name, contexts in MIXTURES.items():
         balance[name] = round(tiles.balance(cut(contexts).loads), 3)

@@ -31,7 +31,7 @@ BATCH = 4
 def measure(
     text: PromptText, engine: EngineConfig, folder: Path, open_target: OpenTarget, scale: float = 1.0
 ) -> dict[str, Any]:
-    """The summary object. Differences are trainer - service, over all tokens."""
+    """Return the summary. Differences are trainer - service, over all tokens."""
     length, new = (max(32, round(tokens * scale)) for tokens in (PROMPT_TOKENS, NEW_TOKENS))
     prompts = text.slices(0, PROMPTS, length)
     sampling = Sampling(n=N, max_tokens=new, temperature=1.0, ignore_eos=True, seed=0)
@@ -81,7 +81,7 @@ def print_summary(console: Console, row: dict[str, Any]) -> None:
 
 
 def score(model: Any, rows: list[tuple[np.ndarray, Sample]], batch: int = 1) -> np.ndarray:
-    """[tokens] float64 log-probs of every sample's tokens, `batch` samples a forward, padded on the right."""
+    """Return [tokens] float64 log-probs of every sample's tokens, `batch` samples a forward, padded on the right."""
     scores: list[torch.Tensor] = []
     with torch.inference_mode():
         for first in range(0, len(rows), batch):
@@ -90,7 +90,7 @@ def score(model: Any, rows: list[tuple[np.ndarray, Sample]], batch: int = 1) -> 
 
 
 def compare(name: str, trainer: np.ndarray, service: np.ndarray) -> dict[str, float]:
-    """mean and max |Δ|, k3 (Schulman 2020: mean of r - 1 - log r), and the share of ratios outside [0.9, 1.1]."""
+    """Return mean and max |Δ|, k3 (Schulman 2020: mean of r - 1 - log r), and the share of ratios outside [0.9, 1.1]."""
     difference = trainer - service
     ratio = np.exp(difference)
     return {

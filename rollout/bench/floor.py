@@ -57,7 +57,8 @@ class Machine:
         return 2.0 * rows * sum(count * n * k for (n, k), count in self.matrices.items())
 
     def floor(self, workload: Workload) -> dict[str, Any]:
-        """Of a workload that never waits for KV: floor_seconds, floor_tokens_per_second, floor_step_ms, and the rates."""
+        """Return the floor of a workload that never waits for KV: floor_seconds, floor_tokens_per_second, floor_step_ms, and
+        the rates."""
         rows = workload.prompts * workload.n
         chunk = 512
         prefill = workload.prompts * workload.prompt_tokens / chunk * self.products(chunk)
@@ -88,8 +89,8 @@ class Machine:
 
 
 def matrices(folder: Path) -> dict[tuple[int, int], int]:
-    """(rows, columns) -> how many of the model's matrices are multiplied with every token; the embedding among them where it is
-    the output layer as well."""
+    """Count (rows, columns) -> how many of the model's matrices are multiplied with every token; the embedding among them where
+    it is the output layer as well."""
     shapes: Counter[tuple[int, int]] = Counter()
     names: set[str] = set()
     embedding: tuple[int, int] | None = None
@@ -123,7 +124,7 @@ def bandwidth() -> float:
 
 
 def best(work: Callable[[], Any], seconds: float) -> float:
-    """Of as many turns as fit: a floor is not moved by a neighbour that takes a core for a while."""
+    """Return the best of as many turns as fit: a floor is not moved by a neighbour that takes a core for a while."""
     work()
     times: list[float] = []
     end = time.perf_counter() + seconds

@@ -27,7 +27,7 @@ from rollout.config import InputError
 
 
 def measure(bench: Bench, parts: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]]) -> Iterator[dict[str, Any]]:
-    """The rows of all parts. What goes wrong in one is a row with an `error`."""
+    """Yield the rows of all parts. What goes wrong in one is a row with an `error`."""
     for name, part in parts.items():
         base = {"model": bench.name, "part": name}
         if bench.seconds_left < 0:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 @contextmanager
 def long_enough(folder: Path, tokens: int) -> Iterator[tuple[Path, str]]:
-    """(folder, "its own") if the model of `folder` holds `tokens` positions; else a temporary folder and "random"."""
+    """Yield (folder, "its own") if the model of `folder` holds `tokens` positions; else a temporary folder and "random"."""
     config = json.loads((folder / "config.json").read_text())
     positions = config.get("text_config", config)["max_position_embeddings"]
     if tokens <= positions:

@@ -27,7 +27,7 @@ def check(path: str | Path) -> None:
 
 
 def draw(recordings: Sequence[Recording], path: str | Path) -> None:
-    """One row of two panels for each recording, in a picture whose suffix names the format."""
+    """Draw one row of two panels for each recording, in a picture whose suffix names the format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -47,7 +47,7 @@ def draw(recordings: Sequence[Recording], path: str | Path) -> None:
 
 
 def speeds(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds, tokens/s), each [points - 1]: tokens of the last SMOOTH_S, or a little more, over that time."""
+    """Return (seconds, tokens/s), each [points - 1]: tokens of the last SMOOTH_S, or a little more, over that time."""
     at = np.array([point.seconds for point in points])
     tokens = np.array([point.generated_tokens for point in points])
     last = np.arange(1, len(points))
@@ -56,7 +56,7 @@ def speeds(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def grown(points: Sequence[Point], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds, growth) of the points where a counter grew."""
+    """Return (seconds, growth) of the points where a counter grew."""
     values = np.array([getattr(point, name) for point in points])
     rises = np.diff(values)
     seconds = np.array([point.seconds for point in points])[1:]

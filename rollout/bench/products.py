@@ -67,8 +67,8 @@ class Machine:
 
 
 def measure(scale: float = 1.0, threads: int | None = None, isas: tuple[str, ...] | None = None) -> Iterator[dict[str, Any]]:
-    """A row for each kernel, dtype, shape and number of rows, and last the worst ratio of each kernel. `scale`: factor on the
-    seconds of each. `isas`: None = those of this CPU but for the plain one."""
+    """Yield a row for each kernel, dtype, shape and number of rows, and last the worst ratio of each kernel. `scale`: factor on
+    the seconds of each. `isas`: None = those of this CPU but for the plain one."""
     weights = torch.empty(WALKED_BYTES // 2, dtype=torch.bfloat16).fill_(0.01)
     for isa in isas or tuple(isa for isa in ISAS if isa in here() and isa != "plain"):
         kernels = Kernels(isa, threads)

@@ -35,7 +35,7 @@ MEDIANS = ("copy_seconds", "seconds", "staged_seconds", "paused_seconds", "pause
 
 
 def measure(folder: Path, dtype: str, threads: int | None, repeat: int, text: PromptText) -> Iterator[dict[str, Any]]:
-    """One object for each refresh and a summary for each way. The first refresh of a way warms up and is no part of the
+    """Yield one object for each refresh and a summary for each way. The first refresh of a way warms up and is no part of the
     summary."""
     from safetensors.torch import load_file
 

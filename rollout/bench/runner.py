@@ -44,7 +44,7 @@ def measure(
     floor: Callable[[Workload], dict[str, Any]] | None = None,
     recordings: list[Recording] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Starts a target, warms it up and yields one object a run, then the summary. Raises BenchFailed, ValueError.
+    """Start a target, warm it up and yield one object a run, then the summary. Raises BenchFailed, ValueError.
 
     compare: a workload with a tight KV pool runs in turn (A B C A B C …) with a roomy pool and with offload off; their runs
         are named `workload/roomy` and `workload/no_offload`, and the summary has the median of the ratios of each turn.
@@ -84,7 +84,7 @@ def measure(
 
 
 def bounded(summary: dict[str, Any], floor: dict[str, Any]) -> dict[str, Any]:
-    """Adds to a summary what bounds the workload, and the share of it that was reached."""
+    """Add to a summary what bounds the workload, and the share of it that was reached."""
     share = summary["tokens_per_second"] / floor["floor_tokens_per_second"]
     return summary | floor | {"floor_fraction": round(share, 4)}
 
@@ -94,7 +94,7 @@ def tight_engine(workload: Workload, engine: EngineConfig) -> EngineConfig:
 
 
 def variants(workload: Workload, engine: EngineConfig, compare: bool, unshared: bool) -> dict[str, EngineConfig]:
-    """The engine of a workload, and those it is compared with, by the suffix of their name."""
+    """Return the engine of a workload, and those it is compared with, by the suffix of their name."""
     own = tight_engine(workload, engine)
     configs = {"": own}
     if compare and workload.tight:
@@ -106,7 +106,7 @@ def variants(workload: Workload, engine: EngineConfig, compare: bool, unshared: 
 
 
 def peer_setup(workload: Workload, engine: EngineConfig, random_weights: bool = False) -> dict[str, Any]:
-    """What a peer is told: the same model, precision, device and memory. `random_weights`: its folder has none."""
+    """Return what a peer is told: the same model, precision, device and memory. `random_weights`: its folder has none."""
     return {
         "model": engine.model,
         "random_weights": random_weights,
@@ -138,13 +138,13 @@ def peer_run(workload: Workload, text: Prompts, one: Peer, run: int, limit_s: fl
 
 
 def ratio(ours: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
-    """Median over the turns of our speed over the other's."""
+    """Return the median over the turns of our speed over the other's."""
     each: list[float] = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(ours, others, strict=True)]
     return round(statistics.median(each), 4)
 
 
 def ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
-    """Own speed over each other variant's, medians over the turns, and the other's speed."""
+    """Return our own speed over each other variant's, medians over the turns, and the other's speed."""
     figures = {}
     for variant in runs.keys() - {""}:
         name = variant.removeprefix("/")
@@ -159,7 +159,7 @@ def ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
 
 
 def warm_up(target: Target, text: PromptText, length: int) -> None:
-    """A small group, so that no run pays for first allocations and compilations. Its prompt is the text's end, which no run
+    """Run a small group, so that no run pays for first allocations and compilations. Its prompt is the text's end, which no run
     starts with."""
     prompts = text.slices(len(text.ids) - length, 1, length)
     for _ in target.generate(prompts, Sampling(n=2, max_tokens=8, ignore_eos=True)):
@@ -198,7 +198,7 @@ def decode_speed(before: dict[str, Any], after: dict[str, Any]) -> float:
 
 
 def check(workload: Workload, samples: list[Sample]) -> None:
-    """Every child came, whole. Raises BenchFailed."""
+    """Check that every child came, whole. Raises BenchFailed."""
     errors = {sample.error for sample in samples if sample.finish_reason == "error"}
     if errors:
         raise BenchFailed(f"{workload.name}: samples ended in an error: {errors.pop()}")

@@ -75,7 +75,7 @@ def shapes(device: str) -> tuple[Shape, ...]:
 
 
 def measure_model(folder: Path, config: EngineConfig, scale: float, repeat: int) -> Iterator[dict[str, Any]]:
-    """For each shape a row a variant and a summary. Raises BenchFailed where variants disagree or memory is short."""
+    """Yield for each shape a row a variant and a summary. Raises BenchFailed where variants disagree or memory is short."""
     from engine.devices import device_of
     from engine.forward.model import open_model
 
@@ -90,7 +90,7 @@ def measure_model(folder: Path, config: EngineConfig, scale: float, repeat: int)
 
 
 def measure(model: ModelLike, config: EngineConfig, shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
-    """The rows of one shape, each with medians of `repeat` turns, at least LEAST_TURNS, and the summary."""
+    """Yield the rows of one shape, each with medians of `repeat` turns, at least LEAST_TURNS, and the summary."""
     size = config.block_size
     blocks, prefix_blocks = -(-shape.context // size), shape.prefix // size
     block_bytes = model.geometry.bytes_per_token * size
@@ -126,8 +126,8 @@ def measure(model: ModelLike, config: EngineConfig, shape: Shape, repeat: int) -
 
 
 def tables(shape: Shape, block_size: int, copies: bool) -> dict[str, np.ndarray]:
-    """A block table [rows, blocks] for each variant: children have their suffix blocks for themselves in all of them, and their
-    prefix blocks where it says `copies`, which is left out if there is no memory for it."""
+    """Make a block table [rows, blocks] for each variant: children have their suffix blocks for themselves in all of them, and
+    their prefix blocks where it says `copies`, which is left out if there is no memory for it."""
     prefix = shape.prefix // block_size
     own = own_blocks(shape.rows, shape.context, block_size)
     forked = own.copy()

@@ -10,7 +10,7 @@ import numpy as np
 
 class Prompts(Protocol):
     def slices(self, start: int, count: int, length: int) -> list[np.ndarray]:
-        """`count` prompts of [length] int32 ids; others for another `start`."""
+        """Return `count` prompts of [length] int32 ids; others for another `start`."""
         ...
 
 
@@ -23,8 +23,8 @@ class PromptText:
         self.ids = np.array(ids, np.int32)
 
     def slices(self, start: int, count: int, length: int) -> list[np.ndarray]:
-        """`count` slices of [length] int32 ids, one after the other from `start`. Runs that start where the last one ended
-        get other prompts than it, so that no run finds another's prompts in the prefix index."""
+        """Return `count` slices of [length] int32 ids, one after the other from `start`. Runs that start where the last one
+        ended get other prompts than it, so that no run finds another's prompts in the prefix index."""
         index = (start + np.arange(count * length)) % len(self.ids)
         return list(self.ids[index].reshape(count, length))
 

@@ -40,7 +40,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt_tokens + self.new_tokens
 
     def scaled(self, factor: float, block_size: int) -> Workload:
-        """Prompt and new tokens times `factor`, but not below one block, unless the workload itself is."""
+        """Scale prompt and new tokens by `factor`, but not below one block, unless the workload itself is."""
 
         def scale(tokens: int) -> int:
             return max(round(tokens * factor), min(tokens, block_size))
@@ -48,14 +48,14 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, prompt_tokens=scale(self.prompt_tokens), new_tokens=scale(self.new_tokens))
 
     def needed_kv_tokens(self, block_size: int) -> int:
-        """KV of all children at full length, in tokens of whole blocks: a prompt's full blocks once a group, the rest once a
-        child."""
+        """Return the KV of all children at full length, in tokens of whole blocks: a prompt's full blocks once a group, the
+        rest once a child."""
         shared = self.prompt_tokens // block_size
         whole = -(-(self.prompt_tokens + self.new_tokens) // block_size)
         return self.prompts * (shared + self.n * (whole - shared)) * block_size
 
     def kv_tokens(self, block_size: int) -> int:
-        """Size of the pool to run it in."""
+        """Return the size of the pool to run it in."""
         needed = self.needed_kv_tokens(block_size)
         if self.kv_groups is not None:
             return min(self.kv_groups, self.prompts) * needed // self.prompts

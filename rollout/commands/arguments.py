@@ -112,7 +112,7 @@ Command = ServeArgs | GenerateArgs | StatusArgs | TopArgs | BenchArgs | DemoArgs
 
 
 def commands(settings: Config) -> dict[str, Command]:
-    """Names the commands of `rollout` and what each is without a flag; `settings`: the configuration flags are laid over."""
+    """Name the commands of `rollout` and what each is without a flag; `settings`: the configuration flags are laid over."""
     return {
         "serve": ServeArgs(settings=settings),
         "generate": GenerateArgs(prompts=tyro.MISSING, out=tyro.MISSING, settings=settings),
@@ -124,7 +124,7 @@ def commands(settings: Config) -> dict[str, Command]:
 
 
 def parse(argv: list[str]) -> Command:
-    """Lays the command line over the TOML file that `--config` names, and that over the defaults.
+    """Lay the command line over the TOML file that `--config` names, and that over the defaults.
 
     Raises:
         InputError: the file cannot be read or holds what it may not.
@@ -143,7 +143,7 @@ def parse(argv: list[str]) -> Command:
 
 
 def config_file(argv: list[str]) -> str | None:
-    """Finds what `--config` names: it has to be read before tyro is told the defaults."""
+    """Find what `--config` names: it has to be read before tyro is told the defaults."""
     path = None
     for i, word in enumerate(argv):
         if word == "--config" and i + 1 < len(argv):

@@ -50,7 +50,7 @@ def run(model: str, n: int, max_tokens: int) -> int:
 
 
 def collect(client: RolloutClient, prompts: list[list[int]], sampling: Sampling) -> list[Sample]:
-    """All samples, with a bar that counts them as they finish."""
+    """Collect all samples, with a bar that counts them as they finish."""
     samples = []
     tokens, started = 0, time.perf_counter()
     with tqdm(total=len(prompts) * sampling.n, unit="sample", dynamic_ncols=True) as bar:
@@ -63,7 +63,7 @@ def collect(client: RolloutClient, prompts: list[list[int]], sampling: Sampling)
 
 
 def show(console: Console, tokenizer: Any, samples: list[Sample]) -> None:
-    """For a few prompts the answer with the highest mean log-prob."""
+    """Print, for a few prompts, the answer with the highest mean log-prob."""
     for number, question in enumerate(QUESTIONS[:SHOWN]):
         group = [sample for sample in samples if sample.group_id == str(number)]
         best = max(group, key=lambda sample: float(sample.logprobs.mean()))

@@ -87,7 +87,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def group_ids(lines: list[Line]) -> list[str]:
-    """The lines' ids as text. Raises InputError where two are the same."""
+    """Return the lines' ids as text. Raises InputError where two are the same."""
     ids = [str(i if line.id is None else line.id) for i, line in enumerate(lines)]
     seen: dict[str, int] = {}
     for number, name in enumerate(ids, 1):
@@ -98,7 +98,7 @@ def group_ids(lines: list[Line]) -> list[str]:
 
 
 def encode(tokenizer: Any, line: Line, number: int) -> list[int]:
-    """Token ids of one line. Raises InputError if the chat template refuses its messages."""
+    """Return the token ids of one line. Raises InputError if the chat template refuses its messages."""
     if line.token_ids is not None:
         return line.token_ids
     if line.prompt is not None:
@@ -112,7 +112,7 @@ def encode(tokenizer: Any, line: Line, number: int) -> list[int]:
 
 
 def record(sample: Sample, tokenizer: Any) -> dict[str, Any]:
-    """The JSON object of one sample."""
+    """Return the JSON object of one sample."""
     return {
         "group_id": sample.group_id,
         "index": sample.index,

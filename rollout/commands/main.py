@@ -21,7 +21,7 @@ from transport.errors import RolloutError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; `argv`: its words, None = those of this process. Returns the exit status."""
+    """Run one command; `argv`: its words, None = those of this process. Returns the exit status."""
     # Threads that spin at every barrier cost a scheduler's quantum each when something else has a core. Read by libgomp when
     # torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: Command) -> int:
-    """Runs the command that was asked for, and imports only what it needs. Returns the exit status."""
+    """Run the command that was asked for, and import only what it needs. Returns the exit status."""
     match args:
         case ServeArgs():
             from rollout.commands import serve
@@ -70,7 +70,7 @@ def run(args: Command) -> int:
 
 
 def status(args: StatusArgs) -> int:
-    """Prints what a running service answers. Raises ServiceLost, RequestTimeout."""
+    """Print what a running service answers. Raises ServiceLost, RequestTimeout."""
     from rollout.client.api import RolloutClient
 
     with RolloutClient(args.address, name="rollout status", connect_timeout_s=args.timeout) as client:
@@ -79,7 +79,7 @@ def status(args: StatusArgs) -> int:
 
 
 def bench(args: BenchArgs) -> int:
-    """Runs workloads of a checkout. Raises InputError where there is none: the wheel has no benchmarks."""
+    """Run workloads of a checkout. Raises InputError where there is none: the wheel has no benchmarks."""
     try:
         from rollout.bench import BenchFailed, run
     except ModuleNotFoundError as error:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def run(args: ServeArgs) -> int:
-    """Serves until a signal, or with `exit_on_stdin_close` the end of standard input. Returns the exit status.
+    """Serve until a signal, or with `exit_on_stdin_close` the end of standard input. Returns the exit status.
 
     Raises InputError for a configuration that this model or machine cannot serve, CannotServe for the model itself.
     """
@@ -49,7 +49,7 @@ def run(args: ServeArgs) -> int:
 
 
 def start(config: Config) -> tuple[Engine, Service]:
-    """Loads the model and listens. What it opened is closed again if it raises: InputError, CannotServe."""
+    """Load the model and listen. What it opened is closed again if it raises: InputError, CannotServe."""
     with ExitStack() as started:
         try:
             ServiceEnd(config.service.endpoint, config.limits).close()  # a port in use is told before a model is loaded
@@ -75,7 +75,7 @@ def start(config: Config) -> tuple[Engine, Service]:
 
 
 def load(config: Config) -> Engine:
-    """Makes the engine of `config.engine`, its model fetched if need be. Raises CannotServe, ValueError."""
+    """Make the engine of `config.engine`, its model fetched if need be. Raises CannotServe, ValueError."""
     from engine.engine import Engine
     from engine.forward.model import BrokenModel, UnsupportedModel
     from rollout import models
@@ -89,7 +89,7 @@ def load(config: Config) -> Engine:
 
 
 def make_tracker(config: TrackingConfig, sinks: list[Sink], engine: Any) -> Tracker:
-    """With the audit, if it is on."""
+    """Make the tracker of these sinks, with the audit if it is on."""
     if not config.audit_every:
         return Tracker(config, sinks)
     from rollout.metrics.audit import Audit

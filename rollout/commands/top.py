@@ -33,7 +33,7 @@ class View:
         self._last: tuple[float, dict[str, Any]] | None = None
 
     def add(self, status: dict[str, Any], now: float) -> None:
-        """`now`: seconds, monotonic. A service that restarted (its counters fell) starts a new history."""
+        """Record a status. `now`: seconds, monotonic. A service that restarted (its counters fell) starts a new history."""
         if self._last is not None:
             then, before = self._last
             made = status["generated_tokens"] - before["generated_tokens"]
@@ -68,7 +68,7 @@ def sparkline(values: deque[float]) -> str:
 
 
 def bar(used: int, cached: int, size: int) -> Text:
-    """█ held by sequences, ▒ prefix cache only, ░ free. Whatever is there at all shows."""
+    """Draw a pool: █ held by sequences, ▒ prefix cache only, ░ free. Whatever is there at all shows."""
 
     def cells(blocks: int) -> int:
         return max(round(BAR * blocks / size), int(blocks > 0)) if size else 0
@@ -149,7 +149,7 @@ def _clients(service: dict[str, Any]) -> RenderableType:
 
 
 def looks(client: RolloutClient, interval_s: float, timeout_s: float) -> Iterator[dict[str, Any]]:
-    """A status every `interval_s`, as the service answers."""
+    """Yield a status every `interval_s`, as the service answers."""
     while True:
         began = time.monotonic()
         yield client.status(timeout=timeout_s)

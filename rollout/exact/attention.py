@@ -68,7 +68,7 @@ def trainer_attention(block_size: int = 32, threads: int | None = None, isa: str
 def use_exact_attention(
     model: Any, block_size: int = 32, threads: int | None = None, isa: str | None = None
 ) -> Callable[[], None]:
-    """From now on `model` attends as the service does. It takes whole sequences (use_cache=False) with
+    """Let `model` attend as the service does. It takes whole sequences (use_cache=False) with
 
         attention_mask   none, [B, L] or [B, 1, L, L] (`rollout.exact.rows`)
         position_ids     none: each sequence is counted from its first token, however the batch is padded; or [B, L], and
@@ -110,7 +110,7 @@ class _Attention(torch.autograd.Function):
         scaling: float,
         window: int,
     ) -> torch.Tensor:
-        """query [B, q_heads, L, D], key and value [B, kv_heads, L, D] → [B, L, q_heads, D], zero for padding."""
+        """Attend: query [B, q_heads, L, D], key and value [B, kv_heads, L, D] → [B, L, q_heads, D], zero for padding."""
         ctx.save_for_backward(query, key, value)
         ctx.rows, ctx.scaling, ctx.window = rows, scaling, window
         b, q_heads, length, dim = query.shape

@@ -25,7 +25,7 @@ class Exact:
 
 
 def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, threads: int | None = None) -> Exact:
-    """From now on the forward of `model` has the service's bits: our attention, and our products in every nn.Linear (bf16 or
+    """Give the forward of `model` the service's bits: our attention, and our products in every nn.Linear (bf16 or
     fp32, with bias, lm_head and tied ones, the inner layers of LoRA included). Parameters stay where they are, names and
     state_dict too, and the backward is torch's own.
 
@@ -54,8 +54,8 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs of tokens [...] under logits [..., V]: float32, the service's bits, with a gradient. Temperature 0, at which
-    the service takes the likeliest token, has the log-probs of 1, as the service reports them."""
+    """Return the log-probs of tokens [...] under logits [..., V]: float32, the service's bits, with a gradient. Temperature 0,
+    at which the service takes the likeliest token, has the log-probs of 1, as the service reports them."""
     scaled = logits.float() / temperature if temperature not in (0, 1) else logits.float()
     return scaled.log_softmax(-1).gather(-1, tokens[..., None].long())[..., 0]
 
@@ -63,7 +63,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
 def sample_logprobs(
     model: Any, sequences: Sequence[tuple[np.ndarray, np.ndarray]], temperature: float = 1.0
 ) -> list[torch.Tensor]:
-    """Scores tokens after their prompts in one forward of a transformers model, as a trainer does.
+    """Score tokens after their prompts in one forward of a transformers model, as a trainer does.
 
     sequences: (prompt [p], tokens [t]), integer token ids, p and t at least 1; padded on the right where lengths differ.
     Returns [t] float32 of each, on the model's device, with a gradient unless the caller turned gradients off. Logits are

@@ -56,7 +56,7 @@ class Rows:
         """[T] int64: places in the flattened batch; one that comes twice gets the same output twice"""
 
     def batch(self) -> Any:
-        """What an attention backend reads of a step (`engine.forward.batch.Batch`)."""
+        """Make what an attention backend reads of a step (`engine.forward.batch.Batch`)."""
         return SimpleNamespace(
             num_tokens=len(self.tokens),
             slots=torch.from_numpy(self.slots),
@@ -69,7 +69,7 @@ class Rows:
 
     @cached_property
     def depth(self) -> torch.Tensor:
-        """[B, L] int64: how many tokens stand before a token in its sequence; 0 for padding."""
+        """Return [B, L] int64: how many tokens stand before a token in its sequence; 0 for padding."""
         depth = np.zeros(self.shape[0] * self.shape[1], np.int64)
         for path in self._paths:
             depth[path] = np.arange(len(path))
@@ -77,7 +77,7 @@ class Rows:
 
     @cached_property
     def seen(self) -> torch.Tensor:
-        """[B, L, L] bool: [b, i, j] token i sees token j. Padding sees itself, or its softmax would be NaN."""
+        """Return [B, L, L] bool: [b, i, j] token i sees token j. Padding sees itself, or its softmax would be NaN."""
         seen = self._seen
         if seen is None:
             owner = np.full(self.shape[0] * self.shape[1], -1, np.int64)
@@ -89,7 +89,7 @@ class Rows:
 
 
 def rows_of(shape: tuple[int, int], mask: torch.Tensor | None, position_ids: torch.Tensor | None, block_size: int) -> Rows:
-    """The rows of a batch [B, L].
+    """Find the rows of a batch [B, L].
 
     mask: None; [B, L], 0 for padding; or [B or 1, 1, L, L], bool or added to the scores, in which a token sees itself and what
     the token before it in its sequence sees. position_ids: [B or 1, L] or None; where they do not go up by one a new sequence

@@ -61,7 +61,7 @@ class Audit:
         self._seconds = 0.0
 
     def offer(self, group: Group, sample: Sample) -> None:
-        """A finished sample. Every so many-th is kept until `run`, the newest only."""
+        """Keep every so many-th finished sample until `run`, the newest only."""
         if sample.finish_reason in ("stop", "length") and next(self._finished) % self._config.audit_every == 0:
             self._skipped += self._next is not None
             self._next = (group, sample)
@@ -110,8 +110,8 @@ class Audit:
 
 
 def comparable(group: Group, sample: Sample) -> tuple[float, np.ndarray] | None:
-    """(temperature, [tokens] log-probs of the service at that temperature over the whole vocabulary); None if the sample has
-    none such, because its distribution was truncated and no raw log-probs were asked for, or because it may have read KV of
+    """Return (temperature, [tokens] log-probs of the service at that temperature over the whole vocabulary); None if the sample
+    has none such, because its distribution was truncated and no raw log-probs were asked for, or because it may have read KV of
     older weights."""
     sampling = group.sampling
     if sampling.max_kv_lag:
@@ -124,7 +124,7 @@ def comparable(group: Group, sample: Sample) -> tuple[float, np.ndarray] | None:
 
 
 def plain_twin(module: PreTrainedModel) -> PreTrainedModel:
-    """The model as transformers builds it, with sdpa attention, over the very tensors of `module`, whatever was done to the
+    """Build the model as transformers does, with sdpa attention, over the very tensors of `module`, whatever was done to the
     modules that serve."""
     with torch.device("meta"):
         twin: PreTrainedModel = type(module)(copy.deepcopy(module.config))

@@ -100,11 +100,11 @@ class EngineMeter:
 
     @property
     def empty(self) -> bool:
-        """It has seen no status."""
+        """Whether no status has been recorded."""
         return not self._seen
 
     def row(self) -> Row:
-        """An engine that does not count something (a smaller one than ours) has no figure for it."""
+        """Return the figures; an engine that does not count something (a smaller one than ours) has no figure for it."""
         (began, first), (ended, last) = self._seen[0], self._seen[-1]
         row: Row = {}
         for name, key in TOTALS.items():
@@ -163,15 +163,15 @@ class SampleMeter:
         self._live[group.id] = _Live(len(group.wanted))
 
     def forget(self, group_id: str) -> None:
-        """Nobody waits for this group any more. Unknown ids are nothing to do."""
+        """Drop a group that nobody waits for any more; an unknown id is nothing to do."""
         self._live.pop(group_id, None)
 
     def is_live(self, group_id: str) -> bool:
-        """Not all children of this group have been seen."""
+        """Whether some children of this group have not been seen."""
         return group_id in self._live
 
     def add(self, sample: Sample, version: int, now: float) -> None:
-        """A child has ended while the weights were at `version`."""
+        """Record a child that has ended while the weights were at `version`."""
         count = len(sample.token_ids)
         starts = [*(start for start, _ in sample.weight_versions), count]
         lags = [version - made for _, made in sample.weight_versions]

@@ -25,14 +25,14 @@ class Sink(Protocol):
     name: str
 
     def write(self, row: dict[str, float]) -> None:
-        """May raise anything: the row is lost then, the service goes on."""
+        """Write a row. May raise anything: the row is lost then, the service goes on."""
         ...
 
     def close(self) -> None: ...
 
 
 def open_sinks(config: TrackingConfig) -> list[Sink]:
-    """All that are configured, started. Raises InputError with the reason."""
+    """Start all sinks that are configured. Raises InputError with the reason."""
     sinks: list[Sink] = []
     try:
         if config.jsonl is not None:
@@ -141,7 +141,8 @@ def define_metrics(run: Any) -> None:
 
 
 def wandb_mode(config: TrackingConfig) -> Literal["online", "offline", "shared"] | None:
-    """auto is shared if there is a run to share, else online, and offline without WANDB_API_KEY. None: WANDB_MODE decides."""
+    """Choose the mode: auto is shared if there is a run to share, else online, and offline without WANDB_API_KEY. None:
+    WANDB_MODE decides."""
     if config.wandb_mode != "auto":
         return config.wandb_mode
     if os.environ.get("WANDB_MODE"):

@@ -64,13 +64,14 @@ class Tracker:
         self._began = self._written = clock()
 
     def begin(self, group: Group) -> None:
-        """The engine has taken a group on. Its id names it until all its children are observed, or it is forgotten."""
+        """Record a group that the engine has taken on. Its id names it until all its children are observed, or it is
+        forgotten."""
         self._samples.begin(group)
         if self._audit is not None:
             self._groups[group.id] = group
 
     def observe(self, sample: Sample, version: int) -> None:
-        """A child has ended; `version`: of the live weights."""
+        """Record a child that has ended; `version`: of the live weights."""
         self._samples.add(sample, version, self._clock())
         if self._audit is not None and sample.group_id in self._groups:
             self._audit.offer(self._groups[sample.group_id], sample)
@@ -78,13 +79,13 @@ class Tracker:
                 del self._groups[sample.group_id]
 
     def forget(self, group_id: str) -> None:
-        """A group was dropped: no more of its children will be seen."""
+        """Forget a group that was dropped: no more of its children will be seen."""
         self._samples.forget(group_id)
         self._groups.pop(group_id, None)
 
     def tend(self, status: Status, version: int) -> None:
-        """Once around the service's loop. `status` (`Engine.status`) is called at first and once an interval; `version`: of
-        the live weights."""
+        """Write a row if it is time, once around the service's loop. `status` (`Engine.status`) is called at first and once an
+        interval; `version`: of the live weights."""
         now = self._clock()
         if self._engine.empty:  # where the first rates begin
             self._try("status", lambda: self._engine.add(status(), now))
@@ -95,7 +96,7 @@ class Tracker:
             self._try("audit", partial(self._audit.run, version, now))
 
     def close(self, status: Status) -> None:
-        """A last row, then the sinks are closed."""
+        """Write a last row, then close the sinks."""
         self._try("status", lambda: self._write(status(), self._clock()))
         for sink in self._sinks:
             self._try(sink.name, sink.close)
