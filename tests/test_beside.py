@@ -30,10 +30,18 @@ def both(folder: Path, beside: str, *more: str) -> tuple[int, str]:
         ("def test_there(): assert 1 == 2", (), 1, ("1 failed, 3 passed", "assert 1 == 2", "FAILED there/test_there.py")),
         ("def test_there(): pass", ("-k", "there or 1"), 0, ("2 passed, 2 deselected",)),
         ("import os\ndef test_there(): os._exit(0)", (), 1, ("1 failed, 3 passed", "ended with exit status 0")),
+        ("import pytest\ndef test_there(): pytest.skip('not today')", ("-ra",), 0, ("3 passed, 1 skipped", "not today")),
         ("import nowhere", (), 1, ("1 failed, 3 passed", "No module named 'nowhere'")),
         ("def test_there(): assert False", ("here",), 0, ("3 passed",)),
     ],
-    ids=["the other fails", "both are filtered", "the other ends early", "nothing to import", "paths run here"],
+    ids=[
+        "the other fails",
+        "both are filtered",
+        "the other ends early",
+        "the other skips",
+        "nothing to import",
+        "paths run here",
+    ],
 )
 def test_one_run(tmp_path: Path, beside: str, more: tuple[str, ...], status: int, said: tuple[str, ...]) -> None:
     code, output = both(tmp_path, beside, *more)

@@ -141,14 +141,17 @@ def _few(names: list[str], most: int = 5) -> str:
 
 @contextmanager
 def _reports_held_back() -> Iterator[None]:
-    """transformers prints a table of what is wrong with weights; the error that follows says it."""
-    logger = logging.getLogger("transformers.modeling_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """transformers prints a table of what is wrong with weights; the error that follows says it. With that table held back, it
+    warns of layers that tensor parallelism would leave whole, which nobody asked for."""
+    loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "distributed.tensor_parallel")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def in_one_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -70,6 +71,8 @@ def test_serve_says_what_is_wrong_with_a_model(
     name: str, tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     breaks, says = BROKEN[name]
+    for handler in logging.getLogger("transformers").handlers:  # made when something else was standard error
+        monkeypatch.setattr(handler, "stream", sys.stderr)
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
     breaks(folder)

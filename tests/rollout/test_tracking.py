@@ -282,7 +282,7 @@ def test_a_sink_that_fails_warns_once_and_the_others_go_on(caplog: pytest.LogCap
         tracker.close(status)
     assert broken.calls == 4 and len(kept.rows) == 5
     (warning,) = caplog.messages
-    assert "broken failed" in warning and "no space left" in warning
+    assert "part=broken error=OSError" in warning and "no space left" in warning
 
 
 def test_a_sink_that_cannot_start_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,8 @@ class Parent:
             self._config.hook.pytest_deselected(items=[SimpleNamespace() for _ in range(data)])
         else:
             report = self._config.hook.pytest_report_from_serializable(config=self._config, data=data)
+            if isinstance(report.longrepr, list):  # why it was skipped: a tuple, which JSON does not know
+                report.longrepr = tuple(report.longrepr)
             self._config.hook.pytest_runtest_logreport(report=report)
 
     def _say_how_it_ended(self, output: str) -> None:
