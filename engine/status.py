@@ -55,7 +55,7 @@ def status(engine: Shown) -> dict[str, Any]:
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
         "offloaded": sum(any(b.device is None and not b.lost for b in seq.blocks) for seq in scheduler.waiting),
-        "clients": dict(scheduler.running_of),
+        "clients": dict(scheduler.running_table.of_client),
         "credit_s": {client: round(seconds, 3) for client, seconds in scheduler.shares.credits().items()},
         "weights": _weights(engine),
         "kv": {

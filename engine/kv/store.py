@@ -23,7 +23,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from engine.kv.block import Block, BlockPool, Moves, OutOfBlocks
+from engine.kv.block import Block, Moves, OutOfBlocks
+from engine.kv.homes import Homes
 from engine.kv.prefix import PrefixIndex
 
 
@@ -32,8 +33,9 @@ class BlockStore:
 
     def __init__(self, device_blocks: int, host_blocks: int, keep: bool = True) -> None:
         """keep: blocks without owners stay in the prefix index."""
-        self.device = BlockPool(device_blocks)
-        self.host = BlockPool(host_blocks)
+        self.homes = Homes(device_blocks, host_blocks)
+        self.device = self.homes.device
+        self.host = self.homes.host
         self.index = PrefixIndex()
         self.keep = keep
         self.cached: OrderedDict[Block, None] = OrderedDict()
@@ -42,12 +44,13 @@ class BlockStore:
         """in host memory only, no owners, least recently used first"""
         self.idle: OrderedDict[Block, None] = OrderedDict()
         """on the device, owners but no users, oldest first"""
-        self.moves = Moves()
-        self._stale_hosts: dict[Block, None] = {}
-        self._to_host: list[Block] = []
-        self._to_device: list[Block] = []
 
     # ── counting ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def moves(self) -> Moves:
+        """copies of the step that is planned"""
+        return self.homes.moves
+
     @property
     def available(self) -> int:
         """device slots to be had without touching a block that has owners"""
@@ -83,9 +86,9 @@ class BlockStore:
     # ── taking and giving back ────────────────────────────────────────────────────────────────────────────────────────
     def new(self, version: int) -> Block:
         """A block on the device with one owner that uses it. Raises OutOfBlocks."""
-        block = Block(self._take_device(), version)
-        assert block.device is not None
-        self.device.holder[block.device] = block
+        slot = self._take_device()
+        block = Block(slot, version)
+        self.homes.settle(slot, block)
         return block
 
     def adopt(self, block: Block) -> None:
@@ -108,14 +111,9 @@ class BlockStore:
         copy in host memory goes once it has been read. Raises OutOfBlocks."""
         assert block.owners > block.users and not block.lost
         if block.device is None:
-            slot = self._take_device()
-            assert block.host is not None
-            block.device = slot
-            self.device.holder[slot] = block
-            self.moves.restores.append((block.host, slot))
-            self._to_device.append(block)
+            self.homes.restore(block, self._take_device())
         if not full and block.host is not None:
-            self._stale_hosts[block] = None
+            self.homes.stale_hosts[block] = None
         self.idle.pop(block, None)
         block.users += 1
 
@@ -146,11 +144,11 @@ class BlockStore:
         other owners keep the copy in host memory if there is room for one, and lose the block otherwise."""
         assert block.users == 1 and block.owners > 1 and block.device is not None
         if block.host is None and self._host_room():
-            self._copy_to_host(block)
-        self._stale_hosts.pop(block, None)
+            self.homes.offload(block)
+        self.homes.stale_hosts.pop(block, None)
         mine = Block(block.device, block.version)
         mine.mixed = block.mixed
-        self.device.holder[block.device] = mine
+        self.homes.settle(block.device, mine)
         block.device = None
         block.users = 0
         block.owners -= 1
@@ -163,9 +161,7 @@ class BlockStore:
         assert block.users >= 1 and block.owners > 1
         mine = self.new(block.version)
         mine.mixed = block.mixed
-        assert block.device is not None and mine.device is not None
-        self.moves.copies.append((block.device, mine.device))
-        self._to_device.append(mine)
+        self.homes.copy(block, to=mine)
         self.disown(block, used=True)
         return mine
 
@@ -176,7 +172,7 @@ class BlockStore:
         if block.host is None:
             if not self._host_room():
                 return False
-            self._copy_to_host(block)
+            self.homes.offload(block)
         self._leave_device(block)
         return True
 
@@ -192,7 +188,7 @@ class BlockStore:
         assert block.device is not None and block.host is None
         if not self.host.free:
             return False
-        self.moves.mirrors.append(self._into_host(block))
+        self.homes.mirror(block)
         return True
 
     def offload_all(self) -> None:
@@ -217,27 +213,27 @@ class BlockStore:
     # ── the step's copies ─────────────────────────────────────────────────────────────────────────────────────────────
     def begin(self) -> None:
         """Start collecting the copies of a step."""
-        assert not self.moves and not self._stale_hosts, "the copies of the last step were not closed"
+        self.homes.begin()
 
     def moved(self) -> None:
         """The step's copies are done: outdated copies in host memory go now, when they have been read."""
-        for block in self._stale_hosts:
+        for block in self.homes.stale_hosts:
             self._drop_host(block)
-        self._reset_moves()
+        self.homes.clear()
 
     def move_failed(self) -> set[Block]:
         """The step's copies stopped in the middle. Returns the blocks whose bytes on the device cannot be trusted any more. The
         scheduler soft-resets the sequences that use them and then calls `discard`."""
-        for block in self._to_host:
+        for block in self.homes.to_host:
             self._drop_host(block)
             if block.owners == 0 and block.device is None:
                 self._destroy(block)
             elif block.lost:
                 self.index.remove(block)
-        broken = {block for block in self._to_device if block.device is not None}
+        broken = {block for block in self.homes.to_device if block.device is not None}
         for block in broken:
             self.index.remove(block)
-        self._reset_moves()
+        self.homes.clear()
         return broken
 
     def discard(self, broken: Iterable[Block]) -> None:
@@ -247,12 +243,6 @@ class BlockStore:
             self._drop_host(block)
             if block.device is not None:
                 self._leave_device(block)
-
-    def _reset_moves(self) -> None:
-        self.moves = Moves()
-        self._stale_hosts = {}
-        self._to_host = []
-        self._to_device = []
 
     # ── private ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _take_device(self) -> int:
@@ -265,7 +255,7 @@ class BlockStore:
             raise OutOfBlocks
         block, _ = self.cached.popitem(last=False)
         if block.host is None and self._host_room():
-            self._copy_to_host(block)
+            self.homes.offload(block)
         if block.host is None:
             self._destroy(block)
         else:
@@ -279,29 +269,15 @@ class BlockStore:
             self._destroy(block)
         return self.host.free > 0
 
-    def _copy_to_host(self, block: Block) -> None:
-        self.moves.offloads.append(self._into_host(block))
-
-    def _into_host(self, block: Block) -> tuple[int, int]:
-        """Give the block a slot in host memory; the copy that it needs comes back."""
-        assert block.device is not None and block.host is None
-        block.host = self.host.take()
-        self.host.holder[block.host] = block
-        self._to_host.append(block)
-        return block.device, block.host
-
     def _leave_device(self, block: Block) -> None:
-        assert block.device is not None and block.users == 0
-        self.device.release(block.device)
-        block.device = None
+        assert block.users == 0
+        self.homes.release_device(block)
         self.idle.pop(block, None)
         self.cached.pop(block, None)
 
     def _drop_host(self, block: Block) -> None:
-        if block.host is not None:
-            self.host.release(block.host)
-            block.host = None
-            self.cached_host.pop(block, None)
+        self.homes.release_host(block)
+        self.cached_host.pop(block, None)
 
     def _destroy(self, block: Block) -> None:
         assert block.owners == 0 and block.users == 0
@@ -310,24 +286,3 @@ class BlockStore:
         self._drop_host(block)
         if block.device is not None:
             self._leave_device(block)
-
-    def check(self, owners: dict[Block, int], users: dict[Block, int]) -> None:
-        """Asserts every invariant, given how many sequences hold and use each block. For tests and for idle moments."""
-        homes = [block for block in self.device.holder if block is not None]
-        hosts = [block for block in self.host.holder if block is not None]
-        assert len(homes) + self.device.free == self.device.size and len(set(homes)) == len(homes)
-        assert len(hosts) + self.host.free == self.host.size and len(set(hosts)) == len(hosts)
-        for slot, block in enumerate(self.device.holder):
-            assert block is None or block.device == slot
-        for slot, block in enumerate(self.host.holder):
-            assert block is None or block.host == slot
-        for block in {*homes, *hosts, *owners}:
-            assert block.owners == owners.get(block, 0), "owners are not counted right"
-            assert block.users == users.get(block, 0), "users are not counted right"
-            assert block.users == 0 or block.device is not None, "a block in use is not on the device"
-            cached = block.owners == 0
-            assert (block in self.cached) == (cached and block.device is not None)
-            assert (block in self.cached_host) == (cached and block.device is None)
-            assert (block in self.idle) == (not cached and block.users == 0 and block.device is not None)
-            assert not cached or self.index.holds(block), "a block without owners is not in the index: leaked"
-        assert not self.index.keys() - {block.key for block in {*homes, *hosts}}, "the index holds a block that is gone"

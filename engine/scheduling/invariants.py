@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from engine.kv.block import Block
+from engine.kv.invariants import check as check_store
 from engine.scheduling.scheduler import Scheduler
 
 
@@ -26,4 +27,4 @@ def check(scheduler: Scheduler) -> None:
             assert seq.cached <= seq.length and len(seq.blocks) == -(-seq.cached // scheduler.block_size)
     assert len(running) + len(waiting) == sum(len(state.sequences) for state in scheduler.groups.values())
     scheduler.running_table.check()
-    scheduler.store.check(owners, users)
+    check_store(scheduler.store, owners, users)

@@ -34,6 +34,11 @@ class RunningTable:
         """how many of each client run; none without"""
         self._free = list(range(places - 1, -1, -1))
 
+    @property
+    def has_place(self) -> bool:
+        """One more sequence can run."""
+        return bool(self._free)
+
     def enter(self, seq: Sequence, least_run: int = 0) -> None:
         """Start a sequence whose blocks are on the device. `least_run`: tokens to sample before it may be preempted."""
         self._fill(seq, self._free.pop())

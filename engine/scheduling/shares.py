@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from engine.scheduling.counters import Rate
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence import Row, Sequence
 
 LEVELS = 4
 """of credit above none: one client goes before another where its credit is on a higher level, so that they change places a few
@@ -53,6 +53,10 @@ class Shares:
         """when the last group of a client without any ended, ascending"""
         self._reserve = RESERVE * most
         """seconds for which others may be held back; each second in which they are not adds one"""
+        self._since = 0.0
+        """when the oldest step in flight began"""
+        self._committing = 0.0
+        """seconds of the last commit"""
         self._rate = Rate(512)
         self._tokens_per_second = 0.0
 
@@ -100,6 +104,19 @@ class Shares:
         """The one that has unfinished groups, if it is one."""
         return next(iter(self._groups)) if len(self._groups) == 1 else None
 
+    def step_began(self, now: float) -> None:
+        """Note that a step was planned while none was in flight. The time of the last commit is part of it."""
+        self._since = now - self._committing
+
+    def step_ended(self, tokens: Mapping[str, int], now: float, held: bool) -> None:
+        """Charge for the oldest step in flight, which ends now; the next one, if that is in flight, begins."""
+        self.computed(tokens, now - self._since, held)
+        self._since = now
+
+    def committed(self, seconds: float) -> None:
+        """Note what it took to record a step."""
+        self._committing = seconds
+
     def most_tokens(self, most: int, now: float) -> int:
         """Tokens of the next step: `most`, or what SHORT_STEP_S computes where a client with credit waits for its end or may
         come and wait."""
@@ -117,6 +134,16 @@ class Shares:
     def credits(self) -> dict[str, float]:
         """Seconds of credit by client, of those that have unfinished groups."""
         return {client: self._credit[client] for client in self._groups}
+
+
+def tokens_by_client(rows: list[Row], total: int, only_client: str | None) -> Mapping[str, int]:
+    """Tokens of a step by client. only_client: the one that has all of them, if that is known."""
+    if only_client is not None:
+        return {only_client: total}
+    tokens = Counter[str]()
+    for seq, _, count, _ in rows:
+        tokens[seq.state.client] += count
+    return tokens
 
 
 class Turns:

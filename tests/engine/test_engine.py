@@ -251,7 +251,7 @@ def test_a_client_that_has_all_slots_gives_some_up(kv_tokens: int) -> None:
     while len(ended) < 6:
         ended += e.step()
         e.check()
-        shares.add((e.scheduler.running_of["first"], e.scheduler.running_of["second"]))
+        shares.add((e.scheduler.running_table.of_client["first"], e.scheduler.running_table.of_client["second"]))
     assert {sample.group_id for sample in ended} == {"short"} and e.counters.steps < 40
     assert (4, 4) in shares
     got = {("short", sample.index): sample.token_ids.tolist() for sample in ended}

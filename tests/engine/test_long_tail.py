@@ -287,7 +287,7 @@ class Clock:
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_deadline_ends_the_group(paused: bool) -> None:
     engine, clock = toy_engine(), Clock()
-    engine.scheduler._clock = clock
+    engine.scheduler._clock = engine.scheduler.children._clock = clock
     engine.submit(group("late", range(5, 9), n=2, max_tokens=50, ignore_eos=True, deadline_s=10))
     engine.submit(group("other", range(5, 9), n=1, max_tokens=12, ignore_eos=True, deadline_s=11))
     for _ in range(3):
@@ -310,7 +310,7 @@ def test_a_deadline_ends_the_group(paused: bool) -> None:
 
 def test_a_deadline_counts_for_a_group_that_has_not_started() -> None:
     engine, clock = toy_engine(), Clock()
-    engine.scheduler._clock = clock
+    engine.scheduler._clock = engine.scheduler.children._clock = clock
     engine.submit(group("g", [5, 6], n=3, deadline_s=1))
     clock.now += 2
     assert [(s.index, s.finish_reason, len(s.token_ids)) for s in engine.step()] == [(i, "deadline", 0) for i in range(3)]

@@ -151,7 +151,7 @@ def patch_failed_host(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = BlockStore.move_failed
 
     def trust(self: BlockStore) -> set[object]:
-        self._to_host.clear()
+        self.homes.to_host.clear()
         return failed(self)  # type: ignore[return-value]
 
     monkeypatch.setattr(BlockStore, "move_failed", trust)

@@ -238,7 +238,7 @@ def test_two_clients_that_keep_busy_are_computed_side_by_side() -> None:
         h.step()
     began = h.now
     while len(h.scheduler.groups) == 2:
-        assert set(h.scheduler.running_of) == {"a", "b"} and not h.scheduler._held
+        assert set(h.scheduler.running_table.of_client) == {"a", "b"} and not h.scheduler.admission.holding
         h.step()
     assert h.now > began
 
@@ -266,7 +266,7 @@ def test_draining_a_client_that_may_not_begin_holds_nobody_back() -> None:
     h.scheduler.admitting = False
     h.submit("few", [3], "few", n=1, max_tokens=4)
     h.step()
-    assert set(h.scheduler.running_of) == {"many"}
+    assert set(h.scheduler.running_table.of_client) == {"many"}
 
 
 def short_scheduler(device_blocks: int = 4000) -> tuple[Scheduler, list[float]]:

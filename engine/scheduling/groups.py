@@ -1,0 +1,211 @@
+"""The groups that are not finished, and their children: taken on, forked, ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+from engine.config import EngineConfig
+from engine.kv.store import BlockStore
+from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.counters import Counters
+from engine.scheduling.running import RunningTable
+from engine.scheduling.sequence import GroupState, Sequence
+from engine.scheduling.shares import Shares
+from engine.scheduling.waiting import WaitingQueue
+from engine.types import Begun, FinishReason, Group, Sample
+
+
+class Groups:
+    """A part of the scheduler: which children there are. A sequence enters the engine and leaves it here only."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        store: BlockStore,
+        tables: BlockTables,
+        running_table: RunningTable,
+        waiting: WaitingQueue,
+        shares: Shares,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self.block_size = config.block_size
+        self.min_run_tokens = config.min_run_tokens
+        self.store = store
+        self.tables = tables
+        self.running_table = running_table
+        self.waiting = waiting
+        self.shares = shares
+        self.counters = counters
+        self.of_id: dict[str, GroupState] = {}
+        self._clock = clock
+        self._submitted = 0
+        self._deadlines: list[tuple[float, int, str]] = []
+        """heap of (time, number of the group, its id)"""
+
+    def submit(self, group: Group, client: str, seed: int, eos: frozenset[int]) -> list[Sample]:
+        """Take a group on. Returns the children that are complete already. Raises ValueError if the id is taken, one child
+        could never fit into the pool, or as many are complete as end the group."""
+        if group.id in self.of_id:
+            raise ValueError(f"group id {group.id!r} is in use by a group that is not finished; choose another")
+        need = -(-(len(group.prompt) + group.sampling.max_tokens) // self.block_size)
+        if need > self.store.device.size:
+            raise ValueError(
+                f"prompt of {len(group.prompt)} + max_tokens {group.sampling.max_tokens} need {need} KV blocks of "
+                f"{self.block_size} tokens, the pool has {self.store.device.size}; lower max_tokens or raise kv_tokens"
+            )
+        state = GroupState(group, client, self._submitted, seed, self._clock(), eos)
+        enough = group.sampling.finish_after
+        if enough is not None and len(state.complete) >= enough:
+            raise ValueError(f"finish_after={enough}: {len(state.complete)} of the begun children are complete; leave them out")
+        self._submitted += 1
+        samples = [self._complete(state, begun) for begun in group.begun if begun.index in state.complete]
+        if not state.fresh and not state.resumed:
+            return samples
+        self.of_id[group.id] = state
+        for index in state.fresh[:1] or state.resumed:
+            state.sequences[index] = Sequence(state, index)
+            self.waiting.put(state.sequences[index])
+        if group.sampling.deadline_s is not None:
+            heappush(self._deadlines, (state.arrived + group.sampling.deadline_s, state.number, group.id))
+        self.shares.arrived(client, state.arrived)
+        return samples
+
+    def _complete(self, state: GroupState, begun: Begun) -> Sample:
+        """The sample of a child that had its last token when it came."""
+        reason = state.complete[begun.index]
+        state.finished += 1
+        self.counters.ended[reason] += 1
+        return Sequence(state, begun.index, begun).sample(reason, 0.0)
+
+    def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
+        """End the children that are not finished, or one of them. Returns them with what they have; [] for an unknown id or
+        index. A child of a group that has not forked ends when it does, unless none is left then."""
+        state = self.of_id.get(group_id)
+        if state is None:
+            return []
+        if index is None:
+            return self.end_all(state, "aborted")
+        if state.forked:
+            return [self.end(state.sequences[index], "aborted")] if index in state.sequences else []
+        if index in state.fresh or index in state.resumed:
+            state.cancelled.add(index)
+        left = len(state.fresh) + len(state.resumed) - len(state.cancelled)
+        return [] if left else self.end_all(state, "aborted")
+
+    @property
+    def overdue(self) -> bool:
+        """A group may be past its deadline."""
+        return bool(self._deadlines) and self._deadlines[0][0] <= self._clock()
+
+    def expire(self) -> list[Sample]:
+        """End the groups that are past their deadline. Returns their unfinished children with what they have."""
+        samples: list[Sample] = []
+        while self.overdue:
+            _, number, group_id = heappop(self._deadlines)
+            state = self.of_id.get(group_id)
+            if state is not None and state.number == number:
+                samples += self.end_all(state, "deadline")
+        return samples
+
+    def refresh(self, version: int, kv: str) -> list[Sample]:
+        """Apply `kv` to live groups once the weights are another version: "keep" their KV, "recompute" it, or "abort" them.
+        Recomputed is all KV of groups that have begun, whatever their `max_kv_lag`. A prompt of which nothing was drawn
+        yet, or of a child that goes on, keeps KV as old as that allows. Returns the samples that this ends."""
+        assert kv in ("keep", "recompute", "abort")
+        samples: list[Sample] = []
+        for state in list(self.of_id.values()):
+            if kv == "abort" and state.begun:
+                samples += self.end_all(state, "aborted")
+                continue
+            if kv == "recompute" and state.begun:
+                state.oldest_kv = version
+            for seq in list(state.sequences.values()):
+                lag = state.group.sampling.max_version_lag
+                if lag is not None and seq.spans and seq.spans[0][1] < version - lag:
+                    samples.append(self.end(seq, "stale"))
+                elif kv == "recompute" or not seq.drew:
+                    self.tables.drop_older(seq, state.readable_from(version))
+        return samples
+
+    # ── after a step ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def fork(self, seq: Sequence) -> list[Sequence]:
+        """Make the children of a sequence that has the prompt cached; all share its blocks. Those that find no place to run
+        wait like anyone else, and so do those that have more to prefill. Returns the fresh ones, in order of their draws."""
+        seq.state.forked = True
+        seq.num_next_samples = 1
+        children = [seq, *seq.fork()]
+        for child in children[1:]:
+            seq.state.sequences[child.index] = child
+            self.store.share(child.blocks)
+            if self.running_table.has_place and child.index not in seq.state.resumed:
+                for block in child.blocks:
+                    self.store.pin(block, full=True)
+                self.running_table.enter(child, self.min_run_tokens)
+            else:
+                self.waiting.put(child)
+        self.counters.forks += len(children) - 1
+        self.counters.fork_saved_tokens += (len(children) - 1) * seq.num_prompt
+        self.counters.fork_shared_blocks += (len(children) - 1) * (seq.num_prompt // self.block_size)
+        return children[: len(seq.state.fresh)]
+
+    def take_token(
+        self, seq: Sequence, token: int, logprob: float, raw: float | None, finite: bool, version: int
+    ) -> FinishReason | None:
+        """Append what was drawn. Returns why that ends the child, if it does."""
+        if not finite:
+            self.tables.distrust(seq)
+            return "error"
+        seq.append(token, logprob, raw, version)
+        self.counters.generated_tokens += 1
+        state, sampling = seq.state, seq.state.group.sampling
+        if token in state.eos and len(seq.output) > sampling.min_tokens:
+            return "stop"
+        if seq.num_prompt + len(seq.output) == seq.limit:
+            return "length"
+        if sampling.finish_after is not None and not state.races and len(seq.output) >= sampling.min_len_to_cut:
+            return "cut"
+        return None
+
+    def end_races(self, racing: list[tuple[Sequence, FinishReason]]) -> list[Sample]:
+        """End children that a step has ended, of groups that end with their first `finish_after`, and the siblings that are to
+        be cut then. The shorter child counts first, of equal ones the lower index; one that comes too late is cut as well."""
+        samples = []
+        for seq, reason in sorted(racing, key=lambda each: (each[0].state.number, len(each[0].output), each[0].index)):
+            if not seq.ended:  # cancelled where its group forked
+                samples.append(self.end(seq, reason if seq.state.races else "cut"))
+        for state in {seq.state.number: seq.state for seq, _ in racing if not seq.state.races}.values():
+            least = state.group.sampling.min_len_to_cut
+            late = [seq for seq in state.sequences.values() if len(seq.output) >= least]
+            samples += [self.end(seq, "cut") for seq in late]
+        return samples
+
+    def end(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> Sample:
+        """End a child, which runs or waits, and give its blocks up. Returns its sample."""
+        seq_ran = seq.running
+        if seq_ran:
+            self.running_table.leave(seq)
+        else:
+            self.waiting.remove(seq)
+        for block in reversed(seq.blocks):  # so that the least recently used end of a chain is its tail, not its root
+            self.store.disown(block, used=seq_ran)
+        seq.blocks.clear()
+        seq.ended = True
+        state, now = seq.state, self._clock()
+        state.finished += reason in ("stop", "length")
+        del state.sequences[seq.index]
+        if not state.sequences:
+            del self.of_id[state.group.id]
+            self.shares.left(state.client, now)
+        self.counters.ended[reason] += 1
+        return seq.sample(reason, now - state.arrived, error)
+
+    def end_all(self, state: GroupState, reason: FinishReason, error: str | None = None) -> list[Sample]:
+        """End every child that is not finished; before the fork that is all n of them."""
+        if not state.forked:
+            only = self.end(state.sequences[state.fresh[0]], reason, error)
+            others = [*state.fresh[1:], *state.resumed]
+            self.counters.ended[reason] += len(others)
+            return [only, *(Sequence(state, i).sample(reason, only.seconds, error) for i in others)]
+        return [self.end(seq, reason, error) for seq in list(state.sequences.values())]
