@@ -81,7 +81,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     costs against cuBLAS was not measured yet. On the CPU it holds anyway"""
     cpu_offload_gib: float | None = None
     """host memory for offloaded KV in GiB, taken at start; 0 = off; None = the safety threshold of what is free, as used; on
-    CUDA, where it is pinned, a quarter of what is free"""
+    CUDA, where it is pinned, a quarter of what is free. ValueError at start if more than the threshold is asked for"""
     cpu_offload_safety_threshold: float = 0.8
     """largest share of the free host memory that cpu_offload_gib may take"""
     lookahead_blocks: int = 4
@@ -92,8 +92,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """a client that was idle is computed before those that keep the engine busy, for so many seconds at most until it is idle
     again; 0 = all that have work share alike (docs/decisions/fairness.md)"""
     mirror_ahead: bool | None = None
-    """copy full blocks to host memory before the pool runs out, so that preempting copies only partial blocks; None = on CUDA,
-    where these copies run beside the compute; on the CPU it takes more than it saves (docs/decisions/pressure.md)"""
+    """on CUDA, copy full blocks to host memory before the pool runs out, beside the compute, so that preempting copies only
+    partial blocks; None = yes. On the CPU it takes more than it saves and cannot be had (docs/decisions/pressure.md)"""
     mirror_blocks_per_step: int = 16
     """most blocks that mirror_ahead copies in one step"""
     weight_offload: WeightOffload | None = None
@@ -101,7 +101,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def mirrors(self) -> bool:
-        """Full blocks are copied ahead of need; None was left to the device (`engine.devices.resolved`)."""
+        """Whether full blocks are copied ahead of need; None was left to the device (`engine.devices.resolved`)."""
         return bool(self.mirror_ahead)
 
     def __post_init__(self) -> None:

@@ -270,7 +270,9 @@ def choose_backend(
 
 
 def resolved(config: EngineConfig, device: Device) -> EngineConfig:
-    """The configuration with what it leaves to the device."""
+    """The configuration with what it leaves to the device. Raises ValueError if the device cannot copy ahead and is to."""
+    if config.mirror_ahead and not device.mirrors:
+        raise ValueError(f"mirror_ahead=True with device={config.device}: it costs more than it saves there; leave it out")
     return msgspec.structs.replace(
         config,
         overlap_steps=device.overlaps if config.overlap_steps is None else config.overlap_steps,

@@ -195,7 +195,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @classmethod
     def of(cls, sample: Sample) -> Begun:
-        """What a sample that did not end by itself has."""
+        """Make it of a sample that did not end by itself."""
         return cls(
             index=sample.index,
             token_ids=sample.token_ids,
@@ -359,7 +359,7 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 def manifest_digest(tensors: Iterable[TensorInfo]) -> str:
-    """SHA-256 hex of a manifest, whatever its order."""
+    """Return the SHA-256, in hex, of a manifest, whatever its order."""
     lines = sorted(f"{len(t.name)}:{t.name}\t{t.dtype}\t{t.shape}\t{t.digest}\n" for t in tensors)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 

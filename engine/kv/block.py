@@ -1,4 +1,4 @@
-"""What `engine.kv.store` is made of: blocks, pools of slots, and the copies of a step."""
+"""Block, BlockPool (the slots of one memory) and Moves (the copies of KV of one step)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 class OutOfBlocks(Exception):
-    """No free slot and nothing that may be given up. The scheduler preempts a sequence, or waits."""
+    """No free slot and nothing that may be evicted. The scheduler preempts a sequence, or waits."""
 
 
 class Block:
@@ -48,11 +48,13 @@ class BlockPool:
         return self.size - len(self._free)
 
     def take(self) -> int:
+        """Allocate a slot. Raises OutOfBlocks."""
         if not self._free:
             raise OutOfBlocks
         return self._free.pop()
 
     def release(self, slot: int) -> None:
+        """Free a slot."""
         assert self.holder[slot] is not None, f"slot {slot} released twice"
         self.holder[slot] = None
         self._free.append(slot)

@@ -80,9 +80,9 @@ class PagedKV:
         self.host, host_map = _allocate((host_blocks, *shape), geometry.dtype, memory, on_device=False)
         """the same shape in host memory, pinned on CUDA"""
         self._take_now = take_now[0]
-        for memory, now in ((self._map, take_now[0]), (host_map, take_now[1])):
+        for mapped, now in ((self._map, take_now[0]), (host_map, take_now[1])):
             if now:
-                _populate(memory)
+                _populate(mapped)
         self.memory = memory
         self.lane: Lane = InLine() if lane is None else lane
         self._rows = self.data.flatten(1)
@@ -106,8 +106,8 @@ class PagedKV:
             self.data.zero_()
 
     def move(self, moves: Moves) -> Copied:
-        """All copies of a step, in the order that `Moves` promises; called at every step, copies or none. Returns those that
-        have ended since the last call: on the CPU these ones."""
+        """Run all copies of a step, in the order that `Moves` promises; called at every step, copies or none. Returns those
+        that have ended since the last call: on the CPU these ones."""
 
         def first() -> None:
             copy_rows(self._rows, self._host_rows, moves.offloads)
@@ -118,12 +118,13 @@ class PagedKV:
 
 
 def keys_and_values(kv: PagedKV, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the device pool: K [blocks, kv_heads, block_size, head_dim] and V [blocks, kv_heads, block_size, value_dim]."""
+    """View the device pool as K [blocks, kv_heads, block_size, head_dim] and V [blocks, kv_heads, block_size, value_dim]."""
     if kv.data.dim() == 6:
         return kv.data[:, layer, 0], kv.data[:, layer, 1]
     geometry, at = kv.geometry, kv.data[:, layer]
     end = geometry.kv_heads * kv.block_size * geometry.head_dim
-    return tuple(x.view(len(at), geometry.kv_heads, kv.block_size, -1) for x in (at[:, :end], at[:, end:]))
+    shape = len(at), geometry.kv_heads, kv.block_size, -1
+    return at[:, :end].view(shape), at[:, end:].view(shape)
 
 
 def copy_within(rows: torch.Tensor, pairs: list[tuple[int, int]], memory: Memory) -> None:
@@ -145,7 +146,8 @@ def copy_rows(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int,
 def _allocate(
     shape: tuple[int, ...], dtype: torch.dtype, memory: Memory, on_device: bool
 ) -> tuple[torch.Tensor, mmap.mmap | None]:
-    """A tensor of zeros on the device, or in the host memory beside it; and the map that it lies in, if it does."""
+    """Allocate a tensor of zeros on the device, or in the host memory beside it. Returns it and the map that it lies in, if it
+    does."""
     if on_device and not memory.is_host:
         return torch.zeros(shape, dtype=dtype, device=memory.device), None
     size = dtype.itemsize

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def block_key(parent: bytes | None, tokens: np.ndarray, version: int) -> bytes:
-    """128-bit key of the block of `tokens` ([block_size] int32) that follows the block with key `parent` (None: the first)."""
+    """Return the 128-bit key of the block of `tokens` ([block_size] int32) that follows the block with key `parent` (None: the
+    first)."""
     digest = xxhash.xxh3_128(parent or b"")
     digest.update(version.to_bytes(8, "little"))
     digest.update(tokens.tobytes())
@@ -40,19 +41,23 @@ class PrefixIndex:
         return set(self._blocks)
 
     def add(self, block: Block) -> None:
+        """Index a full block that has a key, unless the index has one with the same key."""
         assert block.key is not None and not block.mixed
         if block.key not in self._blocks:
             self._blocks[block.key] = block
             self._versions[block.version] += 1
 
     def clear(self) -> None:
+        """Forget every block."""
         self._blocks.clear()
         self._versions.clear()
 
     def holds(self, block: Block) -> bool:
+        """True if this very block is indexed."""
         return block.key is not None and self._blocks.get(block.key) is block
 
     def remove(self, block: Block) -> None:
+        """Forget a block, if it is indexed."""
         if self.holds(block):
             assert block.key is not None
             del self._blocks[block.key]
@@ -61,7 +66,7 @@ class PrefixIndex:
                 del self._versions[block.version]
 
     def find(self, parent: bytes | None, tokens: np.ndarray, newest: int, oldest: int) -> Block | None:
-        """The block that continues `parent` with `tokens`, computed by the newest version in [oldest, newest] there is."""
+        """Find the block that continues `parent` with `tokens`, computed by the newest version in [oldest, newest] there is."""
         for version in sorted((v for v in self._versions if oldest <= v <= newest), reverse=True):
             block = self._blocks.get(block_key(parent, tokens, version))
             if block is not None:

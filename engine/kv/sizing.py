@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 from engine.config import EngineConfig
 from engine.memory import Memory, free_memory
 
-log = logging.getLogger("rollout.engine")
-
 
 def blocks_on_device(config: EngineConfig, bytes_per_block: int, memory: Memory) -> int:
-    """Blocks of the KV pool. Raises ValueError for a size that holds none, or more than the memory."""
+    """Return the blocks of the KV pool. Raises ValueError for a size that holds none, or more than the memory."""
     asked: float | None = None
     if config.kv_tokens is not None:
         asked = -(-config.kv_tokens // config.block_size) * bytes_per_block
@@ -32,9 +28,9 @@ def blocks_on_device(config: EngineConfig, bytes_per_block: int, memory: Memory)
 
 
 def blocks_in_host_memory(config: EngineConfig, bytes_per_block: int, device_blocks: int, memory: Memory) -> int:
-    """Blocks of the pool in host memory; 0 = offload is off. `device_blocks`: of the device pool, which may lie there
-    too. Beside a GPU the pool is pinned, so all of it is taken at once: a quarter of what is free, unless more is asked for.
-    Raises ValueError for a size that holds none; one that is too large is cut to the threshold, which the log says."""
+    """Return the blocks of the pool in host memory; 0 = offload is off. `device_blocks`: of the device pool, which may lie
+    there too. Beside a GPU the pool is pinned, so all of it is taken at once: a quarter of what is free, unless more is asked
+    for. Raises ValueError for a size that holds none, or more than the safety threshold of what is free."""
     if config.cpu_offload_gib == 0:
         return 0
     free = free_memory()
@@ -45,13 +41,10 @@ def blocks_in_host_memory(config: EngineConfig, bytes_per_block: int, device_blo
     else:
         size = most if memory.is_host else min(most, free / 4)
     if size > most:
-        log.warning(
-            "cpu_offload_gib=%s is more than %s of the free memory; using %.2f GiB",
-            config.cpu_offload_gib,
-            config.cpu_offload_safety_threshold,
-            most / 2**30,
+        raise ValueError(
+            f"cpu_offload_gib={config.cpu_offload_gib}: at most {most / 2**30:.2f} can be had, "
+            f"{config.cpu_offload_safety_threshold} of the memory that is free beside the KV pool; lower it, or leave it out"
         )
-        size = most
     blocks = int(size // bytes_per_block)
     if blocks < 1:
         raise ValueError(

@@ -5,14 +5,14 @@ A `Block` is `block_size` tokens of KV for all layers. It can have a home on the
     device home   host home   what it is
     ───────────   ─────────   ─────────────────────────────────────────────────────────────────────────────
     slot          –           in use, or kept for the prefix index
-    slot          slot        the same, mirrored: a full block never changes, so leaving the device costs no copy
+    slot          slot        the same, mirrored: a full block never changes, so evicting it from the device costs no copy
     –             slot        offloaded (its owners wait), or kept for the prefix index in host memory
     –             –           lost: room was needed and host memory was full; its owners prefill that part again
 
 `owners` counts the sequences that hold the block, `users` those of them that run now. A block stays on the device while
 it has users; it lives while it has owners; without owners it lives on in the prefix index until its room is needed (not at all
 with `prefix_cache` off). So a prefix shared by n children is one block list with n owners: it leaves the device once, when the
-last child that runs has left, and it comes back once.
+last child that runs has stopped, and is restored once.
 
 The order in which room is made: free slots, then cached blocks (no owners, least recently used first), then idle blocks
 (owners, but no users), then the scheduler preempts sequences.
@@ -66,7 +66,7 @@ class BlockStore:
         return self.device.used - len(self.cached)
 
     def counts(self) -> dict[str, int]:
-        """For `Engine.status`. total = free + used + cached in each pool."""
+        """Count blocks for `Engine.status`. total = free + used + cached in each pool."""
         mirrored = sum(block is not None and block.device is not None for block in self.host.holder)
         host_cached = sum(block is not None and block.owners == 0 for block in self.host.holder)
         return {
@@ -85,14 +85,14 @@ class BlockStore:
 
     # ── taking and giving back ────────────────────────────────────────────────────────────────────────────────────────
     def new(self, version: int) -> Block:
-        """A block on the device with one owner that uses it. Raises OutOfBlocks."""
+        """Allocate a block on the device, with one owner that uses it. Raises OutOfBlocks."""
         slot = self._take_device()
         block = Block(slot, version)
         self.homes.settle(slot, block)
         return block
 
     def adopt(self, block: Block) -> None:
-        """One more owner, which does not use it yet."""
+        """Count one more owner, which does not use the block yet."""
         assert not block.lost
         if block.owners == 0:
             self.cached.pop(block, None)
@@ -102,13 +102,13 @@ class BlockStore:
         block.owners += 1
 
     def share(self, blocks: Iterable[Block]) -> None:
-        """`adopt` for a fork: the blocks of a sequence that runs."""
+        """Count one more owner of the blocks of a running sequence, which forks."""
         for block in blocks:
             block.owners += 1
 
     def pin(self, block: Block, full: bool) -> None:
-        """One owner starts to run: the block comes to the device if it is not there. A partial block will be written, so its
-        copy in host memory goes once it has been read. Raises OutOfBlocks."""
+        """Count one owner that starts to run: restore the block if it is not on the device. A partial block will be written, so
+        its copy in host memory goes once it has been read. Raises OutOfBlocks."""
         assert block.owners > block.users and not block.lost
         if block.device is None:
             self.homes.restore(block, self._take_device())
@@ -118,14 +118,14 @@ class BlockStore:
         block.users += 1
 
     def unpin(self, block: Block) -> None:
-        """One owner stops running but keeps the block."""
+        """Count one owner that stops running but keeps the block."""
         assert block.users > 0
         block.users -= 1
         if block.users == 0:
             self.idle[block] = None
 
     def disown(self, block: Block, used: bool) -> None:
-        """One owner, which ran or not, gives the block up. Without owners it stays in the prefix index, or is freed."""
+        """Release the block for one owner, which ran or not. Without owners it stays in the prefix index, or is freed."""
         assert block.owners > 0 and block.users >= used
         block.owners -= 1
         block.users -= used
@@ -140,8 +140,8 @@ class BlockStore:
             self._destroy(block)
 
     def take_over(self, block: Block) -> Block:
-        """The only user of a shared block takes its device slot for itself, to write there when no slot is left for a copy. The
-        other owners keep the copy in host memory if there is room for one, and lose the block otherwise."""
+        """Give the device slot of a shared block to its only user, to write there when no slot is left for a copy. The other
+        owners keep the copy in host memory if there is room for one, and lose the block otherwise."""
         assert block.users == 1 and block.owners > 1 and block.device is not None
         if block.host is None and self._host_room():
             self.homes.offload(block)
@@ -157,7 +157,7 @@ class BlockStore:
         return mine
 
     def copy(self, block: Block) -> Block:
-        """A private copy of a shared block for one of its users, which gives its share up. Raises OutOfBlocks."""
+        """Copy a shared block for one of its users, which releases it. Returns the private copy. Raises OutOfBlocks."""
         assert block.users >= 1 and block.owners > 1
         mine = self.new(block.version)
         mine.mixed = block.mixed
@@ -167,7 +167,7 @@ class BlockStore:
 
     # ── making room ───────────────────────────────────────────────────────────────────────────────────────────────────
     def offload(self, block: Block) -> bool:
-        """An idle block leaves the device for host memory, without a copy if it is mirrored there. False: no room there."""
+        """Offload an idle block to host memory, without a copy if it is mirrored there. False: no room there."""
         assert block.users == 0 and block.device is not None
         if block.host is None:
             if not self._host_room():
@@ -177,14 +177,15 @@ class BlockStore:
         return True
 
     def drop(self, block: Block) -> None:
-        """An idle block leaves the device for nowhere; its owners find out when they are to run again."""
+        """Drop an idle block from the device; its owners see that it is lost when they are to run again, if it has no other
+        home."""
         assert block.users == 0
         self._leave_device(block)
         if block.lost:
             self.index.remove(block)
 
     def mirror(self, block: Block) -> bool:
-        """A full block gets a copy in host memory while it stays on the device. False: no free room there."""
+        """Copy a full block to host memory while it stays on the device. False: no free slot there."""
         assert block.device is not None and block.host is None
         if not self.host.free:
             return False
@@ -192,7 +193,7 @@ class BlockStore:
         return True
 
     def offload_all(self) -> None:
-        """No block stays on the device, where none is in use: they go to host memory, those with owners first, or are lost."""
+        """Empty the device, where no block is in use: offload blocks, those with owners first, or drop them."""
         for block in list(self.idle):
             if not self.offload(block):
                 self.drop(block)
@@ -206,7 +207,7 @@ class BlockStore:
             self._destroy(block)
 
     def forget_all(self) -> None:
-        """Nothing that is there now is found again."""
+        """Forget all blocks without owners, and empty the prefix index."""
         self.forget_cached()
         self.index.clear()
 
@@ -216,14 +217,14 @@ class BlockStore:
         self.homes.begin()
 
     def moved(self) -> None:
-        """The step's copies are done: outdated copies in host memory go now, when they have been read."""
+        """Note that the step's copies are done, and free outdated copies in host memory, which have been read now."""
         for block in self.homes.stale_hosts:
             self._drop_host(block)
         self.homes.clear()
 
     def move_failed(self) -> set[Block]:
-        """The step's copies stopped in the middle. Returns the blocks whose bytes on the device cannot be trusted any more. The
-        scheduler soft-resets the sequences that use them and then calls `discard`."""
+        """Note that the step's copies stopped in the middle. Returns the blocks whose bytes on the device cannot be trusted any
+        more. The scheduler soft-resets the sequences that use them and then calls `discard`."""
         for block in self.homes.to_host:
             self._drop_host(block)
             if block.owners == 0 and block.device is None:
@@ -237,7 +238,7 @@ class BlockStore:
         return broken
 
     def discard(self, broken: Iterable[Block]) -> None:
-        """Blocks that hold garbage and that nobody uses any more are lost to the owners that wait."""
+        """Drop blocks that hold garbage and that no running sequence uses; they are lost to the owners that wait."""
         for block in broken:
             assert block.users == 0
             self._drop_host(block)
@@ -263,7 +264,8 @@ class BlockStore:
             self.cached_host[block] = None
 
     def _host_room(self) -> bool:
-        """A free slot in host memory, made by forgetting the least recently used cached block there if need be."""
+        """Return whether host memory has a free slot, which is made by evicting the least recently used cached block if need
+        be."""
         if not self.host.free and self.cached_host:
             block, _ = self.cached_host.popitem(last=False)
             self._destroy(block)

@@ -47,12 +47,12 @@ class Admission:
 
     @property
     def has_work(self) -> bool:
-        """Something runs, or waits and may start."""
+        """True if something runs, or waits and may start."""
         return bool(self.running or self.waiting.clients(begun=not self.admitting))
 
     @property
     def must_preempt(self) -> bool:
-        """`hold_others`, `preempt` or `yield_slots` would stop a sequence."""
+        """True if `hold_others`, `preempt` or `yield_slots` would stop a sequence."""
         clients = self._foreground()
         return (
             any(client not in clients for client in self.running_table.of_client)
@@ -86,7 +86,7 @@ class Admission:
             self.stop(seq)
 
     def make_room(self, most: int) -> None:
-        """Idle blocks leave for the sequence that is next, or, where some clients go before others or did, for all that can
+        """Evict idle blocks for the sequence that is next, or, where some clients go before others or did, for all that can
         start in a step of `most` tokens."""
         seq = self.next()
         slots = min(self.config.max_num_seqs, most) - len(self.running)
@@ -99,15 +99,16 @@ class Admission:
 
     # ── starting and stopping ─────────────────────────────────────────────────────────────────────────────────────────
     def next(self) -> Sequence | None:
-        """Who waits and is next to start. If nothing runs, that is whoever has KV on the device that another would take."""
+        """Return the sequence that is next to start. If nothing runs, that is one with KV on the device that another would
+        take."""
         seq = self._first_waiting(self.clients)
         if seq is None or self.running or self.holding:
             return seq
         return self.pressure.first_alone(seq, self.waiting)
 
     def start(self, seq: Sequence, budget: int, version: int) -> bool:
-        """Let a waiting sequence run if its blocks and the next chunk, of at most `budget` tokens, fit beside what runs.
-        version: of the weights."""
+        """Start a waiting sequence if its blocks and the next chunk, of at most `budget` tokens, fit beside what runs. Returns
+        whether it did. version: of the weights."""
         self.tables.cut_lost(seq)
         self.tables.find_in_use(seq, version)
         if not self.pressure.fits(seq, self.running, budget):
@@ -121,7 +122,7 @@ class Admission:
         return True
 
     def stop(self, seq: Sequence, held: bool = False) -> None:
-        """From running to waiting. It keeps its blocks. held: because other clients go first."""
+        """Move a sequence from running to waiting. It keeps its blocks. held: because other clients go first."""
         assert not seq.pending, "a sequence stops whose last token is not known yet"
         self.running_table.leave(seq)
         for block in seq.blocks:
@@ -130,14 +131,14 @@ class Admission:
         self.waiting.put(seq)
 
     def _foreground(self) -> Collection[str]:
-        """The clients whose sequences may be computed now."""
+        """Return the clients whose sequences may be computed now."""
         return self.shares.foreground({*self.running_table.of_client, *self.waiting.clients(begun=not self.admitting)})
 
     def _first_waiting(self, clients: Collection[str]) -> Sequence | None:
         return self.waiting.next(self.running_table.of_client, clients, begun=not self.admitting)
 
     def _over_share(self, seq: Sequence | None, clients: Collection[str]) -> list[Sequence]:
-        """Who gives its slot to the client of `seq`, which waits."""
+        """Return the running sequences that give their slots to the client of `seq`, which waits."""
         if seq is None or self.running_table.has_place:
             return []
         waiting = {client: count for client, count in self.waiting.counts().items() if client in clients}

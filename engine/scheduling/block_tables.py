@@ -19,7 +19,7 @@ class BlockTables:
         self.counters = counters
 
     def find_cached(self, seq: Sequence, version: int) -> None:
-        """Full blocks that the prefix index knows are taken over instead of computed. One token stays to be computed, for its
+        """Take over full blocks that the prefix index has, for a running sequence. One token stays to be computed, for its
         logits."""
         while block := self._next_known(seq, version):
             if block.device is None and not self.store.available:
@@ -30,8 +30,8 @@ class BlockTables:
             self._found(seq)
 
     def find_in_use(self, seq: Sequence, version: int) -> None:
-        """The same for a sequence that waits, as far as these blocks take no room: somebody uses them. It does not use them
-        yet; what follows them is found when it runs."""
+        """Take over full blocks that the prefix index has, for a waiting sequence, as far as running ones use them, so that
+        they take no room. What follows them is found when it runs."""
         while block := self._next_known(seq, version):
             if not block.users:
                 return
@@ -40,7 +40,7 @@ class BlockTables:
             self._found(seq)
 
     def _next_known(self, seq: Sequence, version: int) -> Block | None:
-        """The block that continues the full ones of a sequence, if the index has it and a token is left to compute."""
+        """Return the block that continues the full ones of a sequence, if the index has it and a token is left to compute."""
         size = self.block_size
         parent = seq.blocks[-1].key if seq.blocks else None
         if seq.cached % size or seq.cached + size >= seq.length or (seq.blocks and parent is None):
@@ -53,7 +53,7 @@ class BlockTables:
         self.counters.prefix_hit_tokens += self.block_size
 
     def extend(self, seq: Sequence, cached: int, version: int) -> None:
-        """Blocks to write tokens up to `cached`: a shared partial block is copied first, new ones are taken."""
+        """Allocate blocks to write tokens up to `cached`: copy a shared partial block first, then append new ones."""
         size = self.block_size
         if seq.cached % size:
             block = seq.blocks[-1]
@@ -65,7 +65,7 @@ class BlockTables:
             seq.add_block(self.store.new(version))
 
     def fill(self, seq: Sequence, start: int) -> None:
-        """Blocks that became full, with tokens that are all known, get their key, and can be found from now on."""
+        """Index the blocks that became full since token `start`, all of whose tokens are known."""
         size = self.block_size
         for i in range(start // size, seq.cached // size):
             block = seq.blocks[i]
@@ -76,27 +76,28 @@ class BlockTables:
             self.store.index.add(block)
 
     def drop_older(self, seq: Sequence, oldest: int) -> None:
-        """Give up what was computed by weights before `oldest`, and all that follows it."""
+        """Release what was computed by weights before version `oldest`, and all that follows it."""
         for i, block in enumerate(seq.blocks):
             if block.version < oldest:
                 self.truncate(seq, i)
                 return
 
     def cut_lost(self, seq: Sequence) -> None:
-        """Give up what left the device for nowhere while it waited, and all that follows it."""
+        """Release the first block that was dropped while the sequence waited, and all that follows it."""
         for i, block in enumerate(seq.blocks):
             if block.lost:
                 self.truncate(seq, i)
                 return
 
     def cut_unused(self, seq: Sequence) -> bool:
-        """Keep the leading blocks that others use. True: there was more to give up."""
+        """Release all but the leading blocks that running sequences use. Returns whether there was more."""
         kept = next((i for i, block in enumerate(seq.blocks) if not block.users), None)
         if kept is not None:
             self.truncate(seq, kept)
         return kept is not None
 
     def truncate(self, seq: Sequence, blocks: int) -> None:
+        """Release all but the first `blocks`."""
         for block in reversed(seq.blocks[blocks:]):
             self.store.disown(block, used=seq.running)
         seq.cut_blocks(blocks)
@@ -104,7 +105,7 @@ class BlockTables:
         seq.mirrored = min(seq.mirrored, blocks)
 
     def distrust(self, seq: Sequence) -> None:
-        """What this sequence alone holds is never found by the prefix index again."""
+        """Remove what this sequence alone holds from the prefix index, for good."""
         for block in seq.blocks:
             if block.owners == 1:
                 self.store.index.remove(block)

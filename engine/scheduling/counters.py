@@ -14,15 +14,15 @@ from engine.scheduling.sequence import Sequence
 
 @dataclass(slots=True)
 class Rate:
-    """How many a second, over about the last `span` of them: two sums, half of which is forgotten with each `span`. Of a short
-    measurement, which may be mostly noise, little is kept; before an eighth of `span` nothing is said."""
+    """Items per second: two sums that decay with a half-life of `span` items, so that a short measurement, which may be mostly
+    noise, weighs little."""
 
     span: int
     count: float = 0.0
     seconds: float = 0.0
 
     def add(self, count: int, seconds: float) -> float:
-        """Returns the rate; 0 = not known yet."""
+        """Count items and the seconds that they took. Returns the rate; 0 until `span / 8` items were counted."""
         kept = 0.5 ** (count / self.span)
         self.count = kept * self.count + count
         self.seconds = kept * self.seconds + seconds
@@ -79,13 +79,13 @@ class Counters:
     _prefills: Rate = field(default_factory=lambda: Rate(8192), repr=False)
 
     def computed(self, seq: Sequence, start: int, count: int) -> None:
-        """A row of `count` tokens from `start` on that is not a decode row was launched."""
+        """Count a launched row of `count` tokens from `start` on that is not a decode row."""
         if not seq.state.forked or seq.uncached > 1:
             self.prefill_tokens += count
         self.recomputed_tokens += max(0, min(seq.computed, start + count) - start)
 
     def moved(self, moves: Moves, copied: Copied, block_bytes: int) -> None:
-        """A step's copies of blocks, and those that have ended."""
+        """Count a step's copies of blocks, and those that have ended."""
         to_host = len(moves.offloads) + len(moves.mirrors)
         self.offloaded_blocks += to_host
         self.restored_blocks += len(moves.restores)
@@ -96,7 +96,7 @@ class Counters:
             self.copy_blocks_per_second = self._copies.add(copied.blocks, copied.seconds)
 
     def stepped(self, plan: Plan, seconds: float) -> None:
-        """A step was committed, so long after it was planned, or after the one before was, if that was later."""
+        """Count a committed step. seconds: since it was planned, or since the one before was committed, if that was later."""
         self.steps += 1
         self.step_seconds += seconds
         if plan.num_tokens == plan.num_rows:
@@ -104,12 +104,12 @@ class Counters:
             self.decode_tokens += plan.num_tokens
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """The forward of a step, nearly all of whose tokens were prefill."""
+        """Count the forward of a step, nearly all of whose tokens were prefill."""
         self.prefill_tokens_per_second = self._prefills.add(tokens, seconds)
 
 
 def stale_token_frac(sequences: Iterable[Sequence], block_size: int, version: int) -> float:
-    """Share of the sequences' cached tokens in blocks that were begun by other weights than `version`."""
+    """Return the share of the sequences' cached tokens in blocks that were begun by other weights than `version`."""
     cached = stale = 0
     for seq in sequences:
         cached += seq.cached

@@ -1,4 +1,4 @@
-"""The groups that are not finished, and their children: taken on, forked, ended."""
+"""The groups that are not finished, and their children: submit, fork, end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.types import Begun, FinishReason, Group, Sample
 
 
 class Groups:
-    """A part of the scheduler: which children there are. A sequence enters the engine and leaves it here only."""
+    """A part of the scheduler: keeps which children there are. Sequences are made and ended here only."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Groups:
         """heap of (time, number of the group, its id)"""
 
     def submit(self, group: Group, client: str, seed: int, eos: frozenset[int]) -> list[Sample]:
-        """Take a group on. Returns the children that are complete already. Raises ValueError if the id is taken, one child
+        """Queue a group. Returns the children that are complete already. Raises ValueError if the id is taken, one child
         could never fit into the pool, or as many are complete as end the group."""
         if group.id in self.of_id:
             raise ValueError(f"group id {group.id!r} is in use by a group that is not finished; choose another")
@@ -73,7 +73,7 @@ class Groups:
         return samples
 
     def _complete(self, state: GroupState, begun: Begun) -> Sample:
-        """The sample of a child that had its last token when it came."""
+        """Return the sample of a child that had its last token when it was submitted."""
         reason = state.complete[begun.index]
         state.finished += 1
         self.counters.ended[reason] += 1
@@ -96,7 +96,7 @@ class Groups:
 
     @property
     def overdue(self) -> bool:
-        """A group may be past its deadline."""
+        """True if a group may be past its deadline."""
         return bool(self._deadlines) and self._deadlines[0][0] <= self._clock()
 
     def expire(self) -> list[Sample]:
@@ -153,7 +153,7 @@ class Groups:
     def take_token(
         self, seq: Sequence, token: int, logprob: float, raw: float | None, finite: bool, version: int
     ) -> FinishReason | None:
-        """Append what was drawn. Returns why that ends the child, if it does."""
+        """Append a token that was drawn by the weights `version`. Returns why that ends the child, if it does."""
         if not finite:
             self.tables.distrust(seq)
             return "error"

@@ -1,10 +1,10 @@
-"""What happens when KV runs out: who leaves the device, where to, and when there is room to come back.
+"""What happens when KV runs out: which sequences are preempted, where their KV goes, and when there is room to start again.
 
-    offload      a preempted sequence takes along the blocks that nobody else uses now; a shared prefix goes with the last child
+    offload      blocks of a preempted sequence that no running one uses go to host memory; a shared prefix with its last child
     soft reset   host memory is full, or computing again is cheaper than copying: the KV is dropped
     mirror       full blocks are copied to host memory ahead of need, so that preempting copies only partial blocks
 
-What a soft reset costs is bounded at the return: a sequence whose KV would be lost again starts when there is room for all that
+What a soft reset costs is bounded at the start: a sequence whose KV could be lost again starts when there is room for all that
 it has to compute and for a share of what it then draws, beside the growth of those that run (docs/decisions/pressure.md).
 
 Batched offload and soft reset are ideas of transformers' continuous batching (changes #45184, #43150, #46587).
@@ -34,20 +34,20 @@ class Pressure:
         self.counters = counters
 
     def need(self, seq: Sequence) -> int:
-        """Blocks that a running sequence must get to compute its next token."""
+        """Return how many blocks a running sequence must get to compute its next token."""
         if seq.cached % self.config.block_size == 0:
             return 0 if len(seq.blocks) * self.config.block_size > seq.cached else 1
         return int(seq.blocks[-1].owners > 1)
 
     def must_preempt(self, running: list[Sequence]) -> bool:
-        """There is no room for all of them to take a step."""
+        """True if there is no room for all of them to take a step."""
         room = self.store.available + len(self.store.idle)
         return len(running) > room and sum(map(self.need, running)) > room
 
     def victims(self, running: list[Sequence]) -> list[Sequence]:
-        """The sequences to preempt so that the others can take a step: none if there is room, else the last in rank, enough of
-        them that the rest can grow by `lookahead_blocks` (together at most a sixteenth of the pool). The first in rank always
-        stays, so something always gets done."""
+        """Return the sequences to preempt so that the others can take a step: none if there is room, else the last in rank,
+        enough of them that the rest can grow by `lookahead_blocks` (together at most a sixteenth of the pool). The first in
+        rank always stays, so something always gets done."""
         if len(running) <= self.store.available:
             return []  # nobody needs more than one
         need = sum(map(self.need, running))
@@ -72,7 +72,7 @@ class Pressure:
     def sequences_over_share(
         self, client: str, waiting: dict[str, int], running_of: Counter[str], running: list[Sequence]
     ) -> list[Sequence]:
-        """Of the running sequences those that give their slots to `client`, which waits: none if it has its share of all slots,
+        """Return the running sequences that give their slots to `client`, which waits: none if it has its share of all slots,
         else the last in rank of whoever has most, down to their own share. `waiting`, `running_of`: counts by client."""
         has = +running_of
         share = max(1, self.config.max_num_seqs // len(waiting.keys() | has.keys()))
@@ -87,31 +87,31 @@ class Pressure:
         return chosen
 
     def fits(self, seq: Sequence, running: list[Sequence], budget: int) -> bool:
-        """Whether a waiting sequence can run now: there is room for what `_room_for` says, and beside those that run."""
+        """Return whether a waiting sequence can start: there is `_room_for` it, and `_room_beside` those that run."""
         room = self._room_for(seq, budget)
         goes_on = seq.held and not _absent(seq) and not self._could_be_lost(seq)
         if self.store.available >= room + (0 if goes_on else self._room_beside(seq, running)):
             return True
         if running:
             return False
-        # nothing runs, so nothing will be freed: blocks of others that wait leave, and one block at a time will do
+        # nothing runs, so nothing will be freed: evict blocks of others that wait; one block at a time will do
         absent = _absent(seq)
         self.reclaim_idle(max(room, absent + 1), set(seq.blocks))
         return self.store.available >= absent + (1 if room > absent and seq.cached % self.config.block_size == 0 else 0)
 
     def first_alone(self, seq: Sequence, waiting: Iterable[Sequence]) -> Sequence:
-        """Who starts where nothing runs and it is the turn of `seq`: the first in rank of those whose KV lies idle on the
-        device, if `seq` could only have their room and they would have to compute again. So a turn among clients lasts until
-        a group is done, and not a single child of it."""
+        """Choose who starts where nothing runs and it is the turn of `seq`: the first in rank of those whose KV lies idle on
+        the device, if `seq` could only have their room and they would have to compute again. So a turn among clients lasts
+        until a group is done, and not a single child of it."""
         fresh = sum(block.host is None for block in self.store.idle)
         beside = self._room_for(seq, self.config.max_batch_tokens) <= self.store.available
-        if not fresh or beside or self._can_leave(fresh, fresh * self.config.block_size):
+        if not fresh or beside or self._can_offload(fresh, fresh * self.config.block_size):
             return seq
         idle = (other for other in waiting if other.begun and other.blocks and other.blocks[0] in self.store.idle)
         return min(idle, key=lambda other: other.rank, default=seq)
 
     def make_room(self, waiting: list[Sequence], running: list[Sequence], most: int) -> None:
-        """Blocks that nobody uses leave for waiting sequences, as many of the first of these as fit then into a step of `most`
+        """Evict idle blocks for waiting sequences, as many of the first of these as fit then into a step of `most`
         tokens. For the beginning of a plan: slots that its restores and copies take must stay what they are."""
         mine = {block for seq in waiting for block in seq.blocks}
         room = self.store.available + sum(block not in mine for block in self.store.idle)
@@ -128,27 +128,29 @@ class Pressure:
             self.reclaim_idle(need, mine)
 
     def least_run(self, seq: Sequence) -> int:
-        """Tokens that a waiting sequence draws, if it starts now, before it is parked, unless nothing else makes room."""
+        """Return how many tokens a waiting sequence draws, if it starts now, before it is preempted, unless nothing else makes
+        room."""
         if not self._could_be_lost(seq):
             return self.config.min_run_tokens
         share = -(-seq.uncached // COMPUTED_PER_DRAWN)
         return max(self.config.min_run_tokens, min(share, seq.limit - seq.length))
 
     def _could_be_lost(self, seq: Sequence) -> bool:
-        """A waiting sequence has more than a token to compute, and if it is parked then, it is reset."""
-        return seq.uncached > 1 and not self._can_leave(-(-seq.length // self.config.block_size), seq.length)
+        """True if a waiting sequence has more than a token to compute, and would be reset if it were preempted then."""
+        return seq.uncached > 1 and not self._can_offload(-(-seq.length // self.config.block_size), seq.length)
 
     def _room_for(self, seq: Sequence, budget: int) -> int:
-        """Slots for the blocks of a waiting sequence that are not on the device, and for new ones: of its next token or chunk
-        if parking it would lose nothing; else of all that it has to compute and of its least run."""
+        """Return how many slots a waiting sequence needs, for blocks that are not on the device and for new ones: of its next
+        token or chunk if preempting it would lose nothing; else of all that it has to compute and of its least run."""
         if self._could_be_lost(seq):
             return _absent(seq) + self._growth(seq, self._after(seq, self.least_run(seq)))
         return _absent(seq) + self._growth(seq, seq.cached + min(seq.uncached, budget))
 
     def _room_beside(self, seq: Sequence, running: list[Sequence]) -> int:
-        """Slots that stay free for those that run when `seq` starts. Where parking it would lose nothing: one for each of them,
-        so that it is not parked again at once (together at most a thirty-second of the pool), and what is left of the least run
-        of those who would lose something. Else all that they grow by until it is computed and has made its least run."""
+        """Return how many slots stay free for those that run when `seq` starts. Where preempting it would lose nothing: one for
+        each of them, so that it is not preempted again at once (together at most a thirty-second of the pool), and what is left
+        of the least run of those who would lose something. Else all that they grow by until it is computed and has made its
+        least run."""
         if not self._could_be_lost(seq):
             owed = (seq for seq in running if seq.ran < seq.least_run > self.config.min_run_tokens)
             kept = sum(self._growth(seq, self._after(seq, seq.least_run - seq.ran)) for seq in owed)
@@ -158,18 +160,18 @@ class Pressure:
         return sum(other.num_next_samples * self._growth(other, self._after(other, steps)) for other in running)
 
     def _after(self, seq: Sequence, draws: int) -> int:
-        """Tokens that have KV when a sequence has drawn so many more."""
+        """Return how many tokens have KV when a sequence has drawn so many more."""
         return min(seq.length + draws, seq.limit) - 1
 
     def _growth(self, seq: Sequence, cached: int) -> int:
-        """New slots for KV of so many tokens in all."""
+        """Return how many new slots KV of so many tokens in all takes."""
         size = self.config.block_size
         copied = seq.cached < cached and seq.cached % size and seq.blocks[-1].owners > 1
         return max(0, -(-cached // size) - len(seq.blocks)) + bool(copied)
 
     def reclaim_idle(self, need: int, keep: Collection[Block] = ()) -> bool:
-        """Blocks whose owners all wait leave the device until `need` are available: those with the fewest owners first, since
-        what many wait for would be computed again by each of them, and of these the newest."""
+        """Evict blocks whose owners all wait until `need` slots are available: those with the fewest owners first, since what
+        many own would be computed again by each of them, and of these the newest. Returns whether they are."""
         if self.store.available < need:
             idle = sorted((block for block in reversed(self.store.idle) if block not in keep), key=lambda block: block.owners)
             for block in idle:
@@ -183,7 +185,7 @@ class Pressure:
         """Move the idle blocks of a stopped sequence to host memory. False if they do not fit there, or if prefilling them
         again is cheaper; nothing has been moved then."""
         leaving = [block for block in seq.blocks if block.users == 0 and block.device is not None]
-        if not self._can_leave(sum(block.host is None for block in leaving), seq.cached):
+        if not self._can_offload(sum(block.host is None for block in leaving), seq.cached):
             return False
         for block in leaving:
             if not self.store.offload(block):
@@ -193,7 +195,7 @@ class Pressure:
         return True
 
     def mirror(self, running: list[Sequence]) -> None:
-        """When the pool will run out soon, copy full blocks of the sequences that are preempted first: the last in rank."""
+        """Copy, when the pool will run out soon, full blocks of the sequences that are preempted first: the last in rank."""
         size = self.config.block_size
         soon = 2 * self.config.lookahead_blocks * len(running)
         if not self.config.mirrors or self.store.available > soon:
@@ -210,13 +212,14 @@ class Pressure:
             if not left:
                 return
 
-    def _can_leave(self, blocks: int, tokens: int) -> bool:
-        """Blocks with KV of so many tokens would move to host memory, instead of being lost: they fit there, and that pays."""
+    def _can_offload(self, blocks: int, tokens: int) -> bool:
+        """True if blocks with KV of so many tokens would be offloaded and not dropped: they fit into host memory, and that
+        pays."""
         return bool(self.store.host.size) and blocks <= self.store.host_available and self._copy_pays(blocks, tokens)
 
     def _copy_pays(self, blocks: int, tokens: int) -> bool:
-        """Copying so many blocks out and back takes no longer than prefilling the tokens again, at the measured rates. True
-        while one of them is not known."""
+        """True if copying so many blocks out and back takes no longer than prefilling the tokens again, at the measured rates,
+        or while one of them is not known."""
         copy, prefill = self.counters.copy_blocks_per_second, self.counters.prefill_tokens_per_second
         if not copy or not prefill:
             return True
@@ -224,5 +227,5 @@ class Pressure:
 
 
 def _absent(seq: Sequence) -> int:
-    """Its blocks that are not on the device."""
+    """Return how many blocks of a sequence are not on the device."""
     return sum(block.device is None for block in seq.blocks)

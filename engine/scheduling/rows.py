@@ -23,7 +23,7 @@ class Rows:
         self.tables = tables
 
     def decode(self, running: list[Sequence], version: int) -> list[Row]:
-        """Rows of the sequences that have one token to compute and may sample another; there is room for all. Blocks are
+        """Make the rows of sequences that have one token to compute and may sample another; there is room for all. Blocks are
         touched only where one begins, where the last one is still shared after a fork, and where other weights began it."""
         size, rows = self.config.block_size, list[Row]()
         for seq in running:
@@ -35,8 +35,8 @@ class Rows:
         return rows
 
     def prefill(self, seq: Sequence, budget: int, planned: set[bytes], version: int) -> Row | None:
-        """The next tokens of a running sequence, at most `budget`. None: it must wait for blocks, or for a row of this very
-        step that computes the same prefix; `planned` has the keys of what this step computes."""
+        """Make the row of the next tokens of a running sequence, at most `budget`. None: it must wait for blocks, or for a row
+        of this very step that computes the same prefix; `planned` has the keys of what this step computes."""
         size = self.config.block_size
         if seq.uncached > 1:
             self.tables.find_cached(seq, version)
@@ -61,8 +61,8 @@ def plan_of(
     block_size: int,
     pending: bool,
 ) -> Plan:
-    """The plan of at least one row, as a value: copies of what it needs of the sequences and of `table`. `pending`: tokens of
-    a step in flight may be among those to compute."""
+    """Make the plan of at least one row, as a value: copies of what it needs of the sequences and of `table`. `pending`: tokens
+    of a step in flight may be among those to compute."""
     sequences, *numbers = zip(*rows, strict=True)
     starts, counts, samples = (np.array(each, np.int32) for each in numbers)
     places, ends = np.array([seq.place for seq in sequences]), starts + counts

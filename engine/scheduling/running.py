@@ -36,7 +36,7 @@ class RunningTable:
 
     @property
     def has_place(self) -> bool:
-        """One more sequence can run."""
+        """True if one more sequence can run."""
         return bool(self._free)
 
     def enter(self, seq: Sequence, least_run: int = 0) -> None:
@@ -60,7 +60,7 @@ class RunningTable:
 
     def _fill(self, seq: Sequence, place: int) -> None:
         seq.place, seq.table = place, self.table[place]
-        seq.table[: len(seq.blocks)] = [block.device for block in seq.blocks]
+        seq.table[: len(seq.blocks)] = slots_of(seq)
         self.sampling[place] = sampling_of(seq)
 
     def _clear(self, seq: Sequence) -> None:
@@ -77,14 +77,19 @@ class RunningTable:
         assert self.of_client == Counter(seq.state.client for seq in self.sequences)
         wanted = np.zeros_like(self.table)
         for place, seq in zip(places, self.sequences, strict=True):
-            wanted[place, : len(seq.blocks)] = [block.device for block in seq.blocks]
+            wanted[place, : len(seq.blocks)] = slots_of(seq)
         assert np.array_equal(self.table, wanted), "a table names other blocks than its sequence has, or goes on behind them"
         sampling = np.array([sampling_of(seq) for seq in self.sequences], SAMPLING)
         assert self.sampling[places].tobytes() == sampling.tobytes()
 
 
+def slots_of(seq: Sequence) -> list[int]:
+    """Return the device slots of the blocks of a sequence that runs."""
+    return [block.device for block in seq.blocks if block.device is not None]
+
+
 def sampling_of(seq: Sequence) -> tuple[object, ...]:
-    """The record of a sequence, as SAMPLING."""
+    """Return the record of a sequence, as SAMPLING."""
     state, sampling = seq.state, seq.state.group.sampling
     return (
         state.seed,

@@ -75,7 +75,7 @@ class Scheduler:
 
     # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def submit(self, group: Group, client: str, seed: int, eos: frozenset[int]) -> list[Sample]:
-        """Take a group on. Returns the children that are complete already. Raises ValueError if the id is taken, one child
+        """Queue a group. Returns the children that are complete already. Raises ValueError if the id is taken, one child
         could never fit into the pool, or as many are complete as end the group."""
         return self.children.submit(group, client, seed, eos)
 
@@ -89,12 +89,12 @@ class Scheduler:
 
     @property
     def overdue(self) -> bool:
-        """A group may be past its deadline."""
+        """True if a group may be past its deadline."""
         return self.children.overdue
 
     @property
     def has_work(self) -> bool:
-        """Something runs, or waits and may start."""
+        """True if something runs, or waits and may start."""
         return self.admission.has_work
 
     @property
@@ -130,8 +130,8 @@ class Scheduler:
         return plan_of(self._planned, rows, shared, self.store.moves, self.running_table, self.block_size, pending)
 
     def _decode(self, most: int) -> list[Row]:
-        """Rows of one token each, for a step of at most `most`: of all sequences that have one to compute, but in a short step
-        of some in turn. Half of a short step is for prefill if there is any to do."""
+        """Make the rows of one token each, for a step of at most `most`: of all sequences that have one to compute, but in a
+        short step of some in turn. Half of a short step is for prefill if there is any to do."""
         if most == self.config.max_batch_tokens:
             return self.rows.decode(self.running, self.version)
         decoding = [seq for seq in self.running if seq.uncached == 1]
@@ -140,8 +140,8 @@ class Scheduler:
         return self.rows.decode(self._turns.take(decoding, most), self.version)
 
     def _prefill(self, most: int, decoding: int) -> list[Row]:
-        """Rows of the sequences that have more than one token to compute and of those that can start, for a step of at most
-        `most` tokens, so many of which are decoded. A short step has as few draws."""
+        """Make the rows of sequences that have more than one token to compute and of those that can start, for a step of at
+        most `most` tokens, so many of which are decoded. A short step has as few draws."""
         budget, short = most - decoding, most < self.config.max_batch_tokens
         planned: set[bytes] = set()
         rows: list[Row] = []
@@ -164,7 +164,7 @@ class Scheduler:
         return rows
 
     def sequences_of(self, plan: Plan) -> list[Sequence]:
-        """The sequence of each row of a plan that is not committed."""
+        """Return the sequence of each row of a plan that is not committed."""
         return [row[0] for row in self._rows[plan.step]]
 
     @property

@@ -193,13 +193,13 @@ class Sequence:
         return self.length - self.cached
 
     def add_block(self, block: Block) -> None:
-        """Append a block that is on the device. For this and the next one: it runs."""
+        """Append a block that is on the device, to a running sequence."""
         assert block.device is not None and self.table is not None
         self.table[len(self.blocks)] = block.device
         self.blocks.append(block)
 
     def put_block(self, at: int, block: Block) -> None:
-        """Replace a block by one that is on the device."""
+        """Replace a block of a running sequence by one that is on the device."""
         assert block.device is not None and self.table is not None
         at %= len(self.blocks)
         self.table[at] = block.device
@@ -212,7 +212,7 @@ class Sequence:
         del self.blocks[blocks:]
 
     def tokens(self, start: int, count: int) -> np.ndarray:
-        """[count] int32 token ids from position `start` on."""
+        """Return [count] int32 token ids from position `start` on."""
         prompt = self.state.group.prompt
         if start >= len(prompt):
             first = start - len(prompt)
@@ -267,7 +267,7 @@ class Sequence:
             self.pending_draw = None
 
     def not_finite(self) -> str:
-        """Why nothing can be drawn where the largest logit that is left is no number."""
+        """Explain why nothing can be drawn where the largest logit that is left is no number."""
         reason = f"the logits of token {len(self.output)} hold NaN or infinity: the weights or the KV are not finite"
         if self.state.eos and len(self.output) < self.state.group.sampling.min_tokens:
             reason += ", or min_tokens forbids every token that could be drawn"

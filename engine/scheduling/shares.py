@@ -81,7 +81,7 @@ class Shares:
             del self._idle[other], self._credit[other]
 
     def foreground(self, working: Collection[str]) -> Collection[str]:
-        """Those of the clients with work that are computed now: the ones on the highest level of credit that there is."""
+        """Choose which of the clients with work are computed now: those on the highest level of credit that there is."""
         if not self.most:
             return working
         level = {client: math.ceil(LEVELS * self._credit[client] / self.most) for client in working}
@@ -101,7 +101,7 @@ class Shares:
 
     @property
     def only_client(self) -> str | None:
-        """The one that has unfinished groups, if it is one."""
+        """the client that has unfinished groups, if it is one"""
         return next(iter(self._groups)) if len(self._groups) == 1 else None
 
     def step_began(self, now: float) -> None:
@@ -118,26 +118,26 @@ class Shares:
         self._committing = seconds
 
     def most_tokens(self, most: int, now: float) -> int:
-        """Tokens of the next step: `most`, or what SHORT_STEP_S computes where a client with credit waits for its end or may
-        come and wait."""
+        """Return the tokens of the next step: `most`, or what SHORT_STEP_S computes where a client with credit waits for its
+        end or may come and wait."""
         if not self._tokens_per_second or not self._short_steps(now):
             return most
         return min(most, max(SHORT_STEP_TOKENS, int(SHORT_STEP_S * self._tokens_per_second)))
 
     def _short_steps(self, now: float) -> bool:
-        """A client was idle a while ago, or one of several that have work has credit."""
+        """True if a client was idle a while ago, or one of several that have work has credit."""
         last_left = next(reversed(self._idle.values()), None)
         if self.most and last_left is not None and now - last_left < EXPECTED_S:
             return True
         return len(self._groups) > 1 and any(self._credit[client] > 0 for client in self._groups)
 
     def credits(self) -> dict[str, float]:
-        """Seconds of credit by client, of those that have unfinished groups."""
+        """Return the seconds of credit of each client that has unfinished groups."""
         return {client: self._credit[client] for client in self._groups}
 
 
 def tokens_by_client(rows: list[Row], total: int, only_client: str | None) -> Mapping[str, int]:
-    """Tokens of a step by client. only_client: the one that has all of them, if that is known."""
+    """Count the tokens of a step by client. only_client: the one that has all of them, if that is known."""
     if only_client is not None:
         return {only_client: total}
     tokens = Counter[str]()
@@ -154,7 +154,7 @@ class Turns:
         """by client, age of the sequence that its last turn ended with"""
 
     def take(self, decoding: list[Sequence], most: int) -> list[Sequence]:
-        """At most so many of the sequences, which are sorted by age and stay so."""
+        """Choose at most so many of the sequences, which are sorted by age and stay so."""
         if len(decoding) <= most:
             return decoding
         of_client: dict[str, list[Sequence]] = {}

@@ -8,7 +8,7 @@ from engine.scheduling.sequence import Row, Sequence
 
 
 def shared_prefixes(rows: list[Row], block_size: int) -> list[SharedPrefix]:
-    """Runs of rows of one group that stand on the same prompt blocks."""
+    """Find runs of rows of one group that stand on the same prompt blocks."""
     shared = []
     first = 0
     while first < len(rows):

@@ -32,20 +32,21 @@ class WaitingQueue:
             yield from sequences
 
     def counts(self) -> dict[str, int]:
-        """How many wait, by client."""
+        """Count the sequences of each client."""
         return {client: len(sequences) for client, sequences in self._clients.items()}
 
     def put(self, sequence: Sequence) -> None:
-        priority, *rank = sequence.rank
-        self._places[sequence] = (priority, not sequence.held, not sequence.begun, *rank)
+        """Add a sequence, at the place that it has now within its client."""
+        priority, number, drawn, index = sequence.rank
+        self._places[sequence] = (priority, not sequence.held, not sequence.begun, number, drawn, index)
         insort(self._clients.setdefault(sequence.state.client, []), sequence, key=self._places.__getitem__)
 
     def clients(self, begun: bool = False) -> list[str]:
-        """Who has sequences here; `begun`: that have begun."""
+        """List the clients that have sequences here; `begun`: that have begun."""
         return [client for client, sequences in self._clients.items() if self._first(sequences, begun) is not None]
 
     def of(self, clients: Collection[str], begun: bool = False) -> Iterator[Sequence]:
-        """The sequences of these clients, each client's in order; `begun`: only those that have."""
+        """Yield the sequences of these clients, each client's in order; `begun`: only those that have."""
         for client, sequences in self._clients.items():
             if client in clients:
                 yield from (seq for seq in sequences if seq.begun or not begun)
@@ -64,6 +65,7 @@ class WaitingQueue:
         return next((sequence for sequence in sequences if sequence.begun), None) if begun else sequences[0]
 
     def remove(self, sequence: Sequence, served: bool = False) -> None:
+        """Remove a sequence. served: it starts, so that the turn goes to other clients."""
         client = sequence.state.client
         sequences = self._clients[client]
         at = bisect_left(sequences, self._places[sequence], key=self._places.__getitem__)

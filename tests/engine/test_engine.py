@@ -189,18 +189,6 @@ def test_a_failed_copy_is_mended() -> None:
     assert_mended(e, broken)
 
 
-def test_mirrors_that_never_succeed_stop_nobody() -> None:
-    e = engine(kv_tokens=60, cpu_offload_gib=0.0001, mirror_ahead=True)
-    move = e.kv.move
-
-    def broken(moves: Any) -> Any:
-        if moves.mirrors:
-            raise MemoryError("injected failure of a copy")
-        return move(moves)
-
-    assert_mended(e, broken)
-
-
 def test_nan_ends_its_child_only() -> None:
     """NaN in the KV of one child: it ends with an error, its neighbours do not notice, its blocks are not found again."""
     e = tiny_engine()
@@ -299,6 +287,10 @@ def test_limits_are_the_caller_s() -> None:
         ("max_num_seqs", 0),
         ("max_batch_tokens", 1),
         ("cpu_offload_gib", -1.0),
+        ("cpu_offload_gib", 1e9),
+        ("foreground_s", -1.0),
+        ("foreground_s", float("inf")),
+        ("mirror_ahead", True),
         ("kv_tokens", 0),
         ("threads", 0),
     ],

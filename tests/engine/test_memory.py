@@ -60,3 +60,12 @@ def test_less_is_taken_where_it_is_pinned(device: str, blocks: int, monkeypatch:
     memory = HostMemory() if device == "cpu" else CudaMemory(torch.device(device))
     assert blocks_in_host_memory(EngineConfig(), 1 << 20, 0, memory) == blocks
     assert blocks_in_host_memory(EngineConfig(cpu_offload_gib=60 / 1024), 1 << 20, 0, memory) == 60
+
+
+def test_more_host_memory_than_can_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the field, what could be had beside the KV pool, and what to do."""
+    monkeypatch.setattr(sizes, "free_memory", lambda: 100 << 30)
+    options = {"bytes_per_block": 1 << 20, "device_blocks": 50 << 10, "memory": HostMemory()}
+    with pytest.raises(ValueError, match=r"cpu_offload_gib=60: at most 40.00 can be had.*lower it, or leave it out"):
+        blocks_in_host_memory(EngineConfig(cpu_offload_gib=60), **options)
+    assert blocks_in_host_memory(EngineConfig(cpu_offload_gib=39), **options) == 39 << 10

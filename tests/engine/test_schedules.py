@@ -59,6 +59,17 @@ def test_tight_pools_finish() -> None:
     over_seeds(tight_schedule, 0, 250)
 
 
+@pytest.mark.parametrize("fail", [False, True])
+def test_mirrors_that_never_succeed_stop_nobody(fail: bool) -> None:
+    """On CUDA, where full blocks are copied ahead of pressure."""
+    h = Harness(16, 16, mirror_ahead=True, block_size=4, max_num_seqs=8, max_batch_tokens=32)
+    h.mirrors_fail = fail
+    for number in range(4):
+        assert h.submit(f"g{number}", [number + 1] * 9, n=3, max_tokens=40, seed=number)
+    h.finish()
+    assert (h.scheduler.counters.failed_moves > 0) == fail and (h.copied_blocks > 0 or fail)
+
+
 def test_a_schedule_that_fails_is_named() -> None:
     with pytest.raises(AssertionError, match=r"fails_at_seven\(7\): AssertionError\('seven'\)"):
         over_seeds(fails_at_seven, 0, 20)

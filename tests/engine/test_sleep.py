@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
     [
         ({"cpu_offload_gib": 0.01}, False),
         ({"cpu_offload_gib": 0}, True),
-        ({"cpu_offload_gib": 0.01, "kv_tokens": 256, "mirror_ahead": True}, False),
+        ({"cpu_offload_gib": 0.01, "kv_tokens": 256}, False),
         ({"cpu_offload_gib": 0.00005, "kv_tokens": 256}, True),
     ],
     ids=["preempted", "no host memory", "under pressure", "little host memory"],

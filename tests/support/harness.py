@@ -68,6 +68,7 @@ class Harness:
         self.flight: tuple[Plan, Drawn] | None = None
         """the step that was launched and is not committed"""
         self.copied_blocks = 0
+        self.mirrors_fail = False
         self.stamped: dict[bytes, list[Cell | None]] = {}
         add = self.scheduler.store.index.add
 
@@ -122,6 +123,8 @@ class Harness:
         for seq in self.scheduler.running:
             group = seq.state.group
             self.oldest.setdefault(group.id, self.scheduler.version - group.sampling.max_kv_lag)
+        if plan.moves.mirrors and self.mirrors_fail:
+            fail_copy = plan.moves.blocks - len(plan.moves.mirrors)
         if plan.moves and fail_copy is not None:
             self.move(plan.moves, fail_copy)
             self.land()
