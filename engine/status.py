@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from engine.kv.store import BlockStore
 from engine.scheduling.counters import Counters, stale_token_frac
 from engine.scheduling.scheduler import Scheduler
 from engine.types import Mode, Refreshed
@@ -62,7 +63,7 @@ def status(engine: Shown) -> dict[str, Any]:
             "block_size": size,
             "block_bytes": engine.kv.block_bytes,
             "stale_token_frac": stale_token_frac(sequences, size, version),
-            **scheduler.store.counts(),
+            **_block_counts(scheduler.store),
         },
         **{name: count for name, count in msgspec.to_builtins(engine.counters).items() if not name.startswith("_")},
     }
@@ -87,4 +88,23 @@ def _weights(engine: Shown) -> dict[str, Any]:
         "bytes": last.bytes if last else 0,
         "resident_bytes": engine.weights.resident_bytes,
         "offloaded_bytes": engine.weights.offloaded_bytes,
+    }
+
+
+def _block_counts(store: BlockStore) -> dict[str, int]:
+    """Count blocks. total = free + used + cached in each pool."""
+    mirrored = sum(block is not None and block.device is not None for block in store.host.holder)
+    host_cached = sum(block is not None and block.owners == 0 for block in store.host.holder)
+    return {
+        "device_blocks": store.device.size,
+        "device_free": store.device.free,
+        "device_used": store.used,
+        "device_cached": len(store.cached),
+        "device_idle": len(store.idle),
+        "host_blocks": store.host.size,
+        "host_free": store.host.free,
+        "host_used": store.host.used - host_cached,
+        "host_cached": host_cached,
+        "mirrored": mirrored,
+        "indexed": len(store.index),
     }

@@ -65,24 +65,6 @@ class BlockStore:
         """device slots of blocks with owners"""
         return self.device.used - len(self.cached)
 
-    def counts(self) -> dict[str, int]:
-        """Count blocks for `Engine.status`. total = free + used + cached in each pool."""
-        mirrored = sum(block is not None and block.device is not None for block in self.host.holder)
-        host_cached = sum(block is not None and block.owners == 0 for block in self.host.holder)
-        return {
-            "device_blocks": self.device.size,
-            "device_free": self.device.free,
-            "device_used": self.used,
-            "device_cached": len(self.cached),
-            "device_idle": len(self.idle),
-            "host_blocks": self.host.size,
-            "host_free": self.host.free,
-            "host_used": self.host.used - host_cached,
-            "host_cached": host_cached,
-            "mirrored": mirrored,
-            "indexed": len(self.index),
-        }
-
     # ── taking and giving back ────────────────────────────────────────────────────────────────────────────────────────
     def new(self, version: int) -> Block:
         """Allocate a block on the device, with one owner that uses it. Raises OutOfBlocks."""
