@@ -161,7 +161,7 @@ class Sequence:
         self.num_output_at_start = 0
         """tokens drawn when it last started to run"""
         self.least_run = 0
-        """tokens to draw from there on before it is parked, unless nothing else can make room"""
+        """tokens to draw from there on before it is preempted, unless nothing else can make room"""
         self.offloads = 0
         self.mirrored = 0
         """leading full blocks known to have a copy in host memory"""
