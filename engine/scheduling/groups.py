@@ -159,14 +159,12 @@ class Groups:
             return "error"
         seq.append(token, logprob, raw, version)
         self.counters.generated_tokens += 1
-        state, sampling = seq.state, seq.state.group.sampling
-        if token in state.eos and len(seq.output) > sampling.min_tokens:
+        state, count = seq.state, len(seq.output)
+        if token in state.eos and count > state.group.sampling.min_tokens:
             return "stop"
-        if seq.num_prompt + len(seq.output) == seq.limit:
+        if seq.num_prompt + count == seq.limit:
             return "length"
-        if sampling.finish_after is not None and not state.races and len(seq.output) >= sampling.min_len_to_cut:
-            return "cut"
-        return None
+        return "cut" if state.cut_at is not None and count >= state.cut_at else None
 
     def end_races(self, racing: list[tuple[Sequence, FinishReason]]) -> list[Sample]:
         """End children that a step has ended, of groups that end with their first `finish_after`, and the siblings that are to
@@ -176,8 +174,8 @@ class Groups:
             if not seq.ended:  # cancelled where its group forked
                 samples.append(self.end(seq, reason if seq.state.races else "cut"))
         for state in {seq.state.number: seq.state for seq, _ in racing if not seq.state.races}.values():
-            least = state.group.sampling.min_len_to_cut
-            late = [seq for seq in state.sequences.values() if len(seq.output) >= least]
+            state.cut_at = state.group.sampling.min_len_to_cut
+            late = [seq for seq in state.sequences.values() if len(seq.output) >= state.cut_at]
             samples += [self.end(seq, "cut") for seq in late]
         return samples
 

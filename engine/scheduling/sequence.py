@@ -28,6 +28,7 @@ class GroupState:
         "resumed",
         "fresh",
         "finished",
+        "cut_at",
         "cancelled",
         "begun",
     )
@@ -58,6 +59,8 @@ class GroupState:
         """one of its sequences has run"""
         self.finished = 0
         """children that ended by themselves"""
+        self.cut_at: int | None = None
+        """tokens at which its children are cut; None: not enough of them have ended for that"""
         self.forked = not self.fresh
         """every child that is not finished has a sequence. Where all have begun there is no first token to draw in common: each
         prefills for itself, and the prefix index shares the prompt"""
