@@ -204,7 +204,7 @@ def run_workload(
 def offload(bench: Bench) -> Rows:
     """KV for half of the need, the rest in host memory. Beside it the same without the copies, over blocks that hold anything:
     if the schedule is the same, which `steps` and `offloads` show, the difference is what the copies cost. Then a roomy pool,
-    copies ahead, no offload."""
+    no copies ahead of need, no offload."""
     workload = bench.sizes.pressure
     needed = workload.needed_kv_tokens(32) * bench.model().geometry.bytes_per_token
     tight: dict[str, Any] = {
@@ -224,7 +224,7 @@ def offload(bench: Bench) -> Rows:
         "offload": tight,
         "no_copies": {**tight, "change": without_copies},
         "roomy": {**alone, "kv_tokens": workload.roomy().kv_tokens(32)},
-        "mirror_ahead": {**tight, "mirror_ahead": True},
+        "not_ahead": {**tight, "mirror_ahead": False},
         "no_offload": alone,
     }.items():
         yield from kept(run(name, config))
