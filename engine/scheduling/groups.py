@@ -159,12 +159,12 @@ class Groups:
             return "error"
         seq.append(token, logprob, raw, version)
         self.counters.generated_tokens += 1
-        state, count = seq.state, len(seq.output)
-        if token in state.eos and count > state.group.sampling.min_tokens:
+        state = seq.state
+        if token in state.eos and len(seq.output) > state.group.sampling.min_tokens:
             return "stop"
-        if seq.num_prompt + count == seq.limit:
+        if seq.num_prompt + len(seq.output) == seq.limit:
             return "length"
-        return "cut" if state.cut_at is not None and count >= state.cut_at else None
+        return "cut" if state.cut_at is not None and len(seq.output) >= state.cut_at else None
 
     def end_races(self, racing: list[tuple[Sequence, FinishReason]]) -> list[Sample]:
         """End children that a step has ended, of groups that end with their first `finish_after`, and the siblings that are to

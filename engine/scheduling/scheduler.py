@@ -231,28 +231,29 @@ class Scheduler:
         samples: list[Sample] = []
         racing: list[tuple[Sequence, FinishReason]] = []
         tokens, logprobs, finite = drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.finite.tolist()
-        raws = None if drawn.raw_logprobs is None else drawn.raw_logprobs.tolist()
-        size, children, version, at = self.block_size, self.children, self.version, 0
+        raws = [None] * len(tokens) if drawn.raw_logprobs is None else drawn.raw_logprobs.tolist()
+        size, take_token, version, at = self.block_size, self.children.take_token, self.version, 0
         for seq, start, count, draws in rows:
             if seq.ended:
                 self.counters.unused_draws += draws
                 at += draws
             elif draws:
                 forks = not seq.state.forked
-                for child in children.fork(seq) if forks else (seq,):
-                    raw = None if raws is None else raws[at]
-                    reason = children.take_token(child, tokens[at], logprobs[at], raw, finite[at], version)
-                    if reason in ("stop", "length") and seq.state.races:
-                        racing.append((child, reason))
-                    elif reason is not None:
-                        samples.append(children.end(child, reason, child.not_finite() if reason == "error" else None))
-                    elif child.pending and child.cached % size == 0:
-                        self.tables.fill(child, start + count)  # the next step computes the token that is known only now
+                for child in self.children.fork(seq) if forks else (seq,):
+                    reason = take_token(child, tokens[at], logprobs[at], raws[at], finite[at], version)
                     at += 1
+                    if reason is None:
+                        if child.pending and child.cached % size == 0:
+                            self.tables.fill(child, start + count)  # the next step computes the token that is known only now
+                    elif reason in ("stop", "length") and seq.state.races:
+                        racing.append((child, reason))
+                    else:
+                        error = child.not_finite() if reason == "error" else None
+                        samples.append(self.children.end(child, reason, error))
                 if forks:
                     samples += [each for index in seq.state.cancelled for each in self.abort(seq.state.group.id, index)]
         assert at == len(tokens)
-        return samples + children.end_races(racing) if racing else samples
+        return samples + self.children.end_races(racing) if racing else samples
 
     def launch_failed(self, plan: Plan, reason: str) -> list[Sample]:
         """End the groups of a plan that could not be launched with an error; the plan is void."""
