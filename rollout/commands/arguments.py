@@ -123,6 +123,16 @@ def commands(settings: Config) -> dict[str, Command]:
     }
 
 
+DESCRIPTIONS = {
+    "serve": "serve a model until Ctrl-C or SIGTERM",
+    "generate": "sample completions of the prompts in a JSONL file",
+    "status": "print the status of a running service",
+    "top": "watch a running service",
+    "bench": "run named workloads and print a table",
+    "demo": "watch a small real model answer a trainer's groups",
+}
+
+
 def parse(argv: list[str]) -> Command:
     """Lay the command line over the TOML file that `--config` names, and that over the defaults.
 
@@ -134,7 +144,7 @@ def parse(argv: list[str]) -> Command:
     base = Config() if path is None else configuration.load(path)
     offload = base.engine.weight_offload
     named = commands(with_offload(base, offload or WeightOffload()))  # --help lists its flags, on or off
-    line = tyro.extras.subcommand_type_from_defaults(named)
+    line = tyro.extras.subcommand_type_from_defaults(named, DESCRIPTIONS)
     args: Command = tyro.cli(line, args=argv, prog="rollout", config=(tyro.conf.AvoidSubcommands,))
     asked = any(word.replace("_", "-").startswith("--engine.weight-offload.") for word in argv)
     if isinstance(args, ServeArgs | GenerateArgs) and offload is None and not asked:

@@ -18,7 +18,7 @@ import pytest
 
 from engine.types import Sampling
 from rollout.client.api import RolloutClient
-from rollout.commands.arguments import commands
+from rollout.commands.arguments import DESCRIPTIONS, commands
 from rollout.commands.main import main
 from rollout.config import Config, dump
 from rollout.process import ServiceFailed, service_process
@@ -193,3 +193,11 @@ def test_the_demo_stops_what_it_started_on_ctrl_c(smollm2: Path) -> None:
     finally:
         process.kill()
         process.stdout.close()
+
+
+def test_help_says_what_each_command_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert end.value.code == 0 and all(line in shown for line in DESCRIPTIONS.values())
+    assert DESCRIPTIONS.keys() == commands(Config()).keys()
