@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from engine.config import EngineConfig
 from engine.kv.store import BlockStore
@@ -69,6 +69,7 @@ class Groups:
             self.waiting.put(state.sequences[index])
         if group.sampling.deadline_s is not None:
             heappush(self._deadlines, (state.arrived + group.sampling.deadline_s, state.number, group.id))
+            self._forget_deadlines()
         self.shares.arrived(client, state.arrived)
         return samples
 
@@ -108,6 +109,13 @@ class Groups:
             if state is not None and state.number == number:
                 samples += self.end_all(state, "deadline")
         return samples
+
+    def _forget_deadlines(self) -> None:
+        """Drop the deadlines of groups that have ended, once these are most of them."""
+        if len(self._deadlines) > 2 * len(self.of_id) + 64:
+            live = {state.number for state in self.of_id.values()}
+            self._deadlines = [each for each in self._deadlines if each[1] in live]
+            heapify(self._deadlines)
 
     def refresh(self, version: int, kv: str) -> list[Sample]:
         """Apply `kv` to live groups once the weights are another version: "keep" their KV, "recompute" it, or "abort" them.

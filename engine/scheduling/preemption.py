@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from itertools import islice
 
 from engine.config import EngineConfig
 from engine.kv.block import Block
@@ -172,14 +173,20 @@ class Pressure:
     def reclaim_idle(self, need: int, keep: Collection[Block] = ()) -> bool:
         """Evict blocks whose owners all wait until `need` slots are available: those with the fewest owners first, since what
         many own would be computed again by each of them, and of these the newest. Returns whether they are."""
-        if self.store.available < need:
-            idle = sorted((block for block in reversed(self.store.idle) if block not in keep), key=lambda block: block.owners)
-            for block in idle:
+        while (short := need - self.store.available) > 0:
+            idle = (block for block in reversed(self.store.idle) if block not in keep)
+            leaving = [
+                *islice((block for block in idle if block.owners == 1), short)
+            ]  # nearly always enough: not all are sorted
+            if not leaving:
+                others = (block for block in reversed(self.store.idle) if block not in keep)
+                leaving = sorted(others, key=lambda block: block.owners)[:short]
+            if not leaving:
+                return False
+            for block in leaving:
                 if not self.store.offload(block):
                     self.store.drop(block)
-                if self.store.available >= need:
-                    break
-        return self.store.available >= need
+        return True
 
     def offload(self, seq: Sequence) -> bool:
         """Move the idle blocks of a stopped sequence to host memory. False if they do not fit there, or if prefilling them

@@ -87,7 +87,7 @@ class Handle:
         some = None if indices is None else frozenset(indices)
         wrong = sorted(index for index in some or () if index not in self.group.wanted)
         if wrong:
-            raise InvalidRequest(f"no child {wrong[0]}: the group has {list(self.group.wanted)[:20]}", self.group_id)
+            raise InvalidRequest(f"no child {wrong[0]}: the group has {list(self.group.wanted[:20])}", self.group_id)
         if self.on_cancel is not None:
             self.on_cancel(self, some)
 

@@ -71,7 +71,7 @@ class Running:
         except Exception as error:
             log.exception("engine.submit failed")
             raise GroupFailed(f"the engine failed on this group: {described(error)}", group_id) from None
-        held = HeldGroup(group_id, group.id, digest, len(group.wanted))
+        held = HeldGroup(group_id, group.id, digest, group.wanted)
         session.hold(held)
         self._groups[group.id] = (session, held)
         self._tracker.begin(group)
@@ -107,7 +107,7 @@ class Running:
     def abort(self, session: Session, group_id: str, index: int | None = None) -> None:
         """End a group of this id, or one child of it, if there is such; the client gets its samples."""
         held = session.groups.get(group_id)
-        if held is not None:
+        if held is not None and (index is None or index in held.wanted):
             self._end(held, index)
 
     def abort_all(self, sessions: Iterable[Session]) -> None:

@@ -9,7 +9,7 @@ sockets and no clock in here; `rollout.service.loop` moves the messages.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -35,11 +35,17 @@ class HeldGroup:
     engine_id: str
     """the engine's name for it, unique over all sessions"""
     digest: bytes
-    n: int
+    wanted: Sequence[int]
+    """indices of its children"""
     ended: int = 0
     acked: int = 0
     unacked: dict[int, list[Frame]] = field(default_factory=dict)
     """frames of the ended children, by index, until the client has them"""
+
+    @property
+    def n(self) -> int:
+        """Samples that come of it."""
+        return len(self.wanted)
 
     @property
     def running(self) -> bool:

@@ -316,6 +316,19 @@ def test_a_deadline_counts_for_a_group_that_has_not_started() -> None:
     assert [(s.index, s.finish_reason, len(s.token_ids)) for s in engine.step()] == [(i, "deadline", 0) for i in range(3)]
 
 
+def test_deadlines_of_groups_that_have_ended_are_forgotten() -> None:
+    """A client that gives each group a year does not fill the memory; a deadline that still counts is kept."""
+    engine, clock = toy_engine(), Clock()
+    engine.scheduler._clock = engine.scheduler.children._clock = clock
+    engine.submit(group("late", range(5, 9), n=1, max_tokens=50, ignore_eos=True, deadline_s=10))
+    for number in range(500):
+        engine.submit(group(f"g{number}", [5, 6], n=1, max_tokens=1, deadline_s=3e7))
+        engine.abort(f"g{number}")
+    assert len(engine.scheduler.children._deadlines) < 100
+    clock.now += 11
+    assert [sample.finish_reason for sample in engine.step()] == ["deadline"]
+
+
 def test_who_starts_first() -> None:
     """By priority, whoever came first; equal ones in turn."""
     scheduler = small_scheduler(max_num_seqs=1)

@@ -18,7 +18,8 @@ from tests.support.faulty_link import Proxy
 from tests.support.toy import engine as toy_engine
 from tests.support.toy import run
 from tests.support.waiting import until
-from tests.support.wire import serving
+from tests.support.wire import Bench, serving, submit
+from transport import messages as m
 from transport.errors import InvalidRequest, RequestTimeout
 from transport.loopback import LoopbackService
 
@@ -179,3 +180,17 @@ def test_samples_of_several_groups_as_they_come(scripted: tuple[RolloutClient, F
     arrivals.add(client.submit([1000], Sampling()))
     with pytest.raises(InvalidRequest, match="token id 1000"):
         arrivals.get(WAIT)
+
+
+def test_children_that_a_group_does_not_have_cost_nothing() -> None:
+    """An Abort of made-up indices leaves nothing behind that waits for its turn."""
+    bench = Bench()
+    peer = bench.client().send(submit("g", n=3, max_tokens=50))
+    bench.turn()
+    peer.send(m.Abort([], [("g", index) for index in (-1, 3, 2**40, *range(1000, 3000))] + [("other", 0), ("g", 2)]))
+    asked: list[int | None] = []
+    abort = bench.engine.abort
+    bench.engine.abort = lambda group_id, index=None: (asked.append(index), abort(group_id, index))[1]  # type: ignore[method-assign]
+    bench.turn(3)
+    assert asked == [2] and not bench.service._running.ending
+    assert [(sample.index, sample.finish_reason) for sample in peer.samples()] == [(2, "aborted")]
