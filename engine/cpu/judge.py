@@ -74,10 +74,9 @@ def decide(
         log.warning("products are torch's own, and samples may depend on their batch model=%s reason=%r", name, str(error))
         return Computes(None, f"{torch_arithmetic()}/batch", True, str(error))
     exact = _logits(module_forward, module)
-    if decoder is not None and (rows := _differ(_logits(decoder.forward, module), exact)):
-        why = f"the {type(decoder).__name__} has numbers that differ from the module's with {rows} rows"
+    if decoder is not None and (failed := why_not(decoder, module, exact)):
+        decoder, why = None, failed
         log.warning("the module runs, which is slower model=%s reason=%r", name, why)
-        decoder = None
     torch_bits = not _differ(exact, plain) and products_like_torch(module, products)
     log.info(
         "runs %s model=%s products=%s reason=%r of_rounding=%.2f torch_bits=%s furthest_logprob=%.2g",
@@ -90,6 +89,16 @@ def decide(
         0.0 if torch_bits else _furthest(exact, plain),
     )
     return Computes(decoder, products.arithmetic, torch_bits, why)
+
+
+def why_not(decoder: Decoder, module: nn.Module, exact: list[torch.Tensor]) -> str:
+    """Tell why the decoder cannot stand for the module with our products, whose logits are `exact`; "" if it can. What rotary
+    embeddings are shows only in a forward."""
+    try:
+        rows = _differ(_logits(decoder.forward, module), exact)
+    except NotNative as error:
+        return str(error)
+    return f"the {type(decoder).__name__} has numbers that differ from the module's with {rows} rows" if rows else ""
 
 
 class WrongNumbers(Exception):

@@ -104,3 +104,12 @@ def test_torch_bits_are_found_out() -> None:
 def test_layers_that_torch_does_not_know_are_refused() -> None:
     with pytest.raises(NotNative, match="a decoder layer of another kind"):
         TorchDecoder(tiny("olmo2"), {}, products_of("torch"))  # type: ignore[arg-type]
+
+
+@native
+def test_a_module_that_only_a_forward_shows_to_be_another_one_runs() -> None:
+    """The rotary embeddings of ernie4_5 are in fp32, whatever the model is in: no decoder computes it in bf16. It is served."""
+    engine = tiny_engine("ernie4_5", "bfloat16")
+    assert engine.model.decoder is None and "rotary embeddings" in engine.status()["computed_by_reason"]
+    samples = run(engine, groups())
+    assert {sample.finish_reason for sample in samples.values()} <= {"stop", "length"}
