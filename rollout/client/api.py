@@ -11,23 +11,24 @@ import itertools
 import secrets
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal, cast, overload
+from typing import overload
 
 from engine.types import Begun, Group, KVPolicy, Limits, Refreshed, Sample, Sampling
+from rollout.client.controls import Controls
 from rollout.client.generation import Generation
 from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
 from rollout.client.refresh import NamedTensors, Pusher, RefreshHandle, answer
 from rollout.client.submission import Prompt, group_of, resumed_group, sendable
-from transport.errors import InvalidRequest, ServiceLost
-from transport.messages import Asleep, Control, Sleep, StatusRequest, Wake, WeightsRequest, Welcome
+from transport.errors import ServiceLost
+from transport.messages import Control, Welcome
 from transport.sockets import ClientEnd, ClientTransport
 from transport.weights import Via
 
 __all__ = ["Begun", "Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
 
 
-class RolloutClient:
+class RolloutClient(Controls):
     """Connects to a rollout service. Thread-safe; one background thread does all the talking, heartbeats included, so a trainer
     may be busy for as long as it likes.
 
@@ -62,7 +63,8 @@ class RolloutClient:
         self._ids = itertools.count()
         self._serials = itertools.count(1)
         self.require_version = require_version
-        self._link = Link(end, secrets.token_hex(16), name, link_timeout_s, stall_timeout_s)
+        link = Link(end, secrets.token_hex(16), name, link_timeout_s, stall_timeout_s)
+        super().__init__(link)
         self._pusher = Pusher(self._link, refresh_host)
         try:
             wait_for_welcome(self._link, end, connect_timeout_s)
@@ -180,11 +182,6 @@ class RolloutClient:
             generation.submit_all(prompts, sampling, group_ids)
             yield from generation.groups(timeout)
 
-    def status(self, timeout: float = 10.0) -> dict[str, Any]:
-        """Ask for the service's status. Raises RequestTimeout, ServiceLost."""
-        status: dict[str, Any] = answer(self._link.request(StatusRequest), timeout, "status")
-        return status
-
     def refresh(
         self,
         named_tensors: NamedTensors,
@@ -226,46 +223,6 @@ class RolloutClient:
         """Begin a `refresh`; returns when the tensors have been read. With shm they may change from then on. With all others
         they must not until the handle is done: if they do, the refresh is refused, because the digests no longer fit."""
         return self._pusher.start(named_tensors, version, kv, via, partial, timeout)
-
-    def weights_status(self, verify: bool = False, timeout: float = 60.0) -> dict[str, Any]:
-        """Ask for the live version and digest, and what is being staged by whom. `verify`: also `live_digest`, of the bytes as
-        they lie there. That costs the service a pass over its weights, as does the first digest of those never refreshed."""
-        if not isinstance(verify, bool):
-            raise InvalidRequest(f"verify={verify!r}: must be True or False")
-        request = self._link.request(lambda id: WeightsRequest(id, verify))
-        status: dict[str, Any] = answer(request, timeout, "status of the weights")
-        return status
-
-    def pause(self, timeout: float = 60.0) -> None:
-        """Stop the service between two steps, for all clients; a refresh may still come. Ends by `resume` of any client, or
-        when all clients that paused it are gone."""
-        answer(self._link.request(lambda id: Control(id, "pause")), timeout, "pause")
-
-    def drain(self, timeout: float = 3600.0) -> None:
-        """Finish every group that has begun, of all clients, and start no other until `resume`. Returns when nothing runs.
-        After a RequestTimeout the service goes on draining: wait again, or `resume`."""
-        answer(self._link.request(lambda id: Control(id, "drain")), timeout, "end of what runs")
-
-    def abort_all(self, timeout: float = 60.0) -> None:
-        """End every group of every client as "aborted", with the tokens it has."""
-        answer(self._link.request(lambda id: Control(id, "abort_all")), timeout, "end of all groups")
-
-    def sleep(self, level: int = 1, timeout: float = 300.0) -> int:
-        """Let the service give its memory back, for a trainer on the same device; between two steps, for all clients. Returns
-        the bytes that went back. What runs goes on after `wake`, from its KV in host memory as far as that has room.
-
-        Level 1 moves the weights to host memory; level 2 drops them, so that after `wake` a refresh of all tensors must come
-        before the next token. A refresh while asleep is refused. A client that goes away wakes what it sent to sleep.
-
-        Raises InvalidRequest while asleep, Busy while a refresh is staged, RequestTimeout, ServiceLost."""
-        if type(level) is not int or level not in (1, 2):
-            raise InvalidRequest(f"level={level!r}: must be 1 (weights to host memory) or 2 (weights dropped)")
-        slept: Asleep = answer(self._link.request(lambda id: Sleep(id, cast(Literal[1, 2], level))), timeout, "sleep")
-        return slept.freed_bytes
-
-    def wake(self, timeout: float = 300.0) -> None:
-        """Undo `sleep`. Raises InvalidRequest if the service is not asleep."""
-        answer(self._link.request(Wake), timeout, "waking")
 
     def close(self) -> None:
         """End the session: the service aborts what is still open, waiting callers get ClientClosed. May be repeated."""
