@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -25,7 +25,7 @@ from engine.scheduling.counters import Counters
 from engine.scheduling.invariants import check
 from engine.scheduling.scheduler import Scheduler
 from engine.status import status
-from engine.types import Group, KVPolicy, Limits, Mode, Refreshed, Sample, TensorInfo
+from engine.types import Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
 from engine.weights.live import Weights, WeightsTorn
 from engine.weights.staging import Staging, source_of
 from engine.weights.tensors import NamedTensors, describe, named_pairs, with_digest
@@ -67,7 +67,8 @@ class Engine:
         """the last one"""
         self._asked = Mode.RUNNING
         """RUNNING, DRAINING or PAUSED: what was asked for last"""
-        self._asleep = False
+        self.asleep: set[Tag] = set()
+        """parts of the memory that were given back"""
         self._seeded = 0
 
     def _choose_kernels(self, model: ModelLike) -> None:
@@ -118,7 +119,7 @@ class Engine:
         """What the next step does; where several hold, the one that lasts longest."""
         if self.weights.torn:
             return Mode.TORN
-        if self._asleep:
+        if self.asleep:
             return Mode.ASLEEP
         return Mode.WITHOUT_WEIGHTS if self.weights.dropped else self._asked
 
@@ -167,8 +168,8 @@ class Engine:
     # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def stage(self, manifest: Sequence[TensorInfo], *, version: int | None = None, partial: bool = False) -> Staging:
         """Begin a refresh: see `Weights.begin`. Steps may go on while the staging takes its bytes in."""
-        if self._asleep:
-            raise ValueError("the engine is asleep: wake it, then refresh")
+        if "weights" in self.asleep:
+            raise ValueError('the weights are asleep: wake all, or tags=("weights",) alone, then refresh')
         return self.weights.begin(manifest, version=version, partial=partial)
 
     def commit(self, staging: Staging, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed:
@@ -243,8 +244,8 @@ class Engine:
         Raises ValueError while asleep, while a refresh is staged, and for another level. Levels: vLLM's sleep mode."""
         if level not in (1, 2):
             raise ValueError(f"level={level!r}: must be 1 (weights to host memory) or 2 (weights dropped)")
-        if self._asleep:
-            raise ValueError("the engine is asleep already; wake it first")
+        if self.asleep:
+            raise ValueError(f"the engine is asleep already ({', '.join(sorted(self.asleep))}); wake it first")
         if self.weights.staging:
             raise ValueError("a refresh is being staged; finish or abandon it first")
         self.steps.commit()
@@ -257,16 +258,22 @@ class Engine:
             self.graphs.forget()
         self.weights.release_memory(keep=level == 1)
         memory.trim()
-        self._asleep = True
+        self.asleep = set(get_args(Tag))
         return max(0, before - memory.taken())
 
-    def wake(self) -> None:
-        """Undo `sleep`. Raises ValueError if the engine is not asleep."""
-        if not self._asleep:
-            raise ValueError("the engine is not asleep")
-        self.weights.restore_memory()
-        self.kv.take_back()
-        self._asleep = False
+    def wake(self, tags: Collection[Tag] | None = None) -> None:
+        """Undo `sleep`, for all of the memory or for a part of it; steps go on when all is awake.
+
+        tags: "weights", "kv" or both; None = all that is asleep. Beside a trainer on the same device: the weights, then a
+        refresh, then, when the trainer has let its memory go, the KV pool. Tags: vLLM's wake_up.
+
+        Raises ValueError where nothing of that is asleep, and what taking the memory raises: that part sleeps on then."""
+        for tag in parts_to_wake(tags, self.asleep):
+            if tag == "weights":
+                self.weights.restore_memory()
+            else:
+                self.kv.take_back()
+            self.asleep.remove(tag)
 
     def status(self) -> dict[str, Any]:
         """Tell everything there is to know, JSON-able; see `engine.status`."""
@@ -275,6 +282,16 @@ class Engine:
     def check(self) -> None:
         """Assert that every block is accounted for."""
         check(self.scheduler)
+
+
+def parts_to_wake(tags: Collection[Tag] | None, asleep: set[Tag]) -> list[Tag]:
+    """List what is to be woken, weights first. tags: as for `Engine.wake`. Raises ValueError."""
+    wanted = asleep if tags is None else set(tags)
+    if not wanted or not wanted <= set(get_args(Tag)):
+        raise ValueError("the engine is not asleep" if tags is None else f"tags={tuple(tags)}: name weights, kv or both")
+    if awake := sorted(wanted - asleep):
+        raise ValueError(f"the engine is not asleep with its {' and '.join(awake)}: sleep first")
+    return sorted(wanted, reverse=True)
 
 
 def refreshed_of(staging: Staging, via: str, paused: float, digest: str) -> Refreshed:

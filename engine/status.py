@@ -9,7 +9,7 @@ import msgspec
 from engine.kv.store import BlockStore
 from engine.scheduling.counters import Counters, stale_token_frac
 from engine.scheduling.scheduler import Scheduler
-from engine.types import Mode, Refreshed
+from engine.types import Mode, Refreshed, Tag
 
 
 class Shown(Protocol):
@@ -34,6 +34,8 @@ class Shown(Protocol):
     def graphs(self) -> Any: ...
     @property
     def mode(self) -> Mode: ...
+    @property
+    def asleep(self) -> set[Tag]: ...
 
 
 def status(engine: Shown) -> dict[str, Any]:
@@ -52,6 +54,7 @@ def status(engine: Shown) -> dict[str, Any]:
         "overlap": engine.overlap,
         "graphs": engine.graphs is not None,
         "state": engine.mode.value,
+        "asleep": sorted(engine.asleep),
         "groups": len(scheduler.groups),
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),

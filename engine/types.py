@@ -19,6 +19,8 @@ FinishReason = Literal["stop", "length", "cut", "deadline", "aborted", "stale", 
 """how a child ended: by itself (stop, length), because enough siblings had (cut), at its group's deadline, or by others"""
 KVPolicy = Literal["keep", "recompute", "abort"]
 """what a refresh does with the KV of the groups that run: go on over it, prefill it again, or end the groups"""
+Tag = Literal["weights", "kv"]
+"""a part of an engine's memory that sleep gives back, and that can be woken by itself"""
 
 SEED_LIMIT = 2**63
 MAX_PRIORITY = 1_000_000

@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from engine.types import KVPolicy, Limits, Refreshed, Sample, Sampling
+from engine.types import KVPolicy, Limits, Refreshed, Sample, Sampling, Tag
 from transport.begun import BegunChildren
 from transport.weights import Offer
 
@@ -164,6 +164,8 @@ class Wake(msgspec.Struct, frozen=True, tag="wake", forbid_unknown_fields=True):
     """Take it back. Answer: Done."""
 
     request_id: int
+    tags: tuple[Tag, ...] | None = None
+    """which parts; None = all that is asleep"""
 
 
 class Welcome(msgspec.Struct, frozen=True, eq=False, tag="welcome"):

@@ -12,6 +12,9 @@
 The exchange goes slice by slice: scratch ← live, live ← staged, staged ← scratch. So the staging buffer ends up with the old
 weights, and a failure at tensor k restores tensors 0 … k from there: undo costs a slice of memory, whatever the model's size.
 
+After a sleep that dropped the weights there is nothing to undo: what comes is staged where it is live at once, without a second
+copy, and no step runs before all of it has come and was checked (`dropped`).
+
 Of a parameter in a layer that is offloaded (`engine.weights.offload`), "live" is the master in host memory; the slots on the
 device are filled from the masters again, inside the same transaction.
 """
@@ -151,14 +154,18 @@ class Weights:
         targets = self._inventory.targets(manifest, partial)
         if partial:
             self._digests.learn(self._tensors.keys() - set(targets))  # at the exchange it would lengthen the pause
-        if self._buffer is None:
+        if self._buffer is None and not self.dropped:
             self._buffer = self._allocate()
         parts = [
-            Part(info, getattr(torch, info.dtype), target, None if target is None else self._place(target).view(-1))
+            Part(info, getattr(torch, info.dtype), target, None if target is None else self._destination(target).view(-1))
             for info, target in zip(manifest, targets, strict=True)
         ]
         self._staging = Staging(version, manifest, parts, self._scratch.numpy(), self._close_staging)
         return self._staging
+
+    def _destination(self, name: str) -> torch.Tensor:
+        """Return the tensor that staging writes: the staged twin, or the live one where that holds nothing to be kept."""
+        return self._tensors[name].detach() if self.dropped else self._place(name)
 
     def _allocate(self) -> torch.Tensor:
         """Allocate [bytes] uint8 to stage in, pinned beside a GPU."""
@@ -167,11 +174,23 @@ class Weights:
     def commit(self, staging: Staging) -> None:
         """Exchange what is staged with what is live, then change the version. For the time between two steps.
 
-        Raises what went wrong, after everything is as it was; WeightsTorn if that cannot be."""
+        Raises what went wrong, after everything is as it was; WeightsTorn if that cannot be. Weights that were dropped stay
+        so until all of this is done."""
         assert staging is self._staging and staging.complete
         self._check_addresses()
         if self._streamed is not None:
             self._streamed.ring.settle()
+        if self.dropped:
+            self._fill_slots()
+        else:
+            self._exchange(staging)
+        self._digests.commit(staging.digests)
+        self.dropped = False
+        self.version = staging.version
+        staging.close()
+
+    def _exchange(self, staging: Staging) -> None:
+        """Swap the staged tensors with the live ones, slice by slice; all of them, or none."""
         done: list[tuple[Any, Any]] = []
         saved: tuple[Any, Any] | None = None
         try:
@@ -187,10 +206,6 @@ class Weights:
         except BaseException as error:
             self._undo([*done, saved] if saved else done, error)
             raise
-        self._digests.commit(staging.digests)
-        self.dropped = False
-        self.version = staging.version
-        staging.close()
 
     def _undo(self, done: list[tuple[Any, Any]], error: BaseException) -> None:
         try:

@@ -3,7 +3,7 @@
     payload    the tensors' bytes, one after the other in the manifest's order, in the dtype they are sent in
                ┌ embed ──────┬ q ───┬ k ─┬ … ┐
     slice      at most SLICE_BYTES of one tensor, the unit of all work here: copied, then read again while it is in the cache
-    staged     the same tensors in the model's dtype (`Weights.place`); a slice that must be cast waits in the scratch first
+    staged     the same tensors in the model's dtype, in host memory; a slice that must be cast waits in the scratch first
 
 Whatever the transport, a payload is read through a `Source`, which fills the memory it is given: one copy from where the
 trainer put the bytes to where they are staged. The digest is taken of that copy, so nothing that happens to the original
@@ -34,7 +34,7 @@ Source = Callable[[np.ndarray], int]
 
 class Part:
     """A tensor of the payload. `target`: the model's name for it; None: a second name of a tensor that is there already.
-    `place`: [elements] its staged twin."""
+    `place`: [elements] its staged twin, or, on any device, the live tensor itself."""
 
     __slots__ = ("info", "dtype", "target", "place", "nbytes")
 
@@ -44,6 +44,17 @@ class Part:
         self.target = target
         self.place = place
         self.nbytes = math.prod(info.shape) * dtype.itemsize
+
+    def elements(self, start: int, count: int) -> torch.Tensor:
+        """Return where `count` bytes of the payload from byte `start` of the tensor belong."""
+        assert self.place is not None
+        return self.place[start // self.dtype.itemsize : (start + count) // self.dtype.itemsize]
+
+    def land(self, staged: torch.Tensor, start: int) -> None:
+        """Copy checked elements that belong on a device there."""
+        assert self.place is not None
+        if not self.place.is_cpu:
+            self.elements(start, len(staged) * self.dtype.itemsize).copy_(staged)
 
 
 class Staging:
@@ -119,6 +130,7 @@ class Staging:
                     cast.update(tensor_bytes(staged).data)
                 if staged.is_floating_point() and not finite(staged):
                     raise _not_finite(part, raw)
+                part.land(staged, start)
             if sent.hexdigest() != part.info.digest:
                 raise InvalidWeights("the bytes are not those of the manifest's digest: damaged, or changed", part.info.name)
             if part.place is not None:
@@ -132,8 +144,9 @@ class Staging:
         count = min(SLICE_BYTES, part.nbytes - start)
         if part.place is None:
             return self._scratch[:count], None
-        first, size = start // part.dtype.itemsize, count // part.dtype.itemsize
-        staged = part.place[first : first + size]
+        staged = part.elements(start, count)
+        if not staged.is_cpu:
+            staged = torch.empty_like(staged, device="cpu")
         return (tensor_bytes(staged) if staged.dtype == part.dtype else self._scratch[:count]), staged
 
     def _fill(self, raw: np.ndarray) -> Generator[bool, Source | None, None]:

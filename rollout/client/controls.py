@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from typing import Any, Literal, cast, get_args
 
+from engine.types import Tag
 from rollout.client.link import Link
 from rollout.client.refresh import answer
 from transport.errors import InvalidRequest
@@ -49,7 +51,8 @@ class Controls:
         the bytes that went back. What runs goes on after `wake`, from its KV in host memory as far as that has room.
 
         Level 1 moves the weights to host memory; level 2 drops them, so that after `wake` a refresh of all tensors must come
-        before the next token. A refresh while asleep is refused. A client that goes away wakes what it sent to sleep.
+        before the next token. A refresh while the weights are asleep is refused. A client that goes away wakes what it sent to
+        sleep.
 
         Raises InvalidRequest while asleep, Busy while a refresh is staged, RequestTimeout, ServiceLost."""
         if type(level) is not int or level not in (1, 2):
@@ -57,6 +60,14 @@ class Controls:
         slept: Asleep = answer(self._link.request(lambda id: Sleep(id, cast(Literal[1, 2], level))), timeout, "sleep")
         return slept.freed_bytes
 
-    def wake(self, timeout: float = 300.0) -> None:
-        """Undo `sleep`. Raises InvalidRequest if the service is not asleep."""
-        answer(self._link.request(Wake), timeout, "waking")
+    def wake(self, timeout: float = 300.0, *, tags: Sequence[Tag] | None = None) -> None:
+        """Undo `sleep`, of all memory or of a part; groups go on when all is awake.
+
+        tags: "weights", "kv" or both; None = all that is asleep. For a trainer on the same device:
+        `wake(tags=("weights",))`, `refresh`, then, when the trainer has let its memory go, `wake(tags=("kv",))`. After
+        `sleep(level=2)` that refresh is written straight into place, without a second copy of the weights.
+
+        Raises InvalidRequest if nothing of that is asleep."""
+        if tags is not None and (isinstance(tags, str) or not tags or not set(tags) <= set(get_args(Tag))):
+            raise InvalidRequest(f'tags={tags!r}: must be ("weights",), ("kv",), both, or None for all that is asleep')
+        answer(self._link.request(lambda id: Wake(id, None if tags is None else tuple(tags))), timeout, "waking")

@@ -5,7 +5,7 @@ A client that holds the service and goes away lets go: nobody is left waiting fo
 
 from __future__ import annotations
 
-from engine.types import Mode
+from engine.types import Mode, Tag
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike
 from rollout.service.session import Session
@@ -68,12 +68,13 @@ class Controls:
         session.reply(pack(self._asleep))
 
     def wake(self, session: Session, message: m.Wake) -> None:
-        """Wake the engine. Raises InvalidRequest if it is not asleep."""
-        if self._engine.mode is Mode.ASLEEP:
-            self._wake()
+        """Wake the engine, or a part of it. Raises InvalidRequest if that is not asleep."""
+        if self._woken != (session, message.request_id):
+            try:
+                self._wake(message.tags)
+            except ValueError as error:
+                raise InvalidRequest(str(error)) from None
             self._woken = session, message.request_id
-        elif self._woken != (session, message.request_id):
-            raise InvalidRequest("the service is not asleep")
         session.reply(pack(m.Done(message.request_id)))
 
     def work(self) -> None:
@@ -94,13 +95,14 @@ class Controls:
         if held and not self._holders:
             self._resume()
         if session is self._sleeper and self._engine.mode is Mode.ASLEEP:
-            self._wake()
+            self._wake(None)
             if self._engine.weights.dropped:
                 log.warning("weights dropped, nothing is sampled before a refresh gone_client=%d", session.number)
 
-    def _wake(self) -> None:
-        self._sleeper = None
-        self._engine.wake()
+    def _wake(self, tags: tuple[Tag, ...] | None) -> None:
+        self._engine.wake(tags)
+        if self._engine.mode is not Mode.ASLEEP:
+            self._sleeper = None
 
     def _resume(self) -> None:
         self._holders.clear()

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine.config import WeightOffload
 from engine.memory import HostMemory
+from engine.types import Mode
+from engine.weights.staging import source_of
 from engine.weights.tensors import InvalidWeights, describe, with_digest
 from tests.support.naps import groups, run_with_naps
 from tests.support.tiny import tiny, tiny_engine
@@ -131,10 +134,115 @@ def test_orders_that_make_no_sense() -> None:
     engine.sleep()
     with pytest.raises(ValueError, match="asleep already"):
         engine.sleep()
-    with pytest.raises(ValueError, match="asleep: wake it, then refresh"):
+    with pytest.raises(ValueError, match="weights are asleep: wake all"):
         engine.refresh(new)
     engine.submit(group("g", [3, 4, 5], n=2, max_tokens=3, ignore_eos=True))
     engine.submit(group("h", [3, 4, 5], n=2, max_tokens=3, ignore_eos=True))
     assert engine.abort("h")
     engine.wake()
     assert len(run(engine)) == 2
+
+
+def weights(seed: int, dtype: str = "float32") -> dict[str, torch.Tensor]:
+    return dict(tiny("llama", getattr(torch, dtype), seed).named_parameters())
+
+
+@pytest.mark.parametrize("sent", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "offload", [None, WeightOffload(group_size=2, num_in_group=1, prefetch_step=1)], ids=["resident", "offload"]
+)
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_refresh_between_the_weights_and_the_kv(level: int, offload: WeightOffload | None, sent: str) -> None:
+    """What runs goes on under the new weights; new groups equal a fresh engine's. Dropped weights need no second copy."""
+    engine = tiny_engine(cpu_offload_gib=0.01, weight_offload=offload)
+    for each in groups(2):
+        engine.submit(each)
+    for _ in range(6):
+        engine.step()
+    engine.sleep(level)
+    assert engine.status()["asleep"] == ["kv", "weights"]
+    engine.wake(["weights"])
+    assert engine.status()["asleep"] == ["kv"] and engine.mode is Mode.ASLEEP and engine.step() == []
+    new = {name: tensor.to(getattr(torch, sent)) for name, tensor in weights(1).items()}
+    engine.refresh(new, kv="recompute")
+    assert (engine.weights._buffer is None) == (level == 2), "only what may have to be undone is staged beside"
+    assert engine.weights.live_digest() == engine.weights.digest and engine.version == 1
+    assert engine.step() == [] and not engine.has_work
+    engine.wake(["kv"])
+    assert {sample.weight_versions[-1][1] for sample in run(engine).values()} == {1}
+    model = tiny("llama", seed=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(new[name])
+    late = group("late", [9, 8, 7, 6], n=3, max_tokens=12, ignore_eos=True)
+    mine, theirs = run(engine, [late]), run(tiny_engine(model=model), [late])
+    assert all(mine[key].logprobs.tobytes() == theirs[key].logprobs.tobytes() for key in theirs)
+    engine.refresh(weights(2))
+    assert engine.weights.live_digest() == engine.weights.digest
+
+
+@pytest.mark.parametrize("fault", ["flipped bit", "NaN", "half"])
+def test_a_refresh_into_place_that_breaks_makes_no_token(fault: str) -> None:
+    """The live tensors hold a mixture then, which nothing is sampled from until a whole refresh has come."""
+    engine = tiny_engine(cpu_offload_gib=0.01)
+    engine.submit(groups(1)[0])
+    for _ in range(4):
+        engine.step()
+    engine.sleep(2)
+    engine.wake(["weights"])
+    described = [describe(name, tensor) for name, tensor in weights(1).items()]
+    data = [array.copy() for _, array in described]
+    if fault == "NaN":
+        data[-1].view(np.float32)[-1] = np.nan
+    staging = engine.stage([with_digest(info, array) for (info, _), array in zip(described, data, strict=True)])
+    if fault == "flipped bit":
+        data[-1][-1] ^= 1
+    source = source_of(data[: len(data) // 2] if fault == "half" else data)
+    if fault == "half":
+        while staging.feed(source):
+            pass
+    else:
+        with pytest.raises(InvalidWeights, match="NaN" if fault == "NaN" else "digest"):
+            while not staging.complete:
+                staging.feed(source)
+    staging.close()
+    engine.wake(["kv"])
+    assert engine.version == 0 and engine.mode is Mode.WITHOUT_WEIGHTS and engine.step() == [] and not engine.has_work
+    engine.refresh(weights(2), kv="recompute")
+    assert {sample.weight_versions[-1][1] for sample in run(engine).values()} == {1}
+    assert engine.weights.live_digest() == tiny_engine(model=tiny("llama", seed=2)).weights.digest
+
+
+def test_parts_are_woken_once_and_by_their_names() -> None:
+    engine = tiny_engine()
+    engine.sleep(2)
+    with pytest.raises(ValueError, match="tags=.'graphs',.: name weights, kv or both"):
+        engine.wake(["graphs"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="tags=..: name"):
+        engine.wake([])
+    engine.wake(["kv"])  # the other way round does no harm
+    with pytest.raises(ValueError, match="the weights are asleep"):
+        engine.refresh(weights(1))
+    with pytest.raises(ValueError, match="not asleep with its kv"):
+        engine.wake(["kv", "weights"])
+    with pytest.raises(ValueError, match="asleep already .weights."):
+        engine.sleep()
+    engine.wake()
+    with pytest.raises(ValueError, match="not asleep"):
+        engine.wake(["weights"])
+    assert engine.mode is Mode.WITHOUT_WEIGHTS and engine.status()["asleep"] == []
+
+
+def test_a_part_that_finds_no_memory_sleeps_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(cpu_offload_gib=0.01)
+    want = run(tiny_engine(), groups(1))
+    engine.submit(groups(1)[0])
+    engine.sleep()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.kv, "take_back", lambda: (_ for _ in ()).throw(MemoryError("the trainer has it")))
+        with pytest.raises(MemoryError):
+            engine.wake()
+    assert engine.status()["asleep"] == ["kv"] and not engine.has_work
+    engine.wake()
+    got = run(engine)
+    assert all(got[key].logprobs.tobytes() == sample.logprobs.tobytes() for key, sample in want.items())

@@ -85,8 +85,11 @@ def test_dropped_weights_come_with_the_next_refresh() -> None:
         made.step()
     made.sleep(2)
     assert all(not parameter.numel() for parameter in module_of(made).parameters())
-    made.wake()
+    made.wake(["weights"])
     assert not made.has_work and made.step() == []
     made.refresh({name: tensor.to(DEVICE) for name, tensor in tiny("llama", seed=1).named_parameters()}, kv="recompute")
+    assert not made.has_work
+    made.wake(["kv"])
+    assert made.weights.live_digest() == made.weights.digest
     assert {sample.weight_versions[-1][1] for sample in run(made).values()} == {1}
     agree(run(engine(model=tiny("llama", seed=1)), lockstep("2")), run(made, lockstep("2")))

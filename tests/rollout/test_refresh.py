@@ -775,7 +775,7 @@ def test_sleep_and_wake(served: Any) -> None:
     assert other.status()["state"] == "asleep" and other.status()["waiting"] == 5
     with pytest.raises(InvalidRequest, match="asleep already"):
         other.sleep(2)
-    with pytest.raises(WeightsRefused, match="asleep: wake it, then refresh"):
+    with pytest.raises(WeightsRefused, match="weights are asleep: wake all"):
         other.refresh(weights_of(1))
     with pytest.raises(Busy, match="asleep, so nothing runs to its end"):
         other.drain(timeout=WAIT)
@@ -809,6 +809,41 @@ def test_dropped_weights_wait_for_a_refresh(served: Any) -> None:
     handle.cancel()
     samples = handle.result(WAIT)
     assert check_marks(samples) > 12 and {sample.weight_versions[-1][1] for sample in samples} == {1}
+
+
+def test_a_trainer_on_the_same_device_wakes_part_by_part(served: Any) -> None:
+    engine, connect = served
+    client = connect()
+    handle = client.submit([1, 2, 3], Sampling(n=4, max_tokens=50_000, ignore_eos=True))
+    until(lambda: engine.counters.steps > 3)
+    client.sleep(level=2)
+    for tags in ("kv", (), ("graphs",)):
+        with pytest.raises(InvalidRequest, match="must be"):
+            client.wake(tags=tags)
+    client.wake(tags=("weights",))
+    with pytest.raises(InvalidRequest, match="not asleep with its weights"):
+        client.wake(tags=("weights",))
+    with pytest.raises(InvalidRequest, match="asleep already"):
+        client.sleep()
+    assert client.refresh(weights_of(1)).version == 1
+    assert client.status()["asleep"] == ["kv"]
+    steps = engine.counters.steps
+    client.wake(tags=("kv",))
+    until(lambda: engine.counters.steps > steps)
+    handle.cancel()
+    samples = handle.result(WAIT)
+    assert check_marks(samples) > 12 and {sample.weight_versions[-1][1] for sample in samples} == {1}
+
+
+def test_a_part_woken_twice_by_one_request_is_woken_once(stage: Stage) -> None:
+    b = stage.b
+    b.ask(m.Sleep, 1)
+    assert isinstance(b.ask(m.Wake, ("weights",)), m.Done)
+    b.send(m.Wake(b.requests, ("weights",)))
+    assert not any(isinstance(each, m.Refused) for each in b.got)
+    assert stage.engine.status()["asleep"] == ["kv"]
+    b.send(m.Goodbye())
+    assert stage.engine.mode is Mode.RUNNING, "who sent it to sleep and goes wakes the rest"
 
 
 def test_sleep_and_wake_asked_again(stage: Stage) -> None:

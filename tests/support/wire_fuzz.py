@@ -56,6 +56,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     m.Control(6, "drain"),
     m.Sleep(7, 2),
     m.Wake(8),
+    m.Wake(9, ("weights",)),
 ]
 
 SERVICE_MESSAGES: list[msgspec.Struct] = [
