@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -25,7 +25,7 @@ from engine.scheduling.counters import Counters
 from engine.scheduling.invariants import check
 from engine.scheduling.scheduler import Scheduler
 from engine.status import status
-from engine.types import Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
+from engine.types import Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
 from engine.weights.live import Weights, WeightsTorn
 from engine.weights.staging import Staging, source_of
 from engine.weights.tensors import NamedTensors, describe, named_pairs, with_digest
@@ -147,6 +147,10 @@ class Engine:
         """End a group now, or one child of it. Returns the children that this ends, with what they have; [] for an unknown id
         or index, and for a child of a group that has not forked: a step returns it when it does."""
         return self.scheduler.abort(group_id, index)
+
+    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[Chunk]:
+        """Return new tokens of children that run, without ending them: see `Groups.chunks`."""
+        return self.scheduler.children.chunks(group_id, since, least, most)
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def step(self) -> list[Sample]:

@@ -127,6 +127,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """seconds from the arrival of the group: children that have not ended by then come back as "deadline" """
     priority: int = 0
     """of a client's groups those with a higher one start first, and are preempted last"""
+    stream_every: int = 0
+    """tokens of children that run are sent whenever so many are new; 0 = with their samples only"""
 
     def validate(self, limits: Limits, vocab_size: int) -> None:
         """Raises ValueError naming the field, its value and what would be accepted."""
@@ -148,6 +150,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"deadline_s={self.deadline_s}: must be None or a positive, finite number of seconds")
         if abs(self.priority) > MAX_PRIORITY:
             raise ValueError(f"priority={self.priority}: must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
+        if self.stream_every < 0:
+            raise ValueError(f"stream_every={self.stream_every}: must be 0 (off) or a number of tokens")
 
     def _validate_draws(self, limits: Limits, vocab_size: int) -> None:
         if not 1 <= self.n <= limits.max_n:
@@ -247,6 +251,21 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                 f"begun child {self.index} began with version {first} and {version} is live: more than max_version_lag={lag}; "
                 "leave it out or raise max_version_lag"
             )
+
+
+class Chunk(Begun, frozen=True, kw_only=True, eq=False):
+    """Tokens of a child that runs, those that follow what was told of it before. Spans count from the chunk's first token.
+
+    Example:
+        Chunk(index=2, first=16, token_ids=array([11, 5], int32), logprobs=array([-0.1, -2.3], float32),
+              weight_versions=[(0, 4), (1, 5)], seed=7)
+        # tokens 16 and 17 of child 2; the second one was made by version 5 of the weights
+    """
+
+    first: int
+    """position of the first token among those of the child"""
+    seed: int
+    """the group's, also where the engine chose it"""
 
 
 class Group(msgspec.Struct, frozen=True, eq=False):

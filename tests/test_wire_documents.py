@@ -12,6 +12,7 @@ import numpy as np
 from engine.types import Limits, Sampling
 from rollout.service.loop import MIN_GRACE_S, TAKE_LEAST_S, TAKE_S
 from rollout.service.session import MAX_REPLY_BYTES
+from rollout.service.streaming import MOST_TOKENS, MOST_UNREAD
 from transport import messages as m
 from transport.errors import KINDS
 from transport.frames import pack
@@ -42,6 +43,7 @@ def test_the_other_bounds_are_the_constants() -> None:
         f"every {TICK_MS} ms",
         f"{MAX_REPLY_BYTES >> 20} MiB;",
         f"at least {MIN_GRACE_S:.0f} s",
+        f"{MOST_UNREAD} messages of at most {MOST_TOKENS:,} |",
     ):
         assert figure in text
 

@@ -2,7 +2,7 @@
 
     client -> service:  Hello Submit Abort Ack StatusRequest Heartbeat Goodbye
                         Begin Chunk Commit Abandon WeightsRequest Control Sleep Wake
-    service -> client:  Welcome Refused SampleDone StatusReply Alive Closing
+    service -> client:  Welcome Refused SampleDone Progress StatusReply Alive Closing
                         Lease Staged Applied Asleep Done
 
 A message with a request_id is answered by one with the same request_id, a Refused if it is refused.
@@ -82,6 +82,8 @@ class Ack(msgspec.Struct, frozen=True, tag="ack", forbid_unknown_fields=True):
     """These samples (group id, index) have arrived; the service may forget them."""
 
     samples: list[tuple[str, int]]
+    progress: int = 0
+    """number of the last Progress that has arrived on this connection; the service may send further ones"""
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status", forbid_unknown_fields=True):
@@ -208,6 +210,23 @@ class SampleDone(msgspec.Struct, frozen=True, eq=False, tag="sample", forbid_unk
     sample: Sample
 
 
+class Progress(msgspec.Struct, frozen=True, eq=False, tag="progress", forbid_unknown_fields=True):
+    """New tokens of C children that run, of G groups with `Sampling.stream_every`. On a new connection they come again from the
+    first one on. Samples are whole without them."""
+
+    number: int
+    """counts up from 1 on each connection"""
+    group_ids: list[str]
+    seeds: list[int]
+    """[G] of each group"""
+    groups: np.ndarray
+    """[C] int32: which of the G groups"""
+    firsts: np.ndarray
+    """[C] int32: position of the first token that is new"""
+    children: BegunChildren
+    """the tokens; spans count from each child's first one here"""
+
+
 class StatusReply(msgspec.Struct, frozen=True, tag="status_reply", forbid_unknown_fields=True):
     request_id: int
     status: bytes
@@ -269,7 +288,7 @@ WeightMessage = Begin | Chunk | Commit | Abandon
 AdminMessage = WeightsRequest | Control | Sleep | Wake
 ClientMessage = Hello | Submit | Abort | Ack | StatusRequest | Heartbeat | Goodbye | WeightMessage | AdminMessage
 Answer = Lease | Staged | Applied | Asleep | Done
-ServiceMessage = Welcome | Refused | SampleDone | StatusReply | Alive | Closing | Answer
+ServiceMessage = Welcome | Refused | SampleDone | Progress | StatusReply | Alive | Closing | Answer
 
 
 ANSWER_HEADER_BYTES = 1 << 24

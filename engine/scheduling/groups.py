@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from heapq import heapify, heappop, heappush
 
 from engine.config import EngineConfig
@@ -13,7 +13,7 @@ from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.scheduling.shares import Shares
 from engine.scheduling.waiting import WaitingQueue
-from engine.types import Begun, FinishReason, Group, Sample
+from engine.types import Begun, Chunk, FinishReason, Group, Sample
 
 
 class Groups:
@@ -94,6 +94,21 @@ class Groups:
             state.cancelled.add(index)
         left = len(state.fresh) + len(state.resumed) - len(state.cancelled)
         return [] if left else self.end_all(state, "aborted")
+
+    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[Chunk]:
+        """Return what unfinished children have drawn beyond their first `since` tokens (by index; all, of those not named): of
+        those that have `least` or more there, and at most `most` tokens in all, first of those that have most. [] for an
+        unknown id."""
+        state = self.of_id.get(group_id)
+        if state is None or not state.forked:
+            return []
+        new = [(len(seq.output) - since.get(seq.index, 0), seq) for seq in state.sequences.values()]
+        chunks = []
+        for count, seq in sorted((each for each in new if each[0] >= least), key=lambda each: (-each[0], each[1].index)):
+            if most > 0:
+                chunks.append(seq.chunk(len(seq.output) - count, min(count, most)))
+            most -= count
+        return chunks
 
     @property
     def overdue(self) -> bool:

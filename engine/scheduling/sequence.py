@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from engine.kv.block import Block
-from engine.types import Begun, FinishReason, Group, Sample
+from engine.types import Begun, Chunk, FinishReason, Group, Sample
 
 
 class GroupState:
@@ -268,6 +268,26 @@ class Sequence:
         self.pending -= 1
         if not self.pending:
             self.pending_draw = None
+
+    def chunk(self, first: int, count: int) -> Chunk:
+        """Return `count` of its tokens that are known, from output token `first` on."""
+        last = first + count
+        ends = [*(start for start, _ in self.spans[1:]), len(self.output)]
+        spans = [
+            (max(start, first) - first, version)
+            for (start, version), end in zip(self.spans, ends, strict=True)
+            if start < last and end > first
+        ]
+        raw = np.array(self.raw_logprobs[first:last], np.float32) if self.state.group.sampling.raw_logprobs else None
+        return Chunk(
+            index=self.index,
+            first=first,
+            token_ids=np.array(self.output[first:last], np.int32),
+            logprobs=np.array(self.logprobs[first:last], np.float32),
+            weight_versions=spans,
+            raw_logprobs=raw,
+            seed=self.state.seed,
+        )
 
     def not_finite(self) -> str:
         """Explain why nothing can be drawn where the largest logit that is left is no number."""

@@ -19,7 +19,7 @@ from rollout.client.generation import Generation
 from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
 from rollout.client.refresh import NamedTensors, Pusher, RefreshHandle, answer
-from rollout.client.submission import Prompt, group_of, resumed_group, sendable
+from rollout.client.submission import Prompt, group_of, rest_of, resumed_group, sendable
 from transport.errors import ServiceLost
 from transport.messages import Control, Welcome
 from transport.sockets import ClientEnd, ClientTransport
@@ -105,13 +105,16 @@ class RolloutClient(Controls):
     def resume(self, *, timeout: float = 60.0) -> None: ...
 
     @overload
+    def resume(self, samples: Handle, *, group_id: str | None = None) -> Handle: ...
+
+    @overload
     def resume(
         self, samples: Sample | Sequence[Sample], prompt: Prompt, sampling: Sampling, group_id: str | None = None
     ) -> Handle: ...
 
     def resume(
         self,
-        samples: Sample | Sequence[Sample] | None = None,
+        samples: Sample | Sequence[Sample] | Handle | None = None,
         prompt: Prompt = (),
         sampling: Sampling | None = None,
         group_id: str | None = None,
@@ -126,7 +129,9 @@ class RolloutClient(Controls):
         service, after a restart, days later.
 
         Args:
-            samples: unfinished children of one group.
+            samples: unfinished children of one group. Or the handle of a group whose service is gone: the children that have
+                not come back go on from what was streamed of them (`Sampling.stream_every`), with the group's own prompt and
+                sampling. `finish_after` counts those that have come back, a deadline begins again.
             prompt, sampling: as that group had them. `sampling.seed` may be None; the samples have the seed.
             group_id: as for `submit`.
 
@@ -135,6 +140,8 @@ class RolloutClient(Controls):
         if samples is None:
             answer(self._link.request(lambda id: Control(id, "resume")), timeout, "resumption")
             return None
+        if isinstance(samples, Handle):
+            return self._submit(rest_of(self._id(group_id), samples))
         return self._submit(resumed_group(self._id(group_id), samples, prompt, sampling))
 
     def _id(self, group_id: str | None) -> str:

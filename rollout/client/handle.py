@@ -6,14 +6,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+import msgspec
 import numpy as np
 
-from engine.types import Begun, Group, Sample
+from engine.types import Begun, Chunk, Group, Sample
+from rollout.client.partials import Partials
 from transport.errors import InvalidRequest, RequestTimeout, RolloutError
 from transport.frames import Frame
 
 OnChange = Callable[["Handle", Sample | None], None]
 """called in the I/O thread with each sample of a group, with None when the group failed"""
+OnTokens = Callable[["Handle", Chunk], None]
+"""called in the I/O thread with new tokens of a child that runs"""
 
 
 class Handle:
@@ -40,6 +44,8 @@ class Handle:
         """indices of children whose end the client has asked for"""
         self.on_cancel: Callable[[Handle, frozenset[int] | None], None] | None = None
         self.on_change: OnChange | None = None
+        self._on_tokens: OnTokens | None = None
+        self._partials = Partials(group)
         self._changed = threading.Condition()
         self._samples: list[Sample] = []
         self._indices: set[int] = set()
@@ -91,6 +97,35 @@ class Handle:
         if self.on_cancel is not None:
             self.on_cancel(self, some)
 
+    def on_tokens(self, tell: OnTokens) -> None:
+        """Call `tell` with tokens of children that run, as they come (`Sampling.stream_every`): in this thread now with what is
+        known of them already, in the client's I/O thread later. One listener a group; it must return at once."""
+        with self._changed:
+            assert self._on_tokens is None, "somebody listens already"
+            self._on_tokens = tell
+            known = self._partials.begun()
+            seed = self._partials.seed or 0
+            for child in known:  # under the lock: what comes later is told later
+                tell(self, Chunk(**msgspec.structs.asdict(child), first=0, seed=seed))
+
+    def begun(self) -> list[Begun]:
+        """Return what the unfinished children have as far as this client knows: what they began with and what was streamed
+        since. Also of a group that failed. `client.resume(handle)` goes on from there."""
+        with self._changed:
+            return self._partials.begun()
+
+    @property
+    def seed(self) -> int | None:
+        """Of the group; None as long as only the engine knows it."""
+        with self._changed:
+            return self._samples[0].seed if self._samples else self._partials.seed
+
+    @property
+    def finished(self) -> list[Sample]:
+        """The samples that are here, in the order in which they came; also of a group that failed."""
+        with self._changed:
+            return self._samples.copy()
+
     def listen(self, tell: OnChange) -> None:
         """Call `tell` with each sample, those that are here already included, and with None if the group fails: in this thread
         now, in the client's I/O thread later. One listener a group; it must return at once."""
@@ -112,11 +147,26 @@ class Handle:
                 return
             self._indices.add(sample.index)
             self._samples.append(sample)
+            self._partials.end(sample.index)
             self._ended = len(self._samples) == self.n
             self._changed.notify_all()
             tell = self.on_change
         if tell is not None:
             tell(self, sample)
+
+    def add_chunk(self, chunk: Chunk, vocab_size: int) -> None:
+        """Hand out tokens of a child that runs; those that are known change nothing. Raises ValueError for tokens that this
+        group cannot have."""
+        with self._changed:
+            new = self._partials.add(chunk, vocab_size)
+            tell = self._on_tokens
+        if tell is not None and new is not None:
+            tell(self, new)
+
+    def restart(self) -> None:
+        """Forget what was streamed: the service has lost the group, and gets it again."""
+        with self._changed:
+            self._partials.restart()
 
     def fail(self, error: RolloutError) -> None:
         """Raise `error` for everybody who waits. Nothing to do for a group that has ended."""

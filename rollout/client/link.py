@@ -71,6 +71,8 @@ class Link:
         self.first_welcome = self._waiters.first_welcome
         self._outgoing = Outgoing()
         self._acks: list[tuple[str, int]] = []
+        self._progress = 0
+        """number of the last Progress that came and was not acked; 0: none"""
         self._thread = threading.Thread(target=self._run, name="rollout-client", daemon=True)
         self._thread.start()
 
@@ -156,6 +158,7 @@ class Link:
         self._outgoing.clear()
         self._outgoing.start(paced=False)
         self._acks.clear()
+        self._progress = 0
         number = self._connection.hello_number
         self._send(m.Hello(m.PROTOCOL, self._session, number, self._name, (m.TAKEN,), self._groups.digests()))
 
@@ -174,7 +177,9 @@ class Link:
         limits = self.welcome.limits
         for some in portions(self._acks, limits):  # before Submits: one of them may use the id of a group that ends with these
             self._send(m.Ack(some))
-        self._acks = []
+        if self._progress:
+            self._send(m.Ack([], self._progress))
+        self._acks, self._progress = [], 0
         while handle := self._groups.pop_sendable(limits):
             self._outgoing.add(handle.frames)
             for abort in aborts_of_children([handle], limits):
@@ -207,12 +212,11 @@ class Link:
                 case m.Welcome():
                     self._welcomed(message)
                 case m.SampleDone(sample):
-                    handle = self._groups.sent.get(sample.group_id)
-                    if handle is not None:
-                        handle.add_sample(sample)
-                        if handle.done:
-                            self._groups.remove(handle)
+                    self._groups.add_sample(sample)
                     self._acks.append((sample.group_id, sample.index))
+                case m.Progress() if self.welcome is not None:
+                    self._groups.add_progress(message, self.welcome.limits, self.welcome.vocab_size)
+                    self._progress = message.number
                 case m.StatusReply():
                     self._answer(message.request_id, _status_dict(message.status))
                 case m.Lease() | m.Staged() | m.Applied() | m.Asleep() | m.Done():
@@ -247,7 +251,7 @@ class Link:
         self._decoder = Decoder(m.ServiceMessage, m.answer_limits(welcome.limits))
         self._connection.welcomed(time.monotonic())
         self._outgoing.start(paced=m.TAKEN in welcome.capabilities)
-        self._outgoing.add(*(handle.frames for handle in self._groups.missing(welcome.groups)))
+        self._outgoing.add(*self._groups.resent(welcome.groups))
         cancelled = [handle.group_id for handle in self._groups.sent.values() if handle.cancelled]
         for some in portions(cancelled, welcome.limits):
             self._send(m.Abort(some))

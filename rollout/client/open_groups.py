@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from engine.types import Limits
+from engine.types import Limits, Sample
 from rollout.client.handle import Handle
 from rollout.client.outgoing import portions
-from transport.messages import Abort, digests
+from transport.frames import Frame
+from transport.messages import Abort, Progress, digests
+from transport.progress import unpack_progress
 
 
 class OpenGroups:
@@ -75,6 +77,22 @@ class OpenGroups:
             self.remove(handle)
             handle.abort_unsent(limits.max_n)
 
+    def add_sample(self, sample: Sample) -> None:
+        """Give a sample to its group, if that is wanted. Raises ValueError for one that the group cannot have."""
+        handle = self.sent.get(sample.group_id)
+        if handle is not None:
+            handle.add_sample(sample)
+            if handle.done:
+                self.remove(handle)
+
+    def add_progress(self, progress: Progress, limits: Limits, vocab_size: int) -> None:
+        """Give tokens of running children to their groups, if these are wanted. Raises ProtocolError and ValueError for what
+        they cannot have."""
+        for group_id, chunk in unpack_progress(progress, limits.max_samples_per_client):
+            handle = self.sent.get(group_id)
+            if handle is not None:
+                handle.add_chunk(chunk, vocab_size)
+
     def remove(self, handle: Handle) -> None:
         del self._all[handle.group_id]
         if self.sent.pop(handle.group_id, None) is not None:
@@ -97,6 +115,13 @@ class OpenGroups:
         """Find those sent that are not among `held`, digests as Welcome tells them."""
         known = set() if held is None else {row.tobytes() for row in held}
         return [handle for handle in self.sent.values() if handle.digest not in known]
+
+    def resent(self, held: np.ndarray | None) -> list[list[Frame]]:
+        """Return the Submits of those that are `missing`; they begin again."""
+        missing = self.missing(held)
+        for handle in missing:
+            handle.restart()
+        return [handle.frames for handle in missing]
 
 
 def aborts_of_children(handles: Iterable[Handle], limits: Limits) -> Iterator[Abort]:

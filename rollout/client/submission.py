@@ -54,6 +54,24 @@ def resumed_group(group_id: str, samples: Sample | Sequence[Sample], prompt: Pro
     return group_of(group_id, prompt, seeded, [sample.index for sample in samples], begun)
 
 
+def rest_of(group_id: str, handle: Handle) -> Group:
+    """Make the group in which the children of a group go on that have not come back, from what is known of them. Raises
+    InvalidRequest if there is none."""
+    finished, sampling = handle.finished, handle.group.sampling
+    gone = {sample.index for sample in finished} | handle.cancelled_children
+    indices = [index for index in handle.group.wanted if index not in gone]
+    if handle.cancelled or not indices:
+        raise InvalidRequest("nothing is left of this group: its children have come back or were cancelled", handle.group_id)
+    ended = sum(sample.finish_reason in ("stop", "length") for sample in finished)
+    enough = sampling.finish_after
+    if enough is not None and ended >= enough:
+        raise InvalidRequest(f"finish_after={enough}: so many children have ended, the rest is cut", handle.group_id)
+    left = None if enough is None else min(enough - ended, len(indices))
+    sampling = msgspec.structs.replace(sampling, seed=handle.seed, finish_after=left)
+    begun = [child for child in handle.begun() if child.index in indices]
+    return group_of(group_id, handle.group.prompt, sampling, indices, begun)
+
+
 def sendable(group: Group, *, serial: int, require_version: int, limits: Limits) -> Handle:
     """Make the handle of a group, with its frames. Checks types and sizes, without which it could not even be sent; values are
     the service's to check.

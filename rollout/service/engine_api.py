@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from engine.types import Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
+from engine.types import Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
 
 
 class ModelInfo(Protocol):
@@ -69,6 +69,7 @@ class EngineLike(Protocol):
     def submit(self, group: Group, client: str = "") -> None: ...
     def step(self) -> list[Sample]: ...
     def abort(self, group_id: str, index: int | None = None) -> list[Sample]: ...
+    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[Chunk]: ...
     def status(self) -> dict[str, object]: ...
     @property
     def weights(self) -> WeightsLike: ...

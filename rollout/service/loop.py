@@ -205,6 +205,7 @@ class Service:
                     self._running.abort(session, group_id, index)
             case m.Ack():
                 session.ack(message.samples)
+                session.streaming.read(message.progress)
             case m.StatusRequest():
                 session.reply(pack(m.StatusReply(message.request_id, to_json(self.status()))))
             case m.Begin() | m.Chunk() | m.Commit() | m.Abandon():

@@ -73,6 +73,7 @@ class Running:
             raise GroupFailed(f"the engine failed on this group: {described(error)}", group_id) from None
         held = HeldGroup(group_id, group.id, digest, group.wanted)
         session.hold(held)
+        session.streaming.hold(group_id, group)
         self._groups[group.id] = (session, held)
         self._tracker.begin(group)
 
@@ -94,6 +95,8 @@ class Running:
         self.steps += 1
         self.step_s = perf_counter() - started
         self.deliver(samples, sessions)
+        for session in sessions:
+            session.stream(self._engine)
 
     def deliver(self, samples: Iterable[Sample], sessions: Iterable[Session]) -> None:
         """Hand samples to their sessions, and end the groups of those that do not read."""

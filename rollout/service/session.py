@@ -17,6 +17,8 @@ import numpy as np
 
 from engine.types import Sample
 from rollout.logs import logger
+from rollout.service.engine_api import EngineLike
+from rollout.service.streaming import Streaming
 from transport.errors import Busy
 from transport.frames import Frame, frame_bytes, pack
 from transport.messages import Alive, SampleDone
@@ -71,6 +73,7 @@ class Session:
         """of messages taken from this connection since Welcome"""
         self._reported_bytes = 0
         """how much of that the client was told"""
+        self.streaming = Streaming()
         self.groups: dict[str, HeldGroup] = {}
         self.samples = 0
         """sum of n over `groups`"""
@@ -122,6 +125,7 @@ class Session:
     def drop(self, group_id: str) -> None:
         """Forget a group and its samples."""
         held = self.groups.pop(group_id)
+        self.streaming.drop(group_id)
         self.samples -= held.n
         self.unacked_bytes -= sum(map(frame_bytes, held.unacked.values()))
         held.unacked.clear()
@@ -135,9 +139,16 @@ class Session:
         """Queue a sample of `held`; it is kept until acked."""
         frames = pack(SampleDone(sample))
         held.ended += 1
+        if not held.running:
+            self.streaming.drop(held.group_id)
         held.unacked[sample.index] = frames
         self._queue.append(((held, sample.index), frames))
         self.unacked_bytes += frame_bytes(frames)
+
+    def stream(self, engine: EngineLike) -> None:
+        """Queue new tokens of children that run, if the client asks for them and reads."""
+        if self.peer is not None and (progress := self.streaming.next(engine)) is not None:
+            self.reply(pack(progress))
 
     def ack(self, samples: Iterable[tuple[str, int]]) -> None:
         """Forget samples that have arrived, and a group with its last one. Acks of anything else are old: nothing to do."""
@@ -155,6 +166,7 @@ class Session:
         """Take a (new) connection: the Welcome goes first, then whatever it has not acked is sent again."""
         self.peer = peer
         self.taken_bytes = self._reported_bytes = 0
+        self.streaming.restart()
         self._queue = deque([(None, welcome)])
         self._reply_bytes = frame_bytes(welcome)
         for held in self.groups.values():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine.engine import Engine
-from engine.types import Begun, Group, Limits, Sample, Sampling
+from engine.types import Begun, Chunk, Group, Limits, Sample, Sampling
 from tests.support.equivalence import assert_same
 from tests.support.plans import rows, small_scheduler, step, submit
 from tests.support.tiny import tiny_engine
@@ -96,6 +96,49 @@ def test_stopped_and_resumed_elsewhere(dtype: str) -> None:
 def test_stopped_and_resumed_elsewhere_long(dtype: str) -> None:
     for seed in range(1000):
         stopped_and_resumed(random.Random(seed), {"dtype": dtype})
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kv_tokens", [4096, 96])
+def test_chunks_of_children_that_run_are_what_their_samples_begin_with(kv_tokens: int, overlap: bool) -> None:
+    """Whoever looks, and however often, under pressure and over a refresh: nothing changes but what is known sooner."""
+    groups = [group(f"g{i}", range(5, 9 + 4 * i), n=5, max_tokens=30, seed=i, raw_logprobs=True) for i in range(3)]
+    plain = run(toy_engine(kv_tokens=kv_tokens, overlap_steps=overlap), groups)
+    engine = toy_engine(kv_tokens=kv_tokens, overlap_steps=overlap)
+    for each in groups:
+        engine.submit(each)
+    known: dict[tuple[str, int], list[Chunk]] = {}
+    told: dict[str, dict[int, int]] = {each.id: {} for each in groups}
+    got = {}
+    while engine.has_work:
+        got |= {(sample.group_id, sample.index): sample for sample in engine.step()}
+        for each in groups:
+            chunks = engine.chunks(each.id, told[each.id], 3, 7)
+            assert sum(len(chunk.token_ids) for chunk in chunks) <= 7
+            for chunk in chunks:
+                assert chunk.first == told[each.id].get(chunk.index, 0)
+                told[each.id][chunk.index] = chunk.first + len(chunk.token_ids)
+                known.setdefault((each.id, chunk.index), []).append(chunk)
+    assert_same(plain, got)
+    assert len(known) > 10 and engine.chunks("none", {}, 1, 10) == []
+    for key, chunks in known.items():
+        for name in ("token_ids", "logprobs", "raw_logprobs"):
+            joined, whole = np.concatenate([getattr(chunk, name) for chunk in chunks]), getattr(got[key], name)
+            assert joined.tobytes() == whole[: len(joined)].tobytes()
+
+
+def test_spans_of_a_chunk_count_from_its_first_token() -> None:
+    engine, asked = toy_engine(), group("g", range(5, 16), n=1, max_tokens=20, ignore_eos=True)
+    engine.submit(asked)
+    for version in (0, 2, 3):
+        engine.scheduler.refresh(version, "keep")
+        for _ in range(4):
+            engine.step()
+    assert engine.chunks("g", {}, 1, 99)[0].weight_versions == [(0, 0), (4, 2), (8, 3)]
+    assert engine.chunks("g", {0: 3}, 1, 99)[0].weight_versions == [(0, 0), (1, 2), (5, 3)]
+    assert engine.chunks("g", {0: 5}, 1, 4)[0].weight_versions == [(0, 2), (3, 3)]
+    assert engine.chunks("g", {0: 8}, 1, 99)[0].weight_versions == [(0, 3)]
+    assert engine.chunks("g", {0: 8}, 9, 99) == []
 
 
 def test_another_seed_would_be_noticed() -> None:

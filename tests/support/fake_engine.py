@@ -12,13 +12,14 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
-from engine.types import Group, Limits, Sample
+from engine.types import Chunk, Group, Limits, Sample
 
 VOCAB = 1000
 
@@ -89,6 +90,24 @@ class FakeEngine:
         if children:
             self.aborted.append(group_id)
         return [self._end(child, "aborted") for child in children]
+
+    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[Chunk]:
+        chunks = []
+        children = self.groups.get(group_id, [])
+        for child in sorted(children, key=lambda child: since.get(child.index, 0) - len(child.tokens)):
+            first = since.get(child.index, 0)
+            new = child.tokens[first : first + most]
+            if new and len(new) >= min(least, most):
+                most -= len(new)
+                values = np.full(len(new), -0.5, np.float32)
+                raw = values if child.group.sampling.raw_logprobs else None
+                spans = [(0, self.version)]
+                numbers = np.array(new, np.int32)
+                chunks.append(
+                    Chunk(index=child.index, first=first, token_ids=numbers, logprobs=values, weight_versions=spans,
+                          raw_logprobs=raw, seed=child.group.sampling.seed or 0)
+                )  # fmt: skip
+        return chunks
 
     def status(self) -> dict[str, object]:
         return {"running": sum(map(len, self.groups.values())), "version": np.int64(self.version), "kv": {"used": 0}}

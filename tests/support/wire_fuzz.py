@@ -8,10 +8,11 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from engine.types import Begun, Limits, Refreshed, Sample, Sampling
+from engine.types import Begun, Chunk, Limits, Refreshed, Sample, Sampling
 from transport import messages as m
 from transport.begun import pack_begun
 from transport.frames import DTYPES, pack
+from transport.progress import pack_progress
 from transport.weights.cuda_ipc import CudaIpcOffer
 from transport.weights.distributed import DistributedOffer
 from transport.weights.files import FilesOffer
@@ -33,6 +34,14 @@ BEGUN = [
     for index, tokens, spans in ((0, [11, 5, 9], [(0, 3), (1, 4)]), (2, [40], [(0, 4)]))
 ]
 
+
+def _chunk(index: int, first: int, tokens: list[int], spans: list[tuple[int, int]]) -> Chunk:
+    values = np.full(len(tokens), -0.5, np.float32)
+    return Chunk(
+        index=index, first=first, token_ids=np.array(tokens, np.int32), logprobs=values, weight_versions=spans, seed=2**62
+    )
+
+
 CLIENT_MESSAGES: list[msgspec.Struct] = [
     m.Hello(m.PROTOCOL, "0123456789abcdef" * 2, 5, "träiner", ("a",), np.arange(32, dtype=np.uint8).reshape(2, 16)),
     m.Hello(m.PROTOCOL, "f" * 32),
@@ -41,6 +50,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     m.Submit("g", np.array([5], np.int32), SAMPLING, 18, indices=(0, 2), begun=pack_begun(BEGUN)),
     m.Abort(["a", "b"]),
     m.Ack([("a", 0), ("a", 1)]),
+    m.Ack([], 7),
     m.StatusRequest(2**63),
     m.Heartbeat(),
     m.Goodbye(),
@@ -88,6 +98,9 @@ SERVICE_MESSAGES: list[msgspec.Struct] = [
             prompt_tokens=3,
             error="why",
         )
+    ),
+    pack_progress(
+        3, {"g": [_chunk(0, 4, [7, 8, 9], [(0, 4), (2, 5)]), _chunk(2, 0, [5], [(0, 5)])], "h": [_chunk(1, 9, [6], [(0, 5)])]}
     ),
     m.StatusReply(4, b'{"a": 1}'),
     m.Alive(2**64 - 1, 3, 2**40),

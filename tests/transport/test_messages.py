@@ -8,12 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Limits, Sampling
+from engine.types import Chunk, Limits, Sampling
 from tests.support.wire_fuzz import BEGUN, same
 from transport import errors
 from transport.begun import pack_begun, unpack_begun
 from transport.frames import Decoder, pack
-from transport.messages import DIGEST_BYTES, Submit, digest
+from transport.messages import DIGEST_BYTES, Progress, Submit, digest
+from transport.progress import pack_progress, unpack_progress
 
 SUBMIT = Submit("g", np.array([1, 2, 3], np.int32), Sampling(n=2, temperature=float("nan")), 4)
 
@@ -87,6 +88,49 @@ def test_begun_children_that_do_not_fit_are_refused(change: dict[str, np.ndarray
         unpack_begun(msgspec.structs.replace(packed, **change), 2)
     with pytest.raises(errors.InvalidRequest, match="at most 1"):
         unpack_begun(packed, 1)
+
+
+CHUNKS = {
+    "g": [Chunk(**msgspec.structs.asdict(child), first=first, seed=7) for child, first in zip(BEGUN, (4, 0), strict=True)],
+    "h": [Chunk(**msgspec.structs.asdict(BEGUN[1]), first=9, seed=2**62)],
+}
+
+
+def test_chunks_arrive_as_they_were_sent() -> None:
+    frames = [bytes(frame) for frame in pack(pack_progress(1, CHUNKS))]
+    got = unpack_progress(Decoder[Progress](Progress, Limits()).unpack(frames), 3)
+    assert [group_id for group_id, _ in got] == ["g", "g", "h"]
+    assert all(same(one, other) for (_, one), other in zip(got, [*CHUNKS["g"], *CHUNKS["h"]], strict=True))
+
+
+def test_raw_logprobs_of_some_groups_leave_the_columns_whole() -> None:
+    without = [msgspec.structs.replace(chunk, raw_logprobs=None) for chunk in CHUNKS["h"]]
+    got = unpack_progress(pack_progress(1, {"g": CHUNKS["g"], "h": without}), 3)
+    assert all(same(one, other) for (_, one), other in zip(got[:2], CHUNKS["g"], strict=True))
+    assert got[2][1].raw_logprobs is not None and got[2][1].token_ids.tolist() == [40]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"groups": np.zeros(3, np.int64)},
+        {"groups": np.zeros(2, np.int32)},
+        {"groups": np.array([0, 0, 2], np.int32)},
+        {"groups": np.array([0, -1, 1], np.int32)},
+        {"firsts": np.zeros((3, 1), np.int32)},
+        {"firsts": np.array([0, 0, -1], np.int32)},
+        {"seeds": [7]},
+        {"seeds": [7, -1]},
+        {"seeds": [7, 2**63]},
+        {"group_ids": ["g"]},
+        {"children": pack_begun(BEGUN)},
+    ],
+)
+def test_columns_of_progress_that_do_not_fit_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(errors.ProtocolError):
+        unpack_progress(msgspec.structs.replace(pack_progress(1, CHUNKS), **change), 3)
+    with pytest.raises(errors.ProtocolError, match="at most 2"):
+        unpack_progress(pack_progress(1, CHUNKS), 2)
 
 
 def test_every_error_has_a_kind_that_comes_back() -> None:

@@ -1,0 +1,101 @@
+"""What a client knows of children that have not come back: the tokens they began with, and those that were streamed since."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from engine.types import Begun, Chunk, Group
+
+
+class Partials:
+    """Of one group; `Handle` locks it."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.seed = group.sampling.seed
+        """None: the engine chose it, and has not told"""
+        self._pieces: dict[int, list[Begun]] = {}
+        """of each child, in order"""
+        self._known: dict[int, int] = {}
+        """tokens of each child"""
+        self._ended: set[int] = set()
+        self.restart()
+
+    def restart(self) -> None:
+        """Go back to what the children had when the group was submitted: it is submitted again."""
+        self.seed = self._group.sampling.seed
+        self._pieces = {child.index: [child] for child in self._group.begun if child.index not in self._ended}
+        self._known = {child.index: len(child.token_ids) for child in self._group.begun}
+
+    def add(self, chunk: Chunk, vocab_size: int) -> Chunk | None:
+        """Take in a chunk. Returns the part of it that is new, if there is one. Raises ValueError for a chunk that this group
+        cannot have."""
+        group, index = self._group, chunk.index
+        if index not in group.wanted:
+            raise ValueError(f"tokens of child {index} of a group that has {list(group.wanted[:20])}")
+        chunk.validate(group.sampling, vocab_size)
+        known = self._known.get(index, 0)
+        if chunk.first > known or chunk.first + len(chunk.token_ids) > group.sampling.max_tokens:
+            raise ValueError(
+                f"tokens from {chunk.first} to {chunk.first + len(chunk.token_ids)} of child {index}, of which {known} are "
+                f"known: must follow these, up to max_tokens={group.sampling.max_tokens}"
+            )
+        new = _from(chunk, known, group.sampling.raw_logprobs)
+        if new is None or index in self._ended:
+            return None
+        self.seed = chunk.seed
+        self._pieces.setdefault(index, []).append(new)
+        self._known[index] = known + len(new.token_ids)
+        return new
+
+    def end(self, index: int) -> None:
+        """Forget a child that has come back."""
+        self._ended.add(index)
+        self._pieces.pop(index, None)
+
+    def begun(self) -> list[Begun]:
+        """Return what the children have of which anything is known, by index."""
+        return [_joined(index, pieces) for index, pieces in sorted(self._pieces.items())]
+
+
+def _from(chunk: Chunk, known: int, raw: bool) -> Chunk | None:
+    """Return a copy of the tokens of a chunk that follow the first `known` of the child."""
+    skip = known - chunk.first
+    if skip >= len(chunk.token_ids):
+        return None
+    spans = [(max(0, first - skip), version) for first, version in chunk.weight_versions]
+    return msgspec.structs.replace(
+        chunk,
+        first=known,
+        token_ids=chunk.token_ids[skip:].copy(),
+        logprobs=chunk.logprobs[skip:].copy(),
+        raw_logprobs=chunk.raw_logprobs[skip:].copy() if raw and chunk.raw_logprobs is not None else None,
+        weight_versions=_merged(spans),
+    )
+
+
+def _joined(index: int, pieces: list[Begun]) -> Begun:
+    firsts = np.cumsum([0, *(len(piece.token_ids) for piece in pieces)]).tolist()
+    raws = [piece.raw_logprobs for piece in pieces if piece.raw_logprobs is not None]
+    spans = [
+        (at + first, version) for at, piece in zip(firsts, pieces, strict=False) for first, version in piece.weight_versions
+    ]
+    return Begun(
+        index=index,
+        token_ids=np.concatenate([piece.token_ids for piece in pieces]),
+        logprobs=np.concatenate([piece.logprobs for piece in pieces]),
+        raw_logprobs=np.concatenate(raws) if len(raws) == len(pieces) else None,
+        weight_versions=_merged(spans),
+    )
+
+
+def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Drop spans that go on with the version before them, and all but the last of those that begin at one token."""
+    kept: list[tuple[int, int]] = []
+    for first, version in spans:
+        if kept and kept[-1][0] == first:
+            kept.pop()
+        if not kept or kept[-1][1] != version:
+            kept.append((first, version))
+    return kept
