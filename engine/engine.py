@@ -246,12 +246,7 @@ class Engine:
         CPU's are already; level 2 drops them, so that after `wake` a whole refresh must come before the next token.
 
         Raises ValueError while asleep, while a refresh is staged, and for another level. Levels: vLLM's sleep mode."""
-        if level not in (1, 2):
-            raise ValueError(f"level={level!r}: must be 1 (weights to host memory) or 2 (weights dropped)")
-        if self.asleep:
-            raise ValueError(f"the engine is asleep already ({', '.join(sorted(self.asleep))}); wake it first")
-        if self.weights.staging:
-            raise ValueError("a refresh is being staged; finish or abandon it first")
+        check_may_sleep(level, self.asleep, bool(self.weights.staging))
         self.steps.commit()
         memory = self.device.memory
         before, plan = memory.taken(), self.scheduler.offload_all()
@@ -286,6 +281,16 @@ class Engine:
     def check(self) -> None:
         """Assert that every block is accounted for."""
         check(self.scheduler)
+
+
+def check_may_sleep(level: int, asleep: set[Tag], staging: bool) -> None:
+    """Raises ValueError where `Engine.sleep` may not be called; staging: a refresh is being staged."""
+    if level not in (1, 2):
+        raise ValueError(f"level={level!r}: must be 1 (weights to host memory) or 2 (weights dropped)")
+    if asleep:
+        raise ValueError(f"the engine is asleep already ({', '.join(sorted(asleep))}); wake it first")
+    if staging:
+        raise ValueError("a refresh is being staged; finish or abandon it first")
 
 
 def parts_to_wake(tags: Collection[Tag] | None, asleep: set[Tag]) -> list[Tag]:
