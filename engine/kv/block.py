@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+Versions = tuple[tuple[int, int], ...]
+"""(first token, weight version) spans of what computed KV, ascending in both"""
+
 
 class OutOfBlocks(Exception):
     """No free slot and nothing that may be evicted. The scheduler preempts a sequence, or waits."""
@@ -12,23 +15,36 @@ class OutOfBlocks(Exception):
 class Block:
     """One block of KV and its homes. `engine.kv.store` draws the states."""
 
-    __slots__ = ("device", "host", "owners", "users", "key", "version", "mixed")
+    __slots__ = ("device", "host", "owners", "users", "content", "key", "version", "later")
 
     def __init__(self, device: int, version: int) -> None:
         self.device: int | None = device
         self.host: int | None = None
         self.owners = 1
         self.users = 1
+        self.content: bytes | None = None
+        """hash of its tokens and of all before it, set once it is full"""
         self.key: bytes | None = None
-        """chain hash of its tokens, set once it is full"""
+        """the same with the versions of its own tokens"""
         self.version = version
-        """weights that computed its first token"""
-        self.mixed = False
-        """tokens of several versions inside: never found by the prefix index"""
+        """weights that computed its first token: the oldest ones"""
+        self.later: Versions = ()
+        """where others went on: (first token of theirs in the block, version)"""
 
     @property
     def lost(self) -> bool:
         return self.device is None and self.host is None
+
+    @property
+    def versions(self) -> Versions:
+        """Weights that computed its tokens, by spans of them."""
+        return (0, self.version), *self.later
+
+    def write(self, first: int, version: int) -> None:
+        """Note that `version` computes its tokens from `first` on, which is not the block's first one."""
+        before = tuple(span for span in self.later if span[0] < first)
+        went_on = (before[-1][1] if before else self.version) == version
+        self.later = before if went_on else (*before, (first, version))
 
 
 class BlockPool:

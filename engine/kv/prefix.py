@@ -1,28 +1,35 @@
 """The prefix index: full blocks of KV found by what they hold.
 
-The key of a block is a hash over (key of the block before it, its token ids, the weight version that computed it), so that
-equal keys mean equal tokens from the start of the prompt on, computed by the same versions all the way: KV of older
-weights cannot be found by accident. Chained block hashes are vLLM's idea (automatic prefix caching).
+The key of a block is a hash over (key of the block before it, its token ids, which weights computed which of them), so that
+equal keys mean equal tokens from the start of the prompt on, each computed by the same version: KV of older weights cannot be
+found by accident. A block in which several versions met has a key like any other and counts as old as its oldest token.
+Chained block hashes are vLLM's idea (automatic prefix caching).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
 if TYPE_CHECKING:
-    from engine.kv.block import Block
+    from engine.kv.block import Block, Versions
 
 
-def block_key(parent: bytes | None, tokens: np.ndarray, version: int) -> bytes:
-    """Return the 128-bit key of the block of `tokens` ([block_size] int32) that follows the block with key `parent` (None: the
-    first)."""
+def content_key(parent: bytes | None, tokens: np.ndarray) -> bytes:
+    """Return the 128-bit hash of the block of `tokens` ([block_size] int32) that follows the block with key `parent` (None: the
+    first), whatever computed it."""
     digest = xxhash.xxh3_128(parent or b"")
-    digest.update(version.to_bytes(8, "little"))
     digest.update(tokens.tobytes())
+    return digest.digest()
+
+
+def block_key(content: bytes, versions: Versions) -> bytes:
+    """Return the 128-bit key of the block with that `content_key` whose tokens these versions computed."""
+    digest = xxhash.xxh3_128(content)
+    for first, version in versions:
+        digest.update(first.to_bytes(8, "little") + version.to_bytes(8, "little"))
     return digest.digest()
 
 
@@ -31,8 +38,8 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, Block] = {}
-        self._versions: Counter[int] = Counter()
-        """how many blocks there are of each version"""
+        self._alike: dict[bytes, list[Block]] = {}
+        """by content: what several versions computed of the same tokens"""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -42,15 +49,15 @@ class PrefixIndex:
 
     def add(self, block: Block) -> None:
         """Index a full block that has a key, unless the index has one with the same key."""
-        assert block.key is not None and not block.mixed
+        assert block.key is not None and block.content is not None
         if block.key not in self._blocks:
             self._blocks[block.key] = block
-            self._versions[block.version] += 1
+            self._alike.setdefault(block.content, []).append(block)
 
     def clear(self) -> None:
         """Forget every block."""
         self._blocks.clear()
-        self._versions.clear()
+        self._alike.clear()
 
     def holds(self, block: Block) -> bool:
         """True if this very block is indexed."""
@@ -59,16 +66,16 @@ class PrefixIndex:
     def remove(self, block: Block) -> None:
         """Forget a block, if it is indexed."""
         if self.holds(block):
-            assert block.key is not None
+            assert block.key is not None and block.content is not None
             del self._blocks[block.key]
-            self._versions[block.version] -= 1
-            if not self._versions[block.version]:
-                del self._versions[block.version]
+            alike = self._alike[block.content]
+            alike.remove(block)
+            if not alike:
+                del self._alike[block.content]
 
-    def find(self, parent: bytes | None, tokens: np.ndarray, newest: int, oldest: int) -> Block | None:
-        """Find the block that continues `parent` with `tokens`, computed by the newest version in [oldest, newest] there is."""
-        for version in sorted((v for v in self._versions if oldest <= v <= newest), reverse=True):
-            block = self._blocks.get(block_key(parent, tokens, version))
-            if block is not None:
-                return block
-        return None
+    def find(self, parent: bytes | None, tokens: np.ndarray, oldest: int) -> Block | None:
+        """Find the block that continues `parent` with `tokens` and has nothing of a version below `oldest`: the newest of
+        them."""
+        alike = self._alike.get(content_key(parent, tokens), ())
+        fresh = (block for block in alike if block.version >= oldest)
+        return max(fresh, key=lambda block: [version for _, version in block.versions], default=None)

@@ -129,7 +129,7 @@ class BlockStore:
             self.homes.offload(block)
         self.homes.stale_hosts.pop(block, None)
         mine = Block(block.device, block.version)
-        mine.mixed = block.mixed
+        mine.later = block.later
         self.homes.settle(block.device, mine)
         block.device = None
         block.users = 0
@@ -142,7 +142,7 @@ class BlockStore:
         """Copy a shared block for one of its users, which releases it. Returns the private copy. Raises OutOfBlocks."""
         assert block.users >= 1 and block.owners > 1
         mine = self.new(block.version)
-        mine.mixed = block.mixed
+        mine.later = block.later
         self.homes.copy(block, to=mine)
         self.disown(block, used=True)
         return mine

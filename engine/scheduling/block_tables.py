@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.config import EngineConfig
 from engine.kv.block import Block
-from engine.kv.prefix import block_key
+from engine.kv.prefix import block_key, content_key
 from engine.kv.store import BlockStore
 from engine.scheduling.counters import Counters
 from engine.scheduling.sequence import Sequence
@@ -46,7 +46,7 @@ class BlockTables:
         if seq.cached % size or seq.cached + size >= seq.length or (seq.blocks and parent is None):
             return None
         oldest = seq.state.readable_from(version)
-        return self.store.index.find(parent, seq.tokens(seq.cached, size), version, oldest)
+        return self.store.index.find(parent, seq.tokens(seq.cached, size), oldest)
 
     def _found(self, seq: Sequence) -> None:
         seq.cached += self.block_size
@@ -60,7 +60,7 @@ class BlockTables:
             if block.owners > 1:
                 seq.put_block(-1, self.store.copy(block) if self.store.available else self.store.take_over(block))
             if seq.blocks[-1].version != version:
-                seq.blocks[-1].mixed = True
+                seq.blocks[-1].write(seq.cached % size, version)
         while len(seq.blocks) < -(-cached // size):
             seq.add_block(self.store.new(version))
 
@@ -70,9 +70,10 @@ class BlockTables:
         for i in range(start // size, seq.cached // size):
             block = seq.blocks[i]
             parent = seq.blocks[i - 1].key if i else None
-            if block.key is not None or block.mixed or (i and parent is None):
+            if block.key is not None or (i and parent is None):
                 continue
-            block.key = block_key(parent, seq.tokens(i * size, size), block.version)
+            block.content = content_key(parent, seq.tokens(i * size, size))
+            block.key = block_key(block.content, block.versions)
             self.store.index.add(block)
 
     def drop_older(self, seq: Sequence, oldest: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.kv.prefix import block_key
+from engine.kv.prefix import block_key, content_key
 from engine.scheduling.plan import SharedPrefix
 from engine.scheduling.sequence import Row, Sequence
 
@@ -36,10 +36,13 @@ def computed_by_other(seq: Sequence, count: int, planned: set[bytes], block_size
     parent = seq.blocks[first - 1].key if first else None
     if (first and parent is None) or (seq.cached % block_size and seq.blocks[-1].version != version):
         return False
-    aligned = seq.cached % block_size == 0
-    if aligned and block_key(parent, seq.tokens(seq.cached, block_size), version) in planned:
+
+    def key(i: int) -> bytes:
+        return block_key(content_key(parent, seq.tokens(i * block_size, block_size)), ((0, version),))
+
+    if seq.cached % block_size == 0 and key(first) in planned:
         return True  # whether or not this row would fill that block
     for i in range(first, (seq.cached + count) // block_size):
-        parent = block_key(parent, seq.tokens(i * block_size, block_size), version)
+        parent = key(i)
         planned.add(parent)
     return False

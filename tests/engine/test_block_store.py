@@ -7,14 +7,15 @@ import pytest
 
 from engine.kv.block import Block, BlockPool, OutOfBlocks
 from engine.kv.invariants import check
-from engine.kv.prefix import block_key
+from engine.kv.prefix import block_key, content_key
 from engine.kv.store import BlockStore
 
 
 def full_block(store: BlockStore, *tokens: int) -> Block:
     """A block in use by one sequence, full and known to the prefix index."""
     block = store.new(version=0)
-    block.key = block_key(None, np.array(tokens, np.int32), 0)
+    block.content = content_key(None, np.array(tokens, np.int32))
+    block.key = block_key(block.content, block.versions)
     store.index.add(block)
     return block
 

@@ -83,12 +83,25 @@ def test_a_shared_partial_block_is_copied_before_it_grows() -> None:
     assert seq.blocks[0] is not shared and len(s.store.moves.copies) == 1
 
 
-def test_a_block_that_two_versions_wrote_is_not_indexed() -> None:
+def test_a_block_in_which_versions_met_is_as_old_as_its_oldest_token() -> None:
     s = Setting()
-    seq = s.sequence(1, 2, 3, 4, 5)
-    s.compute(seq, 2, version=0)
-    s.compute(seq, 2, version=1)
-    assert seq.blocks[0].mixed and len(s.store.index) == 0
+    seq = s.sequence(*range(1, 10))
+    for count, version in ((2, 3), (1, 4), (1, 5), (4, 5)):
+        s.compute(seq, count, version)
+    assert [block.versions for block in seq.blocks] == [((0, 3), (2, 4), (3, 5)), ((0, 5),)]
+    for lag, found in ((0, 0), (1, 0), (2, 2)):
+        reader = s.sequence(*range(1, 10), max_kv_lag=lag)
+        s.tables.find_cached(reader, version=5)
+        assert reader.blocks == seq.blocks[:found], "what follows it is found behind it only"
+
+
+def test_a_step_that_is_void_leaves_no_version_behind() -> None:
+    """What was planned and not computed is planned again, by other weights."""
+    s = Setting()
+    s.compute(seq := s.sequence(*range(1, 10)), 2, version=0)
+    s.tables.extend(seq, 3, version=1)
+    s.compute(seq, 1, version=2)
+    assert seq.blocks[0].versions == ((0, 0), (2, 2))
 
 
 def test_kv_of_older_weights_is_dropped_with_all_behind_it() -> None:

@@ -98,25 +98,28 @@ def patch_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockStore, "share", lambda self, blocks: None)
 
 
-def replace_key(monkeypatch: pytest.MonkeyPatch, key: Callable[[bytes | None, object, int], bytes]) -> None:
+def replace_key(monkeypatch: pytest.MonkeyPatch, name: str, key: Callable[..., bytes]) -> None:
     for module in (engine.kv.prefix, engine.scheduling.sharing, engine.scheduling.block_tables):
-        monkeypatch.setattr(module, "block_key", key)
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, key)
 
 
 def patch_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     """the key forgets the block before"""
-    key = engine.kv.prefix.block_key
-
-    def orphan(parent: bytes | None, tokens: object, version: int) -> bytes:
-        return key(b"x" if parent else None, tokens, version)  # type: ignore[arg-type]
-
-    replace_key(monkeypatch, orphan)
+    key = engine.kv.prefix.content_key
+    replace_key(monkeypatch, "content_key", lambda parent, tokens: key(b"x" if parent else None, tokens))
 
 
 def patch_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """the key forgets the version"""
+    """the key forgets the versions"""
     key = engine.kv.prefix.block_key
-    replace_key(monkeypatch, lambda parent, tokens, version: key(parent, tokens, 0))  # type: ignore[arg-type]
+    replace_key(monkeypatch, "block_key", lambda content, versions: key(content, ()))
+
+
+def patch_older_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """the key of a block in which versions met forgets the older ones"""
+    key = engine.kv.prefix.block_key
+    replace_key(monkeypatch, "block_key", lambda content, versions: key(content, ((0, versions[-1][1]),)))
 
 
 def patch_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +267,7 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_share,
     patch_hash,
     patch_version,
+    patch_older_version,
     patch_copy,
     patch_restore,
     patch_stale_host,

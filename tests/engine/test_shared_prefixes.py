@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.kv.block import Block
-from engine.kv.prefix import block_key
+from engine.kv.prefix import block_key, content_key
 from engine.scheduling.sequence import GroupState, Row, Sequence
 from engine.scheduling.sharing import computed_by_other, shared_prefixes
 from engine.types import Group, Sampling
@@ -58,6 +58,7 @@ def test_a_prefix_that_another_row_of_the_step_computes_is_waited_for() -> None:
     for seq in (first, second):
         seq.blocks, seq.cached = [], 0
     assert not computed_by_other(first, 10, planned, 4, version=0)
-    assert planned == {(one := block_key(None, first.tokens(0, 4), 0)), block_key(one, first.tokens(4, 4), 0)}
+    one = block_key(content_key(None, first.tokens(0, 4)), ((0, 0),))
+    assert planned == {one, block_key(content_key(one, first.tokens(4, 4)), ((0, 0),))}
     assert computed_by_other(second, 10, planned, 4, version=0)
     assert not computed_by_other(second, 10, planned, 4, version=1), "by other weights it is another prefix"

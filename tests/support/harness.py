@@ -1,7 +1,9 @@
-"""The scheduler and the block store under random schedules, without torch: KV cells are Python pairs (token id, version).
+"""The scheduler and the block store under random schedules, without torch: KV cells are Python
+tuples (token id, version, a hash of these and of all cells before).
 
 A step executes the plan on these cells, as another process would: every plan is sent as bytes. A token is a hash of all ids
-that its row sees through the block table, so any wrong block shows in what comes out; the versions show KV of other weights.
+that its row sees through the block table, so any wrong block shows in what comes out; the versions show KV of other weights,
+and the hash KV that was computed behind other KV.
 Copies fail on demand. Where steps overlap, the scheduler plans the next one before it is told what the last one drew.
 """
 
@@ -26,7 +28,12 @@ from tests.support.plans import sent
 VOCAB = 97
 EOS = 0
 TOKEN_S = 0.01
-Cell = tuple[int, int]
+Cell = tuple[int, int, int]
+
+
+def cell(before: Cell | None, token: int, version: int) -> Cell:
+    """KV of a token that `version` computed behind `before`."""
+    return token, version, hash((before and before[2], token, version))
 
 
 def draw(ids: tuple[int, ...], seed: int, index: int) -> int:
@@ -163,7 +170,7 @@ class Harness:
             read = [list(source[pair[0]]) for pair in pairs]
             for cells, (_, to) in zip(read, pairs, strict=True):
                 if done == stop:
-                    target[to] = [(-1, -1)] * len(cells)
+                    target[to] = [(-1, -1, -1)] * len(cells)
                     return
                 target[to] = cells
                 done += 1
@@ -184,15 +191,18 @@ class Harness:
             for position in range(start, end):
                 block = seq.blocks[position // size]
                 assert block.owners == 1 or position // size < start // size or start % size == 0
-                self.device[slots[position // size]][position % size] = (next(left), version)
+                before = self.device[slots[(position - 1) // size]][(position - 1) % size] if position else None
+                self.device[slots[position // size]][position % size] = cell(before, next(left), version)
         tokens: list[int] = []
         for seq, end, slots, samples in zip(sequences, ends, tables, plan.samples.tolist(), strict=True):
-            cells = [cell for slot in slots for cell in self.device[slot]][:end]
+            cells = [each for slot in slots for each in self.device[slot]][:end]
             assert None not in cells, "a row reads KV that was never written"
             state = seq.state
             oldest = self.oldest[state.group.id]
-            assert all(cell[1] >= oldest for cell in cells if cell), "a row reads KV of older weights than it may"
-            seen = tuple(cell[0] for cell in cells if cell)
+            assert all(each[1] >= oldest for each in cells if each), "a row reads KV of older weights than it may"
+            behind = zip([None, *cells], cells, strict=False)
+            assert all(each == cell(before, *each[:2]) for before, each in behind if each), "KV computed behind other KV"
+            seen = tuple(each[0] for each in cells if each)
             keys = plan.sampling[len(tokens) : len(tokens) + samples]
             tokens += [
                 draw(seen, seed, index) for seed, index in zip(keys["seed"].tolist(), keys["index"].tolist(), strict=True)
