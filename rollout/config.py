@@ -47,6 +47,10 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """bytes of finished samples kept for one client that does not take them; past it only that client suffers"""
     lease_s: float = 30.0
     """a refresh that brings nothing for this many seconds is given up, so that another client may refresh"""
+    stall_s: float = 30.0
+    """a step, or another part of the loop's turn, that lasts longer is told in the log, with the stack of the loop"""
+    exit_when_stalled_s: float | None = None
+    """one that lasts longer ends the process, so that a supervisor starts another one; unset: never"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""
@@ -58,6 +62,10 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"max_outbox_bytes={self.max_outbox_bytes}: must be at least 1")
         if not self.lease_s > 0:
             raise ValueError(f"lease_s={self.lease_s}: must be positive")
+        if not self.stall_s > 0:
+            raise ValueError(f"stall_s={self.stall_s}: must be positive")
+        if self.exit_when_stalled_s is not None and not self.exit_when_stalled_s > 0:
+            raise ValueError(f"exit_when_stalled_s={self.exit_when_stalled_s}: must be positive; leave it out for never")
 
 
 class TrackingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -35,6 +35,8 @@ class StatusArgs(msgspec.Struct, kw_only=True):
     address: str = DEFAULT_ENDPOINT
     timeout: float = 10.0
     """seconds to wait for the service"""
+    wait: float = 0.0
+    """seconds to go on asking where nobody listens or the loop stands; which of them it is goes to standard error"""
 
 
 class TopArgs(msgspec.Struct, kw_only=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 
 import msgspec
 
@@ -17,7 +18,7 @@ from rollout.commands.arguments import BenchArgs, Command, DemoArgs, GenerateArg
 from rollout.config import CannotServe, InputError
 from rollout.models import ModelNotFound
 from rollout.process import ServiceFailed
-from transport.errors import RolloutError
+from transport.errors import RequestTimeout, RolloutError, ServiceLost
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,12 +71,22 @@ def run(args: Command) -> int:
 
 
 def status(args: StatusArgs) -> int:
-    """Print what a running service answers. Raises ServiceLost, RequestTimeout."""
+    """Print what a running service answers; until `args.wait` is over say why it does not, and ask again. Raises ServiceLost,
+    RequestTimeout."""
     from rollout.client.api import RolloutClient
 
-    with RolloutClient(args.address, name="rollout status", connect_timeout_s=args.timeout) as client:
-        print(json.dumps(client.status(timeout=args.timeout), indent=2))
-    return 0
+    until, told = time.monotonic() + args.wait, ""
+    while True:
+        try:
+            with RolloutClient(args.address, name="rollout status", connect_timeout_s=args.timeout) as client:
+                print(json.dumps(client.status(timeout=args.timeout), indent=2))
+            return 0
+        except (RequestTimeout, ServiceLost) as error:
+            if time.monotonic() >= until:
+                raise
+            if told != error.message:
+                told = error.message
+                print(f"rollout status: {told}; asking again", file=sys.stderr, flush=True)
 
 
 def bench(args: BenchArgs) -> int:

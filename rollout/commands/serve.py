@@ -19,6 +19,7 @@ from rollout.config import CannotServe, Config, InputError, TrackingConfig
 from rollout.metrics.sinks import Sink, open_sinks
 from rollout.metrics.tracker import Tracker
 from rollout.process import write_atomically
+from rollout.service.watchdog import Watch, Watchdog
 from transport.sockets import ServiceEnd
 
 if TYPE_CHECKING:
@@ -44,7 +45,11 @@ def run(args: ServeArgs) -> int:
         print(f"rollout: serving {config.engine.model} at {service.endpoint}, KV {kv}", flush=True)
     if args.ready_file:
         write_atomically(Path(args.ready_file), service.endpoint)
-    service.run()
+    watchdog = Watchdog(service.watch, config.service.exit_when_stalled_s)
+    try:
+        service.run()
+    finally:
+        watchdog.close()
     return 0
 
 
@@ -67,6 +72,7 @@ def start(config: Config) -> tuple[Engine, Service]:
                 max_outbox_bytes=config.service.max_outbox_bytes,
                 lease_s=config.service.lease_s,
                 tracker=make_tracker(config.tracking, sinks, engine),
+                watch=Watch(config.service.stall_s),
             )
         except ValueError as error:  # a configuration that this model or machine cannot serve
             raise InputError(str(error)) from error

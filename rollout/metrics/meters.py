@@ -81,6 +81,8 @@ GAUGES: dict[str, Callable[[Counts], float]] = {
     "weights/bytes": lambda s: s["weights"]["bytes"],
     "weights/resident_bytes": lambda s: s["weights"]["resident_bytes"],
     "weights/offloaded_bytes": lambda s: s["weights"]["offloaded_bytes"],
+    "loop/stalled_s": lambda s: s["loop"]["stalled_s"],
+    "loop/longest_turn_s": lambda s: s["loop"]["longest_turn_s"],
 }
 """values of the moment"""
 

@@ -29,6 +29,7 @@ from rollout.service.engine_api import EngineLike
 from rollout.service.refresh import Refreshes
 from rollout.service.running import Running, described
 from rollout.service.session import Session, Sessions
+from rollout.service.watchdog import Watch
 from transport import messages as m
 from transport.errors import GroupFailed, NoSession, RolloutError
 from transport.frames import Decoder, Frame, frame_bytes, pack
@@ -64,6 +65,7 @@ class Service:
         linger_s: longest that `stop` waits for clients to take the last messages.
         lease_s: a client that has begun a refresh and says nothing about it for so long has given it up.
         tracker: gets the metrics; closed with the service. By default one without sinks.
+        watch: is told where the loop is.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Service:
         linger_s: float = 2.0,
         lease_s: float = 30.0,
         tracker: Tracker | None = None,
+        watch: Watch | None = None,
     ) -> None:
         if (endpoint is None) == (transport is None):
             raise ValueError("give an endpoint or a transport, one of the two")
@@ -96,6 +99,7 @@ class Service:
         self._controls = Controls(engine)
         self._tracker = tracker if tracker is not None else Tracker()
         self._running = Running(engine, self._tracker, self._limits, max_outbox_bytes)
+        self.watch = watch if watch is not None else Watch()
         self._malformed = 0
         self._stop_reason: str | None = None
         self._started = time.monotonic()
@@ -127,20 +131,21 @@ class Service:
         soon = self._refreshes.unannounced or any(session.pending for session in self._sessions)
         at_once = self._engine.has_work or self._refreshes.has_work or self._running.ending
         self._receive(0.0 if at_once else SOON_POLL_S if soon else IDLE_POLL_S)
-        self._running.end_some(self._dose())
+        self._running.end_some(dose(self._engine.has_work, self._running.step_s))
+        self.watch.at("refresh")
         self._refreshes.work(self._clock.now, busy=self._engine.has_work)
         if not self._running.ending:
             self._controls.work()
         self._transport.expect(self._refreshes.window_bytes)
+        self.watch.at("send")
         self._flush()  # answers need not wait for the step
         if self._engine.has_work:
+            self.watch.at("step")
             self._running.step(self._sessions)
+            self.watch.at("send")
             self._flush()
+        self.watch.at("timers")
         self._check_timers()
-
-    def _dose(self) -> float:
-        """Return how many seconds of this turn are for what peers ask."""
-        return min(TAKE_S, max(TAKE_LEAST_S, TAKE_SHARE * self._running.step_s)) if self._engine.has_work else TAKE_S
 
     def _flush(self) -> None:
         for session in list(self._sessions):
@@ -152,8 +157,10 @@ class Service:
 
     def _receive(self, wait: float) -> None:
         """Take messages, one from each connection in turn, until none waits or the time is over."""
+        self.watch.at("wait")
         received = self._transport.receive(wait, 1)
-        until = perf_counter() + self._dose()
+        self.watch.at("take")
+        until = perf_counter() + dose(self._engine.has_work, self._running.step_s)
         while received:
             for peer, frames in received:
                 self._on_message(peer, frames)
@@ -256,12 +263,15 @@ class Service:
             elif now - session.last_sent_at >= HEARTBEAT_S or session.unreported_bytes > m.UNTAKEN_BYTES // 4:
                 session.report(m.Alive(self._running.steps, self._engine.version), now)
                 session.flush(self._transport.send)
-        self._tracker.tend(self._engine.status, self._engine.version)
+        self._tracker.tend(self._engine_status, self._engine.version)
+
+    def _engine_status(self) -> dict[str, Any]:
+        return {**self._engine.status(), "loop": self.watch.status()}
 
     def status(self) -> dict[str, Any]:
         """Join the engine's status, the last `metrics` and a `service` object of our own."""
         return {
-            **self._engine.status(),
+            **self._engine_status(),
             "metrics": self._tracker.row,
             "service": {
                 "endpoint": self.endpoint,
@@ -285,4 +295,9 @@ class Service:
         finally:
             self._refreshes.close()
             self._transport.close(max(0.1, deadline - time.monotonic()))
-            self._tracker.close(self._engine.status)
+            self._tracker.close(self._engine_status)
+
+
+def dose(busy: bool, step_s: float) -> float:
+    """Return how many seconds of a turn are for what peers ask: of a `busy` loop a share of its last step, of `step_s`."""
+    return min(TAKE_S, max(TAKE_LEAST_S, TAKE_SHARE * step_s)) if busy else TAKE_S

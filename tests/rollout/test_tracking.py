@@ -35,6 +35,7 @@ from rollout.metrics.sinks import ConsoleSink, JsonlSink, WandbSink, open_sinks,
 from rollout.metrics.tracker import Tracker
 from rollout.process import service_process
 from rollout.service.loop import Service
+from rollout.service.watchdog import Watch
 from tests.support.clock import Clock
 from tests.support.fake_engine import FakeEngine
 from tests.support.tiny import tiny, tiny_engine
@@ -72,8 +73,12 @@ def run_engine(tracker: Tracker, engine: Any, clock: Clock, groups: list[Group],
             ended.append(done)
             tracker.observe(done, engine.version)
         clock.now += step_s
-        tracker.tend(engine.status, engine.version)
+        tracker.tend(lambda: seen_by_a_service(engine), engine.version)
     return ended
+
+
+def seen_by_a_service(engine: Any) -> dict[str, Any]:
+    return {**engine.status(), "loop": Watch().status()}
 
 
 # samples
@@ -191,7 +196,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         run_engine(tracker, engine, clock, groups)
     engine.refresh([(name, tensor + 0.01) for name, tensor in model.named_parameters()])
     run_engine(tracker, engine, clock, [group("after", prompt=24, n=4, max_tokens=40, seed=9)])
-    tracker.close(engine.status)
+    tracker.close(lambda: seen_by_a_service(engine))
     yield {"row": tracker.row, "console": console.getvalue(), "jsonl": jsonl, "wandb": folder}
 
 
