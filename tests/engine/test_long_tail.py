@@ -11,6 +11,7 @@ import pytest
 
 from engine.engine import Engine
 from engine.types import Begun, Chunk, Group, Limits, Sample, Sampling
+from rollout.client.partials import Partials
 from tests.support.equivalence import assert_same
 from tests.support.plans import rows, small_scheduler, step, submit
 from tests.support.tiny import tiny_engine
@@ -58,24 +59,66 @@ def test_some_children_of_a_group(indices: tuple[int, ...]) -> None:
 
 
 def stopped_and_resumed(r: random.Random, options: dict[str, Any]) -> None:
-    """A group is stopped after some steps, and its unfinished children go on elsewhere, on two engines."""
+    """A group is stopped after some steps, in some way, and its unfinished children go on elsewhere, on two engines."""
     n, seed = r.randrange(1, 7), r.randrange(1000)
     cuts = {"temperature": r.choice([0.0, 0.7, 1.0]), "top_p": r.choice([1.0, 0.9]), "raw_logprobs": r.random() < 0.5}
     asked = group("g", [r.randrange(3, 199) for _ in range(r.randrange(1, 40))], n=n, max_tokens=24, seed=seed, **cuts)
     whole = run(tiny_engine(**options), [asked])
     elsewhere = [tiny_engine(**options, max_num_seqs=8, max_batch_tokens=r.choice([8, 128])) for _ in range(2)]
     for _ in range(3):
-        got = {}
-        for sample in interrupted(tiny_engine(**options), asked, r.randrange(30)):
-            if sample.finish_reason != "aborted":
-                got["g", sample.index] = sample
-            else:
-                got["g", sample.index] = resumed(elsewhere[sample.index % 2], asked, sample)
+        got: Samples = {}
+        for sample in r.choice((interrupted, cut_by_siblings, split, crashed))(tiny_engine(**options), asked, r.randrange(30)):
+            ended = sample.finish_reason in ("stop", "length")
+            got["g", sample.index] = sample if ended else resumed(elsewhere[sample.index % 2], asked, sample)
         assert_same(whole, got)
         for key, sample in got.items():
             assert sample.weight_versions == whole[key].weight_versions and sample.seed == whole[key].seed
             raw = whole[key].raw_logprobs
             assert raw is None or (sample.raw_logprobs is not None and raw.tobytes() == sample.raw_logprobs.tobytes())
+
+
+def cut_by_siblings(engine: Engine, each: Group, number: int) -> list[Sample]:
+    """The group when enough of its children have ended by themselves: how many follows from `number`."""
+    sampling = msgspec.structs.replace(each.sampling, finish_after=1 + number % each.sampling.n)
+    return list(run(engine, [msgspec.structs.replace(each, sampling=sampling)]).values())
+
+
+def split(engine: Engine, each: Group, steps: int) -> list[Sample]:
+    """Half of the children after so many steps; the others have not begun."""
+    mine = list(each.wanted)[::2]
+    samples = interrupted(engine, only(each, mine, []), steps)
+    return samples + [unfinished(each, None, index) for index in each.wanted if index not in mine]
+
+
+def crashed(engine: Engine, each: Group, steps: int) -> list[Sample]:
+    """What was streamed of the group when its engine is lost after so many steps: whole samples, and chunks of tokens."""
+    known, samples, every = Partials(each), list[Sample](), 1 + steps % 5
+    engine.submit(each)
+    for _ in range(steps):
+        if engine.has_work:
+            samples += engine.step()
+            since = {child.index: len(child.token_ids) for child in known.begun()}
+            for chunk in engine.chunks(each.id, since, every, 16):
+                known.add(chunk, engine.vocab_size)
+    for sample in samples:
+        known.end(sample.index)
+    begun, gone = {child.index: child for child in known.begun()}, {sample.index for sample in samples}
+    return samples + [unfinished(each, begun.get(index), index) for index in each.wanted if index not in gone]
+
+
+def unfinished(each: Group, begun: Begun | None, index: int) -> Sample:
+    """A child as far as it is known."""
+    return Sample(
+        group_id=each.id,
+        index=index,
+        token_ids=np.zeros(0, np.int32) if begun is None else begun.token_ids,
+        logprobs=np.zeros(0, np.float32) if begun is None else begun.logprobs,
+        raw_logprobs=None if begun is None else begun.raw_logprobs,
+        finish_reason="aborted",
+        weight_versions=[] if begun is None else begun.weight_versions,
+        prompt_tokens=len(each.prompt),
+        seed=each.sampling.seed or 0,
+    )
 
 
 def resumed(engine: Engine, asked: Group, sample: Sample) -> Sample:
@@ -91,10 +134,10 @@ def test_stopped_and_resumed_elsewhere(dtype: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(14_400)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_stopped_and_resumed_elsewhere_long(dtype: str) -> None:
-    for seed in range(1000):
+    for seed in range(2000):
         stopped_and_resumed(random.Random(seed), {"dtype": dtype})
 
 
