@@ -19,7 +19,7 @@ from rollout.client.generation import Generation
 from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
 from rollout.client.refresh import NamedTensors, Pusher, RefreshHandle, answer
-from rollout.client.submission import Prompt, group_of, rest_of, resumed_group, sendable
+from rollout.client.submission import Prompt, check_budget, group_of, rest_of, resumed_group, sendable
 from transport.errors import ServiceLost
 from transport.messages import Control, Welcome
 from transport.sockets import ClientEnd, ClientTransport
@@ -45,6 +45,10 @@ class RolloutClient(Controls):
         require_version: oldest weights to sample from. A service with older ones, e.g. after a restart, refuses groups of this
             client with StaleWeights. May be set later, e.g. to what `refresh` returned.
         refresh_host: an address of this machine that the service can reach, where refreshes via gloo and nccl meet it.
+        budget: most tokens of this client in flight: the prompts of its groups that are sent and have not ended, and
+            `max_tokens` of each of their children that has not come back. Groups over it wait here, those of a higher priority
+            first, then in order; they start under whatever weights are live then. None = no bound but the service's limits.
+            A group that is over it alone is refused by `submit`.
     """
 
     def __init__(
@@ -58,12 +62,16 @@ class RolloutClient(Controls):
         stall_timeout_s: float = 300.0,
         require_version: int = 0,
         refresh_host: str = "127.0.0.1",
+        budget: int | None = None,
     ) -> None:
+        if budget is not None and budget < 1:
+            raise ValueError(f"budget={budget}: must be None (no bound) or a positive number of tokens")
         end = end_of(address, transport)
+        self._budget = budget
         self._ids = itertools.count()
         self._serials = itertools.count(1)
         self.require_version = require_version
-        link = Link(end, secrets.token_hex(16), name, link_timeout_s, stall_timeout_s)
+        link = Link(end, secrets.token_hex(16), name, link_timeout_s, stall_timeout_s, budget)
         super().__init__(link)
         self._pusher = Pusher(self._link, refresh_host)
         try:
@@ -150,6 +158,7 @@ class RolloutClient(Controls):
     def _submit(self, group: Group, on_change: OnChange | None = None) -> Handle:
         serial, limits = next(self._serials), self.info.limits
         handle = sendable(group, serial=serial, require_version=self.require_version, limits=limits)
+        check_budget(handle, self._budget)
         handle.on_cancel, handle.on_change = self._link.cancel, on_change
         self._link.submit(handle)
         return handle

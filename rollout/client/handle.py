@@ -57,6 +57,12 @@ class Handle:
         """All samples are here, or it failed."""
         return self._ended
 
+    @property
+    def in_flight(self) -> int:
+        """tokens that it may take in an engine: its prompt, and `max_tokens` for each child that has not come back; see the
+        client's `budget`"""
+        return len(self.group.prompt) + (self.n - len(self._samples)) * self.group.sampling.max_tokens
+
     def result(self, timeout: float | None = None) -> list[Sample]:
         """Wait for all samples, sorted by index. A child that failed is among them, with finish_reason "error".
 

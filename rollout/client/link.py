@@ -52,7 +52,13 @@ class Link:
     """Runs the thread. Methods without an underscore are for any thread, the state is the I/O thread's alone."""
 
     def __init__(
-        self, transport: ClientTransport, session: str, name: str, link_timeout_s: float, stall_timeout_s: float
+        self,
+        transport: ClientTransport,
+        session: str,
+        name: str,
+        link_timeout_s: float,
+        stall_timeout_s: float,
+        budget: int | None = None,
     ) -> None:
         self.welcome: m.Welcome | None = None
         """of the present incarnation"""
@@ -66,7 +72,7 @@ class Link:
         self._calls = Calls(transport.wake)
         self._connection = Connection(time.monotonic())
         self._request_ids = itertools.count(1)
-        self._waiters = Waiters()
+        self._waiters = Waiters(budget)
         self._groups, self._requests = self._waiters.groups, self._waiters.requests
         self.first_welcome = self._waiters.first_welcome
         self._outgoing = Outgoing()
@@ -229,15 +235,11 @@ class Link:
                     self._fail_all(ServiceLost(f"the service is closing: {message.reason}"))
                 case m.Alive():
                     self._outgoing.taken(message.taken_bytes)
-        except (ValueError, TypeError, RecursionError) as error:
-            self._unreadable(str(error))
-        except ProtocolError as error:
-            self._unreadable(error.message)
-
-    def _unreadable(self, reason: str) -> None:
-        """Start over: nobody can tell what was lost with that message, so everybody who waits gets an error."""
-        log.error("unreadable message from the service reason=%r", reason)
-        self._start_over(ProtocolError(f"the service sent what cannot be read: {reason}"))
+        except (ValueError, TypeError, RecursionError, ProtocolError) as error:
+            reason = error.message if isinstance(error, ProtocolError) else str(error)
+            log.error("unreadable message from the service reason=%r", reason)
+            # nobody can tell what was lost with it
+            self._start_over(ProtocolError(f"the service sent what cannot be read: {reason}"))
 
     def _welcomed(self, welcome: m.Welcome) -> None:
         if welcome.protocol != m.PROTOCOL:

@@ -1,12 +1,13 @@
 """The groups that somebody waits for, as the client's I/O thread keeps them.
 
-add -> unsent, in order -> pop_sendable -> sent -> remove (whole, failed or cancelled)
+add -> unsent, by priority, then in order -> pop_sendable -> sent -> remove (whole, failed or cancelled)
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
+from itertools import count
 
 import numpy as np
 
@@ -19,14 +20,18 @@ from transport.progress import unpack_progress
 
 
 class OpenGroups:
-    """For one thread."""
+    """For one thread. budget: tokens of groups that are sent and have not ended, at most, as `Handle.in_flight` counts them;
+    None = no bound."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: int | None = None) -> None:
         self.sent: dict[str, Handle] = {}
         """by group id, in the order of sending"""
         self._all: dict[str, Handle] = {}
-        self._unsent: deque[Handle] = deque()
-        self._sent_samples = 0
+        self._unsent: list[tuple[int, int, Handle]] = []
+        """heap of (-priority, order, group)"""
+        self._order = count()
+        self._budget = budget
+        self._sent_samples = self._sent_tokens = 0
 
     def __len__(self) -> int:
         return len(self._all)
@@ -36,7 +41,7 @@ class OpenGroups:
         if handle.group_id in self._all:
             return False
         self._all[handle.group_id] = handle
-        self._unsent.append(handle)
+        heappush(self._unsent, (-handle.group.sampling.priority, next(self._order), handle))
         return True
 
     def has(self, handle: Handle) -> bool:
@@ -45,18 +50,20 @@ class OpenGroups:
     def pop_sendable(self, limits: Limits) -> Handle | None:
         """Take the next group that the service has room for besides those sent; the others wait, so that a trainer may submit
         any number. One that it will refuse anyway need not wait for room."""
-        while self._unsent and not self.has(self._unsent[0]):  # ended while it waited
-            self._unsent.popleft()
+        while self._unsent and not self.has(self._unsent[0][-1]):  # ended while it waited
+            heappop(self._unsent)
         if not self._unsent:
             return None
-        handle = self._unsent[0]
+        handle = self._unsent[0][-1]
         room = len(self.sent) < limits.max_groups_per_client
         room = room and self._sent_samples + handle.n <= limits.max_samples_per_client
+        room = room and (self._budget is None or self._sent_tokens + handle.in_flight <= self._budget)
         if self.sent and not room and 1 <= handle.n <= limits.max_n:
             return None
-        self._unsent.popleft()
+        heappop(self._unsent)
         self.sent[handle.group_id] = handle
         self._sent_samples += handle.n
+        self._sent_tokens += handle.in_flight
         return handle
 
     def cancel(self, handle: Handle, indices: frozenset[int] | None, limits: Limits) -> Iterator[Abort]:
@@ -81,7 +88,9 @@ class OpenGroups:
         """Give a sample to its group, if that is wanted. Raises ValueError for one that the group cannot have."""
         handle = self.sent.get(sample.group_id)
         if handle is not None:
+            before = handle.in_flight
             handle.add_sample(sample)
+            self._sent_tokens -= before - handle.in_flight
             if handle.done:
                 self.remove(handle)
 
@@ -97,6 +106,7 @@ class OpenGroups:
         del self._all[handle.group_id]
         if self.sent.pop(handle.group_id, None) is not None:
             self._sent_samples -= handle.n
+            self._sent_tokens -= handle.in_flight
 
     def clear(self) -> list[Handle]:
         """Forget all of them and return them, in the order of adding."""
@@ -104,7 +114,7 @@ class OpenGroups:
         self._all.clear()
         self._unsent.clear()
         self.sent.clear()
-        self._sent_samples = 0
+        self._sent_samples = self._sent_tokens = 0
         return handles
 
     def digests(self) -> np.ndarray:

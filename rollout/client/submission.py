@@ -88,6 +88,16 @@ def sendable(group: Group, *, serial: int, require_version: int, limits: Limits)
     return Handle(group, frames, content)
 
 
+def check_budget(handle: Handle, budget: int | None) -> None:
+    """Raises LimitExceeded for a group that alone is over the client's budget, and could never be sent."""
+    if budget is not None and handle.in_flight > budget:
+        raise LimitExceeded(
+            f"a prompt of {len(handle.group.prompt)} tokens and {handle.n} x max_tokens {handle.group.sampling.max_tokens} are "
+            f"over the client's budget of {budget} tokens; give fewer children at a time, or a larger budget",
+            handle.group_id,
+        )
+
+
 def plain(sampling: Sampling) -> Sampling:
     """Turn numpy's numbers into Python's. Raises InvalidRequest for anything that is no Sampling."""
     if not isinstance(sampling, Sampling):

@@ -13,8 +13,8 @@ from transport.messages import Welcome
 class Waiters:
     """For one thread. True while somebody waits for a group or a request."""
 
-    def __init__(self) -> None:
-        self.groups = OpenGroups()
+    def __init__(self, budget: int | None = None) -> None:
+        self.groups = OpenGroups(budget)
         self.requests = OpenRequests()
         self.first_welcome: Future[Welcome] = Future()
 

@@ -166,6 +166,26 @@ def test_more_groups_than_the_service_takes_at_once_wait_their_turn(engine: Fake
             client.submit([1], Sampling(n=11)).result(WAIT)
 
 
+def test_no_more_tokens_are_in_flight_than_the_budget(engine: FakeEngine) -> None:
+    """Seen from the engine; what waits is served all the same."""
+    most: list[int] = []
+    step = engine.step
+
+    def watched() -> list[Sample]:
+        most.append(sum(1 + 30 * len(children) for children in engine.groups.values()))
+        return step()
+
+    engine.step = watched  # type: ignore[method-assign]
+    with serving(engine) as connect, connect(budget=200) as client:
+        handles = [client.submit([i], Sampling(n=2, max_tokens=30)) for i in range(12)]
+        assert all(len(handle.result(WAIT)) == 2 for handle in handles)
+        with pytest.raises(e.LimitExceeded, match="budget of 200"):
+            client.submit([1], Sampling(n=7, max_tokens=30))
+    assert 100 < max(most) <= 200
+    with pytest.raises(ValueError, match="budget=0"):
+        RolloutClient(transport=LoopbackService().connect(), budget=0)
+
+
 def test_cancel_before_it_was_sent(engine: FakeEngine) -> None:
     engine.limits = Limits(max_groups_per_client=1)
     with serving(engine) as connect, connect() as client:

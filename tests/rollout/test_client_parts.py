@@ -5,13 +5,18 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 
+from engine.types import Limits, Sample, Sampling
 from rollout.client.calls import Calls
 from rollout.client.connection import HEARTBEAT_S, HELLO_RETRY_S, Connection
+from rollout.client.handle import Handle
+from rollout.client.open_groups import OpenGroups
 from rollout.client.open_requests import OpenRequests
+from rollout.client.submission import check_budget, group_of, sendable
 from rollout.service.clock import LoopClock
-from transport.errors import ClientClosed, WeightsRefused
+from transport.errors import ClientClosed, LimitExceeded, WeightsRefused
 
 # the connection, as the client sees it
 
@@ -122,3 +127,66 @@ def test_patience_is_doubled_while_messages_wait_to_be_taken() -> None:
     assert clock.patience_s == 20.0, "not everything was taken for more than half the grace time"
     clock.catch_up()
     assert clock.patience_s == 10.0
+
+
+# the groups that are open
+
+
+def handle(name: str, n: int = 2, max_tokens: int = 10, priority: int = 0) -> Handle:
+    group = group_of(name, [5, 6], Sampling(n=n, max_tokens=max_tokens, priority=priority))
+    return sendable(group, serial=1, require_version=0, limits=Limits())
+
+
+def sample(name: str, index: int) -> Sample:
+    return Sample(
+        group_id=name, index=index, token_ids=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop",
+        weight_versions=[(0, 0)], prompt_tokens=2,
+    )  # fmt: skip
+
+
+def sent(groups: OpenGroups) -> list[str]:
+    return [each.group_id for each in iter(lambda: groups.pop_sendable(Limits()), None)]
+
+
+def test_groups_over_the_budget_wait_until_children_have_come_back() -> None:
+    """A prompt of 2 and two children of 10 are 22 tokens; a child that comes back leaves 12."""
+    groups = OpenGroups(budget=50)
+    for name in "abcd":
+        assert groups.add(handle(name))
+    assert sent(groups) == ["a", "b"]
+    groups.add_sample(sample("a", 0))
+    groups.add_sample(sample("a", 0))  # a repeated one changes nothing
+    assert sent(groups) == []
+    groups.add_sample(sample("b", 1))
+    assert sent(groups) == ["c"], "12 + 12 + 22 are within 50"
+    groups.add_sample(sample("a", 1))
+    assert sent(groups) == [], "12 + 22 + 22 are not"
+    groups.remove(groups.sent["b"])  # failed
+    assert sent(groups) == ["d"]
+    groups.clear()
+    assert groups._sent_tokens == groups._sent_samples == 0
+
+
+def test_without_a_budget_all_are_sent() -> None:
+    groups = OpenGroups()
+    for name in "abcd":
+        groups.add(handle(name))
+    assert sent(groups) == ["a", "b", "c", "d"]
+
+
+def test_of_those_that_wait_a_higher_priority_goes_first() -> None:
+    groups = OpenGroups(budget=22)
+    for name, priority in (("a", 0), ("b", -1), ("c", 2), ("d", 2)):
+        groups.add(handle(name, priority=priority))
+    order = []
+    while some := sent(groups):
+        order += some
+        groups.remove(groups.sent[some[0]])
+    assert order == ["c", "d", "a", "b"]
+
+
+def test_a_group_that_alone_is_over_the_budget_is_refused() -> None:
+    check_budget(handle("g"), 22)
+    check_budget(handle("g", n=1000), None)
+    with pytest.raises(LimitExceeded, match="2 x max_tokens 10 are over the client's budget of 21"):
+        check_budget(handle("g"), 21)
