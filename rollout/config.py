@@ -40,7 +40,9 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Where the service listens and how long it waits for its clients."""
 
     endpoint: str = DEFAULT_ENDPOINT
-    """loopback or ipc only; port 0 or * takes a free one"""
+    """loopback or ipc without keys; port 0 or * takes a free one"""
+    keys: str | None = None
+    """key file that `rollout keys init` made: clients need a key, on this host as well"""
     client_grace_s: float = 10.0
     """a client not heard from for this many seconds has its groups aborted"""
     max_outbox_bytes: int = 268_435_456

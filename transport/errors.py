@@ -11,6 +11,8 @@ RolloutError                    kind on the wire
 ├── WeightsRefused  (ValueError)   weights_refused     this refresh cannot be applied; the old weights serve on
 ├── SourceUnreachable           source_unreachable  the service does not see the memory or folder that a refresh offers
 ├── StaleWeights                stale_weights       the service's weights are older than the client accepts
+├── KeyRefused                  key_refused         the service does not know this key: unknown, wrong, or revoked
+├── Forbidden                   forbidden           the key has no role for this request
 ├── GroupFailed                 group_failed        the service itself failed on this request
 ├── ServiceLost  (ConnectionError) service_lost        the service is dead, unreachable, stopping or stalled
 │   └── ServiceRestarted        service_restarted   another incarnation answers: what ran in the old one is gone
@@ -86,6 +88,14 @@ class StaleWeights(RolloutError):
     kind = "stale_weights"
 
 
+class KeyRefused(RolloutError):
+    kind = "key_refused"
+
+
+class Forbidden(RolloutError):
+    kind = "forbidden"
+
+
 class GroupFailed(RolloutError):
     kind = "group_failed"
 
@@ -120,6 +130,8 @@ KINDS: dict[str, type[RolloutError]] = {
         WeightsRefused,
         SourceUnreachable,
         StaleWeights,
+        KeyRefused,
+        Forbidden,
         GroupFailed,
         ServiceLost,
         ServiceRestarted,

@@ -49,6 +49,8 @@ class Connection:
         self.since = time.monotonic()
         self.taken = 0
         self.cut = False
+        self.over = False
+        """libzmq has ended it"""
 
     def waits(self) -> int:
         """Count the bytes that have come and were not taken. Raises OSError."""
@@ -102,6 +104,11 @@ class Inflow:
                 self._early[descriptor] = self._early.get(descriptor, 0) + size
                 self._left = max(0, self._left - size)
 
+    def connection(self, descriptor: int) -> Connection | None:
+        """Find the connection of libzmq's descriptor. For any thread."""
+        with self._lock:
+            return self._connections.get(descriptor)
+
     def emptied(self) -> None:
         """Note that no whole message waits: what ended connections had left is taken or gone."""
         with self._lock:
@@ -144,6 +151,7 @@ class Inflow:
         with self._lock:
             connection = self._connections.pop(descriptor, None)
             if connection is not None:
+                connection.over = True
                 self._left += connection.waits()
         if connection is not None:
             connection.socket.close()

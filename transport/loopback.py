@@ -21,6 +21,7 @@ class LoopbackService:
     """
 
     endpoint = "loopback"
+    keys = None
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -81,6 +82,7 @@ class LoopbackClient:
     """The client's end. `connected` from the start, until either end closes."""
 
     address = "loopback"
+    refusal = ""
 
     def __init__(self, service: LoopbackService, peer: bytes) -> None:
         self.connected = True

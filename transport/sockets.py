@@ -3,9 +3,11 @@
     ServiceEnd.receive(timeout, most) -> [(peer, frames)]    ClientEnd.receive(timeout, sending) -> [frames]
     ServiceEnd.send(peer, frames) -> bool                    ClientEnd.send(frames) -> bool
     ServiceEnd.endpoint, expect(bytes), close(linger)        ClientEnd.connected, connections, wake(), close(linger)
+    ServiceEnd.keys: KeyRing | None                          ClientEnd.refusal
 
 `send` returns False where the message cannot be taken now (queue full, peer gone); it never blocks and never drops. A peer is
-the routing id that ROUTER made up for one connection: it names a connection, never a client. Sessions do that.
+the routing id that ROUTER made up for one connection: it names a connection, never a client. Sessions do that. With keys
+(`transport.keys`) a peer is the key of its client and a routing id that the client made up for one connection.
 
 No receive high-water mark: libzmq 4.3.5 stops reading a connection at the mark, ends its polling when the peer resets it, and
 then aborts the whole process (`Assertion failed: !_io_error`) at the next ping, its own (HEARTBEAT_IVL) or one that the peer
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from pathlib import Path
 from typing import Protocol
 
 import zmq
@@ -32,6 +35,10 @@ from zmq.utils.monitor import recv_monitor_message
 from engine.types import Limits
 from transport.frames import Frame
 from transport.inflow import FRAME_OVERHEAD, Inflow
+from transport.keys.curve import FRAME_BYTES, check_libzmq, guard, introduce, renew_routing_id
+from transport.keys.door import Door
+from transport.keys.files import DEFAULT_FILE, read_client
+from transport.keys.ring import NO_KEY, KeyRing, identified, routing_id
 
 QUEUED_MESSAGES = 256
 """high-water mark of one connection, each way"""
@@ -41,6 +48,8 @@ HANDSHAKE_MS = 3000
 CLIENT_HEARTBEAT_MS, CLIENT_SILENCE_MS = 1000, 3000
 """the client's ZMTP pings are answered by the service's libzmq I/O thread, so a long engine step is not silence; a stopped or
 dead process is"""
+EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+"""that the client looks for; after FAILED_AUTH libzmq does not try again"""
 KEEPALIVE_S = 10
 """TCP's own probes: a connection whose machine is gone ends after some 40 s"""
 
@@ -49,6 +58,7 @@ class ServiceTransport(Protocol):
     """What the service needs of its end."""
 
     endpoint: str
+    keys: KeyRing | None
 
     def receive(self, timeout: float, most: int = BATCH) -> list[tuple[bytes, list[Frame]]]: ...
     def send(self, peer: bytes, frames: list[Frame]) -> bool: ...
@@ -62,6 +72,7 @@ class ClientTransport(Protocol):
     address: str
     connected: bool
     connections: int
+    refusal: str
 
     def receive(self, timeout: float, sending: bool = False) -> list[list[Frame]]: ...
     def send(self, frames: list[Frame]) -> bool: ...
@@ -69,8 +80,9 @@ class ClientTransport(Protocol):
     def close(self, linger: float = 0.0) -> None: ...
 
 
-def check_bind(endpoint: str) -> str:
-    """Return the endpoint as libzmq takes it. Raises ValueError with the reason if others than this host could reach it."""
+def check_bind(endpoint: str, keyed: bool = False) -> str:
+    """Return the endpoint as libzmq takes it. Raises ValueError with the reason if others than this host could reach it and
+    there are no keys (`keyed`)."""
     if endpoint.startswith("ipc://") and len(endpoint) > len("ipc://"):
         return endpoint
     scheme, _, rest = endpoint.partition("://")
@@ -80,22 +92,42 @@ def check_bind(endpoint: str) -> str:
     if port != "*" and not (port.isascii() and port.isdigit() and int(port) <= 65535):
         raise ValueError(f"endpoint {endpoint!r}: the port must be 0 to 65535, or * for any free one")
     host = "127.0.0.1" if host == "localhost" else host
-    try:
-        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not keyed and not is_loopback(host):
         raise ValueError(
-            f"endpoint {endpoint!r} can be reached from other hosts, and this version has no keys to tell clients apart; "
-            "bind to loopback (tcp://127.0.0.1:PORT) or ipc://PATH and reach it from elsewhere through an SSH tunnel"
+            f"endpoint {endpoint!r} can be reached from other hosts, and there are no keys to tell clients apart: "
+            f"`rollout keys init --address tcp://HOST:{port}` makes them, --service.keys {DEFAULT_FILE} takes them; "
+            "or bind to loopback (tcp://127.0.0.1:PORT) or ipc://PATH"
         )
     return f"tcp://{host}:{port}"
 
 
-def _context(endpoint: str, limits: Limits, kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+def is_loopback(host: str) -> bool:
+    """Whether this is an address that leads nowhere but to this host, and can be seen to."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_address(address: str) -> None:
+    """Raises ValueError with the reason for what is no address, or for one of another host, which is for those with keys."""
+    if not address.startswith(("tcp://", "ipc://")):
+        raise ValueError(
+            f"address {address!r}: must be tcp://HOST:PORT or ipc://PATH, as `rollout serve` prints it, or a connection file"
+        )
+    if address.startswith("tcp://") and not is_loopback(address.removeprefix("tcp://").rpartition(":")[0]):
+        raise ValueError(
+            f"address {address!r} is not on this host, and what is sent there would be in clear and from anybody: give a "
+            "connection file in its place; on the service's host `rollout keys add NAME --role rollout` makes one"
+        )
+
+
+def _context(
+    endpoint: str, limits: Limits, kind: int, added: int = 0
+) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sock = context.socket(kind)
-    sock.setsockopt(zmq.MAXMSGSIZE, max(limits.max_frame_bytes, limits.max_header_bytes))
+    sock.setsockopt(zmq.MAXMSGSIZE, max(limits.max_frame_bytes, limits.max_header_bytes) + added)
     sock.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
     sock.setsockopt(zmq.RCVHWM, 0)  # see the docstring: anything else lets a peer abort this process
     sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -108,9 +140,10 @@ def _context(endpoint: str, limits: Limits, kind: int) -> tuple[zmq.Context[zmq.
     return context, sock
 
 
-def _receive(sock: zmq.Socket[bytes], max_frames: int, inflow: Inflow | None = None) -> list[Frame] | None:
-    """Receive one waiting message, or None. Of a message with too many frames, one more than allowed is kept: the decoder
-    refuses it."""
+def _receive(sock: zmq.Socket[bytes], max_frames: int, added: int = 0) -> tuple[list[Frame], zmq.Frame, int] | None:
+    """Receive one waiting message, or None: its frames, the last of them as libzmq has it, and the bytes of those behind the
+    first on the wire; `added`: by encryption to each frame. Of a message with too many frames, one more than allowed is kept:
+    the decoder refuses it."""
     try:
         frame = sock.recv(zmq.NOBLOCK, copy=False)
     except zmq.Again:
@@ -119,13 +152,11 @@ def _receive(sock: zmq.Socket[bytes], max_frames: int, inflow: Inflow | None = N
     size = 0
     while frame.more:
         frame = sock.recv(copy=False)
-        length = len(frame)
+        length = len(frame) + added
         size += length + FRAME_OVERHEAD[length > 255]
         if len(frames) <= max_frames:
             frames.append(frame.buffer)
-    if inflow is not None:
-        inflow.taken(_descriptor(frame), size)
-    return frames
+    return frames, frame, size
 
 
 def _descriptor(frame: zmq.Frame) -> int:
@@ -137,39 +168,75 @@ def _descriptor(frame: zmq.Frame) -> int:
         return -1
 
 
+def _user_id(frame: zmq.Frame) -> str:
+    """Return the public key that the door let in, as it stands with each of its messages."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:  # nobody was asked: the socket is not guarded, whatever it was told
+        return NO_KEY
+
+
 class ServiceEnd:
-    """The ROUTER. For the thread that runs the service's loop.
+    """The ROUTER. For the thread that runs the service's loop. `keys`: the service's key file; without it whoever can reach the
+    endpoint is served.
 
-    Raises ValueError for an endpoint that others can reach, or that cannot be bound (a port in use)."""
+    Raises ValueError for an endpoint that others can reach without keys, for one that cannot be bound (a port in use), and for
+    keys that cannot be used."""
 
-    def __init__(self, endpoint: str, limits: Limits) -> None:
-        endpoint = check_bind(endpoint)
-        self._context, self._sock = _context(endpoint, limits, zmq.ROUTER)
+    def __init__(self, endpoint: str, limits: Limits, keys: str | None = None) -> None:
+        endpoint = check_bind(endpoint, keys is not None)
+        self.keys = None if keys is None else KeyRing(keys)
+        self._added = 0 if keys is None else FRAME_BYTES
+        self._context, self._sock = _context(endpoint, limits, zmq.ROUTER, self._added)
         self._max_frames = limits.max_frames
         self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.door: Door | None = None
+        self._inflow: Inflow | None = None
+        self._lines: dict[bytes, Line] = {}
+        """connections of clients with keys"""
         try:
+            if self.keys is not None:
+                guard(self._sock, self.keys.own)
+                self.door = Door(self._context, self.keys)
             self._sock.bind(endpoint)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+        except (zmq.ZMQError, ValueError) as error:
+            self.close()
             raise ValueError(f"cannot listen at {endpoint}: {error}") from None
         self.endpoint = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
         """the real one, if the port was left open"""
         message_bytes = limits.max_header_bytes + limits.max_frame_bytes
-        self._inflow = Inflow(self._sock, message_bytes) if endpoint.startswith("tcp://") else None
+        if endpoint.startswith("tcp://"):
+            self._inflow = Inflow(self._sock, message_bytes)
 
     def receive(self, timeout: float, most: int = BATCH) -> list[tuple[bytes, list[Frame]]]:
         """Receive up to `most` waiting messages as (peer, frames), in turn from all connections; wait up to `timeout` seconds
         for a first one."""
+        if self.door is not None:
+            self.door.tend()
         received: list[tuple[bytes, list[Frame]]] = []
         if timeout == 0 or self._sock.poll(int(timeout * 1000), zmq.POLLIN):
             while len(received) < most:
-                frames = _receive(self._sock, self._max_frames + 1, self._inflow)
-                if frames is None:
+                message = _receive(self._sock, self._max_frames + 1, self._added)
+                if message is None:
                     break
-                received.append((bytes(frames[0]), frames[1:]))
+                frames, last, size = message
+                received.append((self._peer(bytes(frames[0]), last, size), frames[1:]))
         if len(received) < most and self._inflow is not None:
             self._inflow.emptied()
         return received
+
+    def _peer(self, routing_id: bytes, last: zmq.Frame, size: int) -> bytes:
+        """Name the connection that a message came by, and note what was taken from it. `last`: its last frame."""
+        descriptor = _descriptor(last)
+        if self._inflow is not None:
+            self._inflow.taken(descriptor, size)
+        if self.keys is None:
+            return routing_id
+        peer = identified(_user_id(last), routing_id)
+        if self._inflow is not None and peer not in self._lines:
+            self._lines = {peer: line for peer, line in self._lines.items() if not line.over}
+            self._lines[peer] = Line(self._inflow, descriptor)
+        return peer
 
     def expect(self, extra_bytes: int) -> None:
         """Let a connection send so much ahead, besides what any may."""
@@ -178,6 +245,11 @@ class ServiceEnd:
 
     def send(self, peer: bytes, frames: list[Frame]) -> bool:
         """Send a message. True if libzmq took it for that connection: ROUTER refuses the whole message or takes all of it."""
+        if self.keys is not None:
+            line = self._lines.get(peer)
+            if self._inflow is not None and (line is None or not line.up):
+                return False
+            peer = routing_id(peer)
         try:
             self._sock.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
@@ -190,30 +262,68 @@ class ServiceEnd:
         """Close within `linger` seconds, used to push out what was taken. May be repeated."""
         if self._inflow is not None:
             self._inflow.close()
+        if self.door is not None:
+            self.door.close()
         self._context.destroy(linger=int(linger * 1000))
+
+
+class Line:
+    """A connection of a client with a key. What is for it is not sent once it has ended: by then its routing id may be another
+    client's."""
+
+    def __init__(self, inflow: Inflow, descriptor: int) -> None:
+        self._inflow = inflow
+        self._descriptor = descriptor
+        self._connection = inflow.connection(descriptor)
+
+    @property
+    def up(self) -> bool:
+        """Whether it is known, and has not ended."""
+        if self._connection is None:
+            self._connection = self._inflow.connection(self._descriptor)
+        return self._connection is not None and not self._connection.over
+
+    @property
+    def over(self) -> bool:
+        return self._connection is not None and self._connection.over
 
 
 class ClientEnd:
     """The DEALER. For the client's I/O thread, except `wake`, which any thread may call.
 
     The routing id is left unset and messages are not queued for connections that do not exist (IMMEDIATE), so a new connection
-    starts empty: the session decides what is sent again. Reconnects by itself, for ever."""
+    starts empty: the session decides what is sent again. Reconnects by itself, for ever. With keys each connection has a
+    routing id of its own, which nobody can guess.
+
+    Args:
+        address: tcp://HOST:PORT of this host, ipc://PATH, or the path of a connection file.
+
+    Raises ValueError for an address that is none, or is another host's, and for a file that cannot be used."""
 
     def __init__(self, address: str, limits: Limits) -> None:
-        if not address.startswith(("tcp://", "ipc://")):
-            raise ValueError(f"address {address!r}: must be tcp://HOST:PORT or ipc://PATH, as `rollout serve` prints it")
+        keys = read_client(address) if "://" not in address and Path(address).is_file() else None
+        address = address if keys is None else keys.address
+        if keys is None:
+            check_address(address)
+        else:
+            check_libzmq()
         self.address = address
         self.connected = False
+        self.refusal = ""
+        """why the service has refused this client's key, for good; "" = it has not"""
+        self._keyed = keys is not None
         self.connections = 0
         """handshakes so far: a change means another connection, even if no loss was seen"""
-        self._context, self._sock = _context(address, limits, zmq.DEALER)
+        self._context, self._sock = _context(address, limits, zmq.DEALER, FRAME_BYTES)
+        if keys is not None:
+            introduce(self._sock, keys)
         self._max_frames = limits.max_frames
         self._sock.setsockopt(zmq.IMMEDIATE, 1)
         self._sock.setsockopt(zmq.HEARTBEAT_IVL, CLIENT_HEARTBEAT_MS)
         self._sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, CLIENT_SILENCE_MS)
         self._sock.setsockopt(zmq.RECONNECT_IVL, 100)
         self._sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._monitor = self._sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._monitor = self._sock.get_monitor_socket(EVENTS)
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
@@ -234,10 +344,10 @@ class ClientEnd:
         self._drain_events()
         received: list[list[Frame]] = []
         while len(received) < BATCH:
-            frames = _receive(self._sock, self._max_frames)
-            if frames is None:
+            message = _receive(self._sock, self._max_frames)
+            if message is None:
                 break
-            received.append(frames)
+            received.append(message[0])
         return received
 
     def _drain_events(self) -> None:
@@ -248,8 +358,18 @@ class ClientEnd:
             pass
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.refusal = f"{self.address} does not know this key: it was revoked, or is another service's"
+            elif self._keyed and self.connected and event == zmq.EVENT_DISCONNECTED:
+                self._connect_anew()
             self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.connections += self.connected
+
+    def _connect_anew(self) -> None:
+        """Connect under another routing id; libzmq would keep it."""
+        self._sock.disconnect(self.address)
+        renew_routing_id(self._sock)
+        self._sock.connect(self.address)
 
     def send(self, frames: list[Frame]) -> bool:
         if not int(self._sock.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:

@@ -33,7 +33,8 @@ class RolloutClient(Controls):
     may be busy for as long as it likes.
 
     Args:
-        address: as `rollout serve` prints it, e.g. tcp://127.0.0.1:5655.
+        address: as `rollout serve` prints it, e.g. tcp://127.0.0.1:5655, or the path of a connection file (`rollout keys add`),
+            which has the address and the keys.
         name: for people, in logs and in the status.
         transport: another end instead of a socket, e.g. `LoopbackService().connect()`.
         connect_timeout_s: how long to wait for the service here. ServiceLost after that, saying what to check.
@@ -275,5 +276,6 @@ def no_answer(address: str, connected: bool, seconds: float) -> ServiceLost:
             "is not a rollout service"
         )
     return ServiceLost(
-        f"no service at {address} within {seconds} s: is `rollout serve` running, and is this the endpoint that it printed?"
+        f"no service at {address} within {seconds} s: is `rollout serve` running, is this the endpoint that it printed, and if "
+        "it has keys, is the connection file of this service given in place of the address?"
     )

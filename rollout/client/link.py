@@ -32,6 +32,7 @@ from transport import messages as m
 from transport.errors import (
     ClientClosed,
     IdConflict,
+    KeyRefused,
     NoSession,
     ProtocolError,
     RolloutError,
@@ -147,7 +148,10 @@ class Link:
                 silent = f"its loop said nothing for {self._stall_timeout_s} s"
                 self._start_over(ServiceLost(f"{transport.address} is connected, but {silent}"))
         else:
-            if connection.disconnected(now) > self._link_timeout_s:
+            waited_s = connection.disconnected(now)
+            if transport.refusal:
+                self._fail_all(KeyRefused(transport.refusal))
+            elif waited_s > self._link_timeout_s:
                 self._fail_all(
                     ServiceLost(f"{transport.address} is dead or unreachable: no connection for {self._link_timeout_s} s")
                 )

@@ -11,6 +11,7 @@ from engine.config import IsaName, WeightOffload
 from engine.types import Sampling
 from rollout import config as configuration
 from rollout.config import DEFAULT_ENDPOINT, Config
+from transport.keys.files import DEFAULT_FILE, Role
 
 Settings = Annotated[Config, tyro.conf.arg(name="")]
 
@@ -29,10 +30,28 @@ class ServeArgs(msgspec.Struct, kw_only=True):
     """stop when standard input ends, for parents that may die without a word"""
 
 
+class KeysArgs(msgspec.Struct, kw_only=True):
+    """Make and revoke keys. `init` makes the file of a service, `add NAME` a key for a client, in a connection file that names
+    the service as well; `revoke NAME` takes it back, `show` lists them. A running service reads changes within a second."""
+
+    action: tyro.conf.Positional[Literal["init", "add", "revoke", "show"]]
+    name: tyro.conf.Positional[str] = ""
+    """of the client, for add and revoke"""
+    file: str = DEFAULT_FILE
+    """the service's key file"""
+    address: str = ""
+    """init: where clients will reach the service, tcp://HOST:PORT"""
+    role: tuple[Role, ...] = ()
+    """add: rollout = groups, weights = refreshes, admin = pause, drain, sleep, abort all, read = status and metrics"""
+    out: str | None = None
+    """add: the connection file to make; NAME.json beside the key file if left out"""
+
+
 class StatusArgs(msgspec.Struct, kw_only=True):
     """Print the status of a running service as JSON."""
 
     address: str = DEFAULT_ENDPOINT
+    """or a connection file"""
     timeout: float = 10.0
     """seconds to wait for the service"""
     wait: float = 0.0
@@ -43,6 +62,7 @@ class TopArgs(msgspec.Struct, kw_only=True):
     """Watch a running service; Ctrl-C ends it."""
 
     address: str = DEFAULT_ENDPOINT
+    """or a connection file"""
     interval: float = 1.0
     """seconds between two looks"""
     once: bool = False
@@ -60,7 +80,7 @@ class GenerateArgs(msgspec.Struct, kw_only=True):
     """JSONL file to write; - is standard output"""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling()
     address: str | None = None
-    """a running service; without it one is started for this run"""
+    """a running service, or a connection file; without it one is started for this run"""
     settings: Settings = Config()
     config: str | None = None
     """TOML file for the service that is started"""
@@ -110,7 +130,7 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     """picture (.png, .svg) of tokens/s and KV over time, of the last run of each workload"""
 
 
-Command = ServeArgs | GenerateArgs | StatusArgs | TopArgs | BenchArgs | DemoArgs
+Command = ServeArgs | GenerateArgs | StatusArgs | TopArgs | KeysArgs | BenchArgs | DemoArgs
 
 
 def commands(settings: Config) -> dict[str, Command]:
@@ -120,6 +140,7 @@ def commands(settings: Config) -> dict[str, Command]:
         "generate": GenerateArgs(prompts=tyro.MISSING, out=tyro.MISSING, settings=settings),
         "status": StatusArgs(),
         "top": TopArgs(),
+        "keys": KeysArgs(action=tyro.MISSING),
         "bench": BenchArgs(names=tyro.MISSING),
         "demo": DemoArgs(),
     }
@@ -130,6 +151,7 @@ DESCRIPTIONS = {
     "generate": "sample completions of the prompts in a JSONL file",
     "status": "print the status of a running service",
     "top": "watch a running service",
+    "keys": "make and revoke the keys of clients",
     "bench": "run named workloads and print a table",
     "demo": "watch a small real model answer a trainer's groups",
 }

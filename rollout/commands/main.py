@@ -14,11 +14,12 @@ import time
 import msgspec
 
 from rollout.commands import arguments
-from rollout.commands.arguments import BenchArgs, Command, DemoArgs, GenerateArgs, ServeArgs, StatusArgs, TopArgs
+from rollout.commands.arguments import BenchArgs, Command, DemoArgs, GenerateArgs, KeysArgs, ServeArgs, StatusArgs, TopArgs
 from rollout.config import CannotServe, InputError
 from rollout.models import ModelNotFound
 from rollout.process import ServiceFailed
 from transport.errors import RequestTimeout, RolloutError, ServiceLost
+from transport.keys.files import BadKeys
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
         return 130
-    except (CannotServe, InputError, ModelNotFound, RolloutError, ServiceFailed) as error:
+    except (BadKeys, CannotServe, InputError, ModelNotFound, RolloutError, ServiceFailed) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, CannotServe) else 1
     except BrokenPipeError:  # whoever read standard output wants no more, as `head` does
@@ -62,6 +63,10 @@ def run(args: Command) -> int:
             from rollout.commands import top
 
             return top.run(args.address, interval_s=args.interval, timeout_s=args.timeout, once=args.once)
+        case KeysArgs():
+            from rollout.commands import keys
+
+            return keys.run(args)
         case BenchArgs():
             return bench(args)
         case DemoArgs():

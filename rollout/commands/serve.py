@@ -42,7 +42,8 @@ def run(args: ServeArgs) -> int:
         threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
     kv = engine.status()["kv"]
     with suppress(BrokenPipeError):  # whoever started it need not read on
-        print(f"rollout: serving {config.engine.model} at {service.endpoint}, KV {kv}", flush=True)
+        who = "whoever can connect on this host may do everything" if config.service.keys is None else "for those with keys"
+        print(f"rollout: serving {config.engine.model} at {service.endpoint}, {who}, KV {kv}", flush=True)
     if args.ready_file:
         write_atomically(Path(args.ready_file), service.endpoint)
     watchdog = Watchdog(service.watch, config.service.exit_when_stalled_s)
@@ -57,7 +58,9 @@ def start(config: Config) -> tuple[Engine, Service]:
     """Load the model and listen. What it opened is closed again if it raises: InputError, CannotServe."""
     with ExitStack() as started:
         try:
-            ServiceEnd(config.service.endpoint, config.limits).close()  # a port in use is told before a model is loaded
+            ServiceEnd(
+                config.service.endpoint, config.limits, config.service.keys
+            ).close()  # a port in use is told before a model is loaded
             sinks = open_sinks(config.tracking)
             for sink in sinks:
                 started.callback(sink.close)
@@ -67,6 +70,7 @@ def start(config: Config) -> tuple[Engine, Service]:
             service = Service(
                 engine,
                 config.service.endpoint,
+                keys=config.service.keys,
                 limits=config.limits,
                 client_grace_s=config.service.client_grace_s,
                 max_outbox_bytes=config.service.max_outbox_bytes,

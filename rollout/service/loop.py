@@ -20,6 +20,7 @@ from engine.types import Limits
 from rollout.config import MIN_GRACE_S
 from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
+from rollout.service.access import REVOKED, Access
 from rollout.service.admission import check_hello, welcome
 from rollout.service.as_json import to_json
 from rollout.service.clock import LoopClock
@@ -55,8 +56,9 @@ class Service:
         service.run()
 
     Args:
-        endpoint: tcp://127.0.0.1:PORT (0 or *: any free one), tcp://[::1]:PORT or ipc://PATH. ValueError for any address that
-            other hosts can reach, and for one that cannot be bound.
+        endpoint: tcp://127.0.0.1:PORT (0 or *: any free one), tcp://[::1]:PORT or ipc://PATH; with `keys` any tcp://HOST:PORT.
+            ValueError for an address that other hosts can reach without keys, and for one that cannot be bound.
+        keys: the service's key file (`rollout keys init`), also for clients of this host; None: whoever connects may do all.
         limits: what clients may ask for; the engine's own by default.
         transport: another end instead of a socket, e.g. `transport.loopback.LoopbackService()`.
         client_grace_s: a client not heard from for so long has its groups aborted and is forgotten. At least MIN_GRACE_S.
@@ -73,6 +75,7 @@ class Service:
         engine: EngineLike,
         endpoint: str | None = None,
         *,
+        keys: str | None = None,
         limits: Limits | None = None,
         transport: ServiceTransport | None = None,
         client_grace_s: float = 10.0,
@@ -89,11 +92,12 @@ class Service:
         self.incarnation = secrets.token_hex(8)
         self._engine = engine
         self._limits = limits or engine.limits
-        self._transport = transport if transport is not None else ServiceEnd(str(endpoint), self._limits)
+        self._transport = transport if transport is not None else ServiceEnd(str(endpoint), self._limits, keys)
         self._decoder: Decoder[m.ClientMessage] = Decoder(m.ClientMessage, self._limits)
         self._grace_s = client_grace_s
         self._linger_s = linger_s
 
+        self._access = Access(self._transport.keys)
         self._sessions = Sessions(self._limits.max_clients)
         self._refreshes = Refreshes(engine, lease_s)
         self._controls = Controls(engine)
@@ -180,6 +184,7 @@ class Service:
                 self._malformed += 1
                 raise
             request_id = getattr(message, "request_id", None)
+            self._access.check(peer, message)
             self._handle(peer, message)
         except RolloutError as error:
             self._refuse(peer, error, request_id)
@@ -234,7 +239,7 @@ class Service:
 
     def _hello(self, peer: bytes, hello: m.Hello) -> None:
         wanted = check_hello(hello, self._limits)
-        session = self._sessions.open(hello.session, hello.name)
+        session = self._sessions.open(hello.session, hello.name, self._access.key(peer))
         for held in [held for held in session.groups.values() if held.digest not in wanted]:
             self._running.drop(session, held)
         session.last_received_at = session.last_sent_at = self._clock.now
@@ -251,12 +256,20 @@ class Service:
         self._controls.forget(session)
         self._sessions.close(session)
 
+    def _dismiss(self, session: Session) -> None:
+        """End a session whose key was revoked, and say so."""
+        session.reply(pack(m.Refused(REVOKED.kind, REVOKED.message)))
+        session.flush(self._transport.send)
+        self._forget(session, "its key was revoked")
+
     # time
 
     def _check_timers(self) -> None:
         """Send heartbeats to the clients, forget those that are silent, and let the tracker look."""
         self._clock.turn(time.monotonic())
         now, patience_s = self._clock.now, self._clock.patience_s
+        for session in self._access.revoked(self._sessions):
+            self._dismiss(session)
         for session in list(self._sessions):
             if now - session.last_received_at > patience_s:
                 self._forget(session, f"not heard from for {self._grace_s} s")
@@ -279,6 +292,7 @@ class Service:
                 "uptime_s": round(time.monotonic() - self._started, 3),
                 "steps": self._running.steps,
                 "malformed": self._malformed,
+                "keys": self._access.describe(),
                 "clients": [session.status(self._clock.now) for session in self._sessions],
             },
         }

@@ -55,10 +55,11 @@ class HeldGroup:
 
 
 class Session:
-    """One client. `peer` is its connection at the moment, None while it has none."""
+    """One client. `peer` is its connection at the moment, None while it has none. `key`: of its client, "" without keys."""
 
-    def __init__(self, id: str, name: str, number: int) -> None:
+    def __init__(self, id: str, name: str, number: int, key: str = "") -> None:
         self.id = id
+        self.key = key
         self.name = name
         self.number = number
         self.peer: bytes | None = None
@@ -185,11 +186,11 @@ class Session:
 
 
 class Sessions:
-    """All clients, by session id and by connection."""
+    """All clients, by key and session id, and by connection."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._by_id: dict[str, Session] = {}
+        self._by_id: dict[tuple[str, str], Session] = {}
         self._by_peer: dict[bytes, Session] = {}
         self._made = 0
 
@@ -199,15 +200,16 @@ class Sessions:
     def at(self, peer: bytes) -> Session | None:
         return self._by_peer.get(peer)
 
-    def open(self, id: str, name: str) -> Session:
-        """Return the session of this id, a new one if there is none. Raises Busy."""
-        if id not in self._by_id:
+    def open(self, id: str, name: str, key: str = "") -> Session:
+        """Return the key's session of this id, a new one if there is none: who finds out the id of another's session has
+        nothing of it. Raises Busy."""
+        if (key, id) not in self._by_id:
             if len(self._by_id) >= self._most:
                 raise Busy(f"{len(self._by_id)} clients are connected, the most allowed (Limits.max_clients)")
             self._made += 1
-            self._by_id[id] = Session(id, name, self._made)
+            self._by_id[key, id] = Session(id, name, self._made, key)
             log.info("client connected client=%d name=%r", self._made, name)
-        return self._by_id[id]
+        return self._by_id[key, id]
 
     def connect(self, session: Session, peer: bytes, hello: int, welcome: list[Frame]) -> None:
         """Make `peer` the session's connection, and nobody else's. `hello`: number of the Hello that says so. One
@@ -226,7 +228,7 @@ class Sessions:
         session.attach(peer, welcome)
 
     def close(self, session: Session) -> None:
-        del self._by_id[session.id]
+        del self._by_id[session.key, session.id]
         if session.peer is not None:
             del self._by_peer[session.peer]
 

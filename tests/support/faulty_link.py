@@ -20,6 +20,8 @@ class Proxy:
         self.cut_after: tuple[int, int] | None = None
         self.mute = False
         """new connections end at once"""
+        self.recorded = bytearray()
+        """what went through, both ways"""
         self._rng = random.Random(seed)
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -73,6 +75,7 @@ class Proxy:
     def _pump(self, source: socket.socket, sink: socket.socket, left: list[int], users: list[int]) -> None:
         try:
             while data := source.recv(65536):
+                self.recorded += data
                 sink.sendall(data[: max(0, left[0])])
                 left[0] -= len(data)
                 if left[0] <= 0:

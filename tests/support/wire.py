@@ -102,7 +102,14 @@ class Bench:
 @contextmanager
 def serving(engine: Any, end: LoopbackService | None = None, **options: Any) -> Iterator[Service]:
     """A service in a thread, at `end` or at a socket, which ends whatever happens."""
-    service = Service(engine, None if end else "tcp://127.0.0.1:*", transport=end, **options)
+    with serving_at(engine, None if end else "tcp://127.0.0.1:*", transport=end, **options) as service:
+        yield service
+
+
+@contextmanager
+def serving_at(engine: Any, endpoint: str | None, **options: Any) -> Iterator[Service]:
+    """As `serving`, at an endpoint."""
+    service = Service(engine, endpoint, **options)
     thread = threading.Thread(target=service.run)
     thread.start()
     try:

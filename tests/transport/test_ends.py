@@ -146,7 +146,7 @@ def test_endpoints_that_only_this_host_reaches(endpoint: str, bound: str) -> Non
     ],
 )  # fmt: skip
 def test_endpoints_that_others_reach_are_refused_with_the_reason(endpoint: str) -> None:
-    with pytest.raises(ValueError, match="can be reached from other hosts, and this version has no keys"):
+    with pytest.raises(ValueError, match="can be reached from other hosts, and there are no keys"):
         ServiceEnd(endpoint, LIMITS)
 
 

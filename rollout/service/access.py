@@ -1,0 +1,71 @@
+"""What each key may ask for. Without keys every client may ask for everything.
+
+message ──→ whose key is it? ──→ has it one of the roles of ROLES_OF? ──→ the loop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from rollout.service.session import Session
+from transport import messages as m
+from transport.errors import Forbidden, KeyRefused
+from transport.keys.files import ROLES, Role
+from transport.keys.ring import KeyRing, client_of
+
+ANY: tuple[Role, ...] = ROLES
+
+ROLES_OF: dict[type[msgspec.Struct], tuple[Role, ...]] = {
+    m.Hello: ANY,
+    m.Heartbeat: ANY,
+    m.Goodbye: ANY,
+    m.Submit: ("rollout",),
+    m.Abort: ("rollout",),
+    m.Ack: ("rollout",),
+    m.StatusRequest: ("read",),
+    m.Begin: ("weights",),
+    m.Chunk: ("weights",),
+    m.Commit: ("weights",),
+    m.Abandon: ("weights",),
+    m.WeightsRequest: ("weights", "read"),
+    m.Control: ("admin",),
+    m.Sleep: ("admin",),
+    m.Wake: ("admin",),
+}
+"""one of these is enough. A message that is not named is the administrator's"""
+
+
+class Access:
+    """For the service's loop. `ring`: None = no keys."""
+
+    def __init__(self, ring: KeyRing | None) -> None:
+        self._ring = ring
+
+    def check(self, peer: bytes, message: m.ClientMessage) -> None:
+        """Raises KeyRefused, Forbidden."""
+        if self._ring is None:
+            return
+        client, roles = client_of(self._ring, peer), ROLES_OF.get(type(message), ("admin",))
+        if not any(role in client.roles for role in roles):
+            what = " or ".join(map(repr, roles))
+            have = ", ".join(client.roles)
+            reason = f"{type(message).__name__} is for keys with the role {what}; {client.name!r} has {have}"
+            raise Forbidden(reason, getattr(message, "group_id", None))
+
+    def key(self, peer: bytes) -> str:
+        """Return the public key that a message came with; "" without keys."""
+        return "" if self._ring is None else client_of(self._ring, peer).public
+
+    def revoked(self, sessions: Iterable[Session]) -> Iterator[Session]:
+        """Find the sessions whose key is not on the list any more."""
+        if self._ring is not None:
+            yield from [session for session in sessions if self._ring.client(session.key) is None]
+
+    def describe(self) -> dict[str, object] | None:
+        """Describe the keys for people and dashboards; None without."""
+        return None if self._ring is None else {"file": str(self._ring.path), "clients": len(self._ring)}
+
+
+REVOKED = KeyRefused("this key was revoked: its groups are aborted")

@@ -1,0 +1,47 @@
+"""CURVE on a socket: https://rfc.zeromq.org/spec/26/."""
+
+from __future__ import annotations
+
+import secrets
+
+import zmq
+
+from transport.keys.door import DOMAIN
+from transport.keys.files import BadKeys, ClientKeys, ServiceKeys
+from transport.keys.ring import LEAST_NONCE_BYTES
+
+LEAST_LIBZMQ = (4, 3, 5)
+FRAME_BYTES = 33
+"""that encryption adds to a frame: name of the command, nonce, flags, authenticator"""
+
+
+def check_libzmq() -> None:
+    """Raises BadKeys for a libzmq that is not to be trusted with keys."""
+    if zmq.zmq_version_info() < LEAST_LIBZMQ or not zmq.has("curve"):
+        raise BadKeys(
+            f"keys need libzmq {'.'.join(map(str, LEAST_LIBZMQ))} or later with CURVE, this is {zmq.zmq_version()}: "
+            "pip install --upgrade --only-binary :all: pyzmq"
+        )
+
+
+def guard(sock: zmq.Socket[bytes], keys: ServiceKeys) -> None:
+    """Let only those in whom the door of this context lets in; if there is none, nobody."""
+    check_libzmq()
+    sock.setsockopt(zmq.CURVE_SERVER, 1)
+    sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+    sock.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+    sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def introduce(sock: zmq.Socket[bytes], keys: ClientKeys) -> None:
+    """Show the client's key, and take no other service than its own."""
+    sock.setsockopt(zmq.CURVE_SERVERKEY, keys.server.encode())
+    sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+    sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+    renew_routing_id(sock)
+
+
+def renew_routing_id(sock: zmq.Socket[bytes]) -> None:
+    """Name the next connection so that nobody can guess it: what is sent to a routing id goes to whoever has it. And so that
+    the service does not take it for one that it believes to be alive."""
+    sock.setsockopt(zmq.ROUTING_ID, b"\1" + secrets.token_bytes(LEAST_NONCE_BYTES))

@@ -1,0 +1,81 @@
+"""The keys of a running service, read again whenever the file changes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from transport.errors import KeyRefused, ProtocolError
+from transport.keys.files import BadKeys, ClientKey, read_service
+
+KEY_CHARS = 40
+NO_KEY = "~" * KEY_CHARS
+"""stands for a key where there is none; no key has that letter"""
+LEAST_NONCE_BYTES = 16
+"""of the routing id that a client with a key gives each of its connections"""
+
+log = logging.getLogger("rollout.service.loop")
+
+
+class KeyRing:
+    """One thread calls `look`, the door's; any may read. Raises BadKeys for a file that cannot be used."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.own = read_service(self.path)
+        """as the file was at the start: the service's own key holds until it ends"""
+        self.readable = True
+        """the file can be used; otherwise nobody new is let in, and open sessions go on"""
+        self._clients = {client.public: client for client in self.own.clients}
+        self._seen = self._signature()
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def client(self, key: str) -> ClientKey | None:
+        """Find the client of a public key."""
+        return self._clients.get(key)
+
+    def look(self) -> None:
+        """Read the file again if it has changed."""
+        signature = self._signature()
+        if signature == self._seen:
+            return
+        self._seen = signature
+        try:
+            clients = {client.public: client for client in read_service(self.path).clients}
+        except BadKeys as error:
+            self.readable = False
+            log.error("key file cannot be used, nobody new is let in reason=%s", error)
+            return
+        gone, new = self._clients.keys() - clients.keys(), clients.keys() - self._clients.keys()
+        log.info("key file read clients=%d added=%d revoked=%d", len(clients), len(new), len(gone))
+        self._clients, self.readable = clients, True
+
+    def _signature(self) -> tuple[int, ...]:
+        try:
+            about = os.stat(self.path)
+        except OSError:
+            return ()
+        return about.st_mtime_ns, about.st_ctime_ns, about.st_ino, about.st_size, about.st_mode
+
+
+def identified(key: str, routing_id: bytes) -> bytes:
+    """Name a connection by its client's key and its routing id: with the same routing id another key is another peer."""
+    return key.encode() + routing_id
+
+
+def routing_id(peer: bytes) -> bytes:
+    return peer[KEY_CHARS:]
+
+
+def client_of(ring: KeyRing, peer: bytes) -> ClientKey:
+    """Find whose message this is. Raises KeyRefused for a key that was revoked, ProtocolError for a routing id that another
+    client could guess: libzmq sends to a routing id, whoever has it."""
+    if len(peer) < KEY_CHARS + LEAST_NONCE_BYTES:
+        raise ProtocolError(f"with keys a connection's routing id must be {LEAST_NONCE_BYTES} random bytes or more")
+    client = ring.client(peer[:KEY_CHARS].decode())
+    if client is None:
+        raise KeyRefused("this key was revoked, or is not in the service's key file (any more)")
+    return client
