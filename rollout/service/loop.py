@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from time import perf_counter
 from typing import Any
 
 from engine.types import Limits
@@ -27,13 +26,14 @@ from rollout.service.clock import LoopClock
 from rollout.service.closing import say_closing
 from rollout.service.controls import Controls
 from rollout.service.engine_api import EngineLike
+from rollout.service.inbox import Inbox
 from rollout.service.refresh import Refreshes
 from rollout.service.running import Running, described
 from rollout.service.session import Session, Sessions
 from rollout.service.watchdog import Watch
 from transport import messages as m
-from transport.errors import GroupFailed, NoSession, RolloutError
-from transport.frames import Decoder, Frame, frame_bytes, pack
+from transport.errors import NoSession
+from transport.frames import pack
 from transport.sockets import ServiceEnd, ServiceTransport
 
 IDLE_POLL_S = 0.1
@@ -93,18 +93,17 @@ class Service:
         self._engine = engine
         self._limits = limits or engine.limits
         self._transport = transport if transport is not None else ServiceEnd(str(endpoint), self._limits, keys)
-        self._decoder: Decoder[m.ClientMessage] = Decoder(m.ClientMessage, self._limits)
         self._grace_s = client_grace_s
         self._linger_s = linger_s
 
         self._access = Access(self._transport.keys)
         self._sessions = Sessions(self._limits.max_clients)
+        self._inbox = Inbox(self._transport, self._limits, self._access, self._sessions, self._handle)
         self._refreshes = Refreshes(engine, lease_s)
         self._controls = Controls(engine)
         self._tracker = tracker if tracker is not None else Tracker()
         self._running = Running(engine, self._tracker, self._limits, max_outbox_bytes)
         self.watch = watch if watch is not None else Watch()
-        self._malformed = 0
         self._stop_reason: str | None = None
         self._started = time.monotonic()
         self._clock = LoopClock(self._started, client_grace_s)
@@ -134,7 +133,9 @@ class Service:
         """Go once around the loop. Waits up to IDLE_POLL_S if there is nothing to do."""
         soon = self._refreshes.unannounced or any(session.pending for session in self._sessions)
         at_once = self._engine.has_work or self._refreshes.has_work or self._running.ending
-        self._receive(0.0 if at_once else SOON_POLL_S if soon else IDLE_POLL_S)
+        self.watch.at("wait")
+        if self._inbox.receive(0.0 if at_once else SOON_POLL_S if soon else IDLE_POLL_S, self._dose):
+            self._clock.catch_up()
         self._running.end_some(dose(self._engine.has_work, self._running.step_s))
         self.watch.at("refresh")
         self._refreshes.work(self._clock.now, busy=self._engine.has_work)
@@ -159,46 +160,9 @@ class Service:
 
     # receive
 
-    def _receive(self, wait: float) -> None:
-        """Take messages, one from each connection in turn, until none waits or the time is over."""
-        self.watch.at("wait")
-        received = self._transport.receive(wait, 1)
+    def _dose(self) -> float:
         self.watch.at("take")
-        until = perf_counter() + dose(self._engine.has_work, self._running.step_s)
-        while received:
-            for peer, frames in received:
-                self._on_message(peer, frames)
-            if perf_counter() >= until:
-                return
-            received = self._transport.receive(0.0, 1)
-        self._clock.catch_up()
-
-    def _on_message(self, peer: bytes, frames: list[Frame]) -> None:
-        request_id = None
-        if session := self._sessions.at(peer):
-            session.taken_bytes += frame_bytes(frames)
-        try:
-            try:
-                message = self._decoder.unpack(frames)
-            except RolloutError:
-                self._malformed += 1
-                raise
-            request_id = getattr(message, "request_id", None)
-            self._access.check(peer, message)
-            self._handle(peer, message)
-        except RolloutError as error:
-            self._refuse(peer, error, request_id)
-        except Exception as error:
-            log.exception("message not served")
-            self._refuse(peer, GroupFailed(f"the service failed on this message: {described(error)}"), request_id)
-
-    def _refuse(self, peer: bytes, error: RolloutError, request_id: int | None) -> None:
-        refused = pack(m.Refused(error.kind, error.message, error.group_id, request_id))
-        session = self._sessions.at(peer)
-        if session is not None:
-            session.reply(refused)
-        else:
-            self._transport.send(peer, refused)  # no session, nothing to keep it in: a stranger that does not read loses it
+        return dose(self._engine.has_work, self._running.step_s)
 
     def _handle(self, peer: bytes, message: m.ClientMessage) -> None:
         if isinstance(message, m.Hello):
@@ -291,7 +255,7 @@ class Service:
                 "incarnation": self.incarnation,
                 "uptime_s": round(time.monotonic() - self._started, 3),
                 "steps": self._running.steps,
-                "malformed": self._malformed,
+                "malformed": self._inbox.malformed,
                 "keys": self._access.describe(),
                 "clients": [session.status(self._clock.now) for session in self._sessions],
             },
@@ -305,7 +269,7 @@ class Service:
                 self._running.end_some(None)
             except Exception:  # a broken engine: its clients are told that the service closes, at least
                 log.exception("engine.abort failed")
-            say_closing(self._sessions, self._transport, self._decoder, reason, deadline)
+            say_closing(self._sessions, self._transport, self._inbox.decoder, reason, deadline)
         finally:
             self._refreshes.close()
             self._transport.close(max(0.1, deadline - time.monotonic()))

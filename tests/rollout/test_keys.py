@@ -41,19 +41,7 @@ def keyed(tmp_path: Path) -> Iterator[Keyed]:
 
 def taken(service: Service) -> int:
     """Messages that the loop has taken from anybody."""
-    return service._decoder.taken  # type: ignore[attr-defined, no-any-return]
-
-
-@pytest.fixture(autouse=True)
-def count_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    unpack = Service._on_message
-
-    def counted(self: Service, peer: bytes, frames: Any) -> None:
-        decoder: Any = self._decoder
-        decoder.taken = getattr(decoder, "taken", 0) + 1
-        unpack(self, peer, frames)
-
-    monkeypatch.setattr(Service, "_on_message", counted)
+    return service._inbox.messages
 
 
 def hello(session: str = SESSION, number: int = 1) -> m.Hello:
