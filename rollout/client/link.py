@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from engine.types import Limits
+from rollout.client.acks import Acks
 from rollout.client.calls import Calls
 from rollout.client.connection import Connection
 from rollout.client.handle import Handle
@@ -77,9 +78,7 @@ class Link:
         self._groups, self._requests = self._waiters.groups, self._waiters.requests
         self.first_welcome = self._waiters.first_welcome
         self._outgoing = Outgoing()
-        self._acks: list[tuple[str, int]] = []
-        self._progress = 0
-        """number of the last Progress that came and was not acked; 0: none"""
+        self._acks = Acks()
         self._thread = threading.Thread(target=self._run, name="rollout-client", daemon=True)
         self._thread.start()
 
@@ -168,7 +167,6 @@ class Link:
         self._outgoing.clear()
         self._outgoing.start(paced=False)
         self._acks.clear()
-        self._progress = 0
         number = self._connection.hello_number
         self._send(m.Hello(m.PROTOCOL, self._session, number, self._name, (m.TAKEN,), self._groups.digests()))
 
@@ -185,11 +183,8 @@ class Link:
             return
         assert self.welcome is not None
         limits = self.welcome.limits
-        for some in portions(self._acks, limits):  # before Submits: one of them may use the id of a group that ends with these
-            self._send(m.Ack(some))
-        if self._progress:
-            self._send(m.Ack([], self._progress))
-        self._acks, self._progress = [], 0
+        for ack in self._acks.take(limits):  # before Submits: one of them may use the id of a group that ends with these
+            self._send(ack)
         while handle := self._groups.pop_sendable(limits):
             self._outgoing.add(handle.frames)
             for abort in aborts_of_children([handle], limits):
@@ -223,10 +218,10 @@ class Link:
                     self._welcomed(message)
                 case m.SampleDone(sample):
                     self._groups.add_sample(sample)
-                    self._acks.append((sample.group_id, sample.index))
+                    self._acks.samples.append((sample.group_id, sample.index))
                 case m.Progress() if self.welcome is not None:
                     self._groups.add_progress(message, self.welcome.limits, self.welcome.vocab_size)
-                    self._progress = message.number
+                    self._acks.progress = message.number
                 case m.StatusReply():
                     self._answer(message.request_id, _status_dict(message.status))
                 case m.Lease() | m.Staged() | m.Applied() | m.Asleep() | m.Done():
