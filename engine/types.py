@@ -74,6 +74,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """frames of one message"""
     max_kv_lag: int = 1_000_000
     """`Sampling.max_kv_lag` and `Sampling.max_version_lag`"""
+    max_top_logprobs: int = 20
+    """`Sampling.top_logprobs`"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""
@@ -129,11 +131,25 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """of a client's groups those with a higher one start first, and are preempted last"""
     stream_every: int = 0
     """tokens of children that run are sent whenever so many are new; 0 = with their samples only"""
+    top_logprobs: int = 0
+    """also return the ids and log-probs of so many most probable tokens of each distribution that was drawn from"""
 
     def validate(self, limits: Limits, vocab_size: int) -> None:
         """Raises ValueError naming the field, its value and what would be accepted."""
         self._validate_draws(limits, vocab_size)
         self._validate_ends(limits)
+        self._validate_top(limits)
+
+    def _validate_top(self, limits: Limits) -> None:
+        if not 0 <= self.top_logprobs <= limits.max_top_logprobs:
+            most = limits.max_top_logprobs
+            raise ValueError(f"top_logprobs={self.top_logprobs}: must be between 0 and {most} (Limits.max_top_logprobs)")
+        if 4 * self.top_logprobs * self.max_tokens > limits.max_frame_bytes:
+            fits = limits.max_frame_bytes // (4 * self.top_logprobs)
+            raise ValueError(
+                f"top_logprobs={self.top_logprobs} of max_tokens={self.max_tokens} do not fit a frame of "
+                f"{limits.max_frame_bytes} bytes (Limits.max_frame_bytes); lower max_tokens to {fits}"
+            )
 
     def _validate_ends(self, limits: Limits) -> None:
         if not 0 <= self.max_kv_lag <= limits.max_kv_lag:
@@ -198,6 +214,10 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """(first token, version) spans, ascending from token 0"""
     raw_logprobs: np.ndarray | None = None
     """[tokens] float32, if `Sampling.raw_logprobs`"""
+    top_ids: np.ndarray | None = None
+    """[tokens, k] int32, if `Sampling.top_logprobs` = k"""
+    top_logprobs: np.ndarray | None = None
+    """[tokens, k] float32, as many"""
 
     @classmethod
     def of(cls, sample: Sample) -> Begun:
@@ -208,6 +228,8 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             logprobs=sample.logprobs,
             weight_versions=sample.weight_versions,
             raw_logprobs=sample.raw_logprobs,
+            top_ids=sample.top_ids,
+            top_logprobs=sample.top_logprobs,
         )
 
     def validate(self, sampling: Sampling, vocab_size: int) -> None:
@@ -226,11 +248,24 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             if values is None or values.dtype != np.float32 or values.shape != tokens.shape:
                 found = "none" if values is None else f"{values.dtype} {values.shape}"
                 raise ValueError(f"{who} has {name} {found}: must be float32 [{len(tokens)}], one for each token")
+        self._validate_top(sampling.top_logprobs, vocab_size)
         firsts = [first for first, _ in self.weight_versions]
         if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)) or firsts[-1] >= len(tokens):
             raise ValueError(f"{who} has weight_versions that begin at {firsts}: must ascend from 0 to below {len(tokens)}")
         if any(version < 0 for _, version in self.weight_versions):
             raise ValueError(f"{who} has a weight version below 0: versions count up from 0")
+
+    def _validate_top(self, k: int, vocab_size: int) -> None:
+        if not k:
+            return
+        shape, ids = (len(self.token_ids), k), self.top_ids
+        for name, values, dtype in (("top_ids", ids, np.int32), ("top_logprobs", self.top_logprobs, np.float32)):
+            if values is None or values.dtype != dtype or values.shape != shape:
+                found = "none" if values is None else f"{values.dtype} {values.shape}"
+                raise ValueError(f"begun child {self.index} has {name} {found}: must be {np.dtype(dtype).name} {list(shape)}")
+        assert ids is not None
+        if int(ids.min()) < -1 or int(ids.max()) >= vocab_size:
+            raise ValueError(f"begun child {self.index} has top_ids outside of 0 to {vocab_size - 1}, and -1 for none")
 
     def ended_as(self, sampling: Sampling, eos: frozenset[int]) -> FinishReason | None:
         """How the child has ended, if it has: its last token is one of `eos`, or it has all its tokens."""
@@ -362,6 +397,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """times its KV left the device for host memory"""
     seed: int = 0
     """the group's, also where the engine chose it: with it, a child that did not end by itself can go on"""
+    top_ids: np.ndarray | None = None
+    """[tokens, k] int32, if `Sampling.top_logprobs` = k: the most probable tokens of the distribution that each token was drawn
+    from, the likeliest first, of equal ones the lower id. -1 where fewer than k were left to draw from"""
+    top_logprobs: np.ndarray | None = None
+    """[tokens, k] float32: their log-probs there, as in `logprobs`; -inf where the id is -1"""
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

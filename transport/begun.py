@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,6 +11,8 @@ import numpy as np
 from engine.types import Begun
 from transport.errors import InvalidRequest
 
+COLUMNS = ("token_ids", "logprobs", "raw_logprobs", "top_ids", "top_logprobs")
+"""fields of `Begun` with a row for each token"""
 MAX_SPANS = 65_536
 """of all children of a message: what the service's loop can look at in one turn"""
 
@@ -35,6 +38,10 @@ class BegunChildren(msgspec.Struct, frozen=True, eq=False, forbid_unknown_fields
     """[S, 3] int64: which of the C children, its first token of the span, version"""
     raw_logprobs: np.ndarray | None = None
     """[T] float32, if the group asks for them"""
+    top_ids: np.ndarray | None = None
+    """[T, k] int32, if the group asks for the k most probable tokens"""
+    top_logprobs: np.ndarray | None = None
+    """[T, k] float32"""
 
     def arrays(self) -> Iterator[np.ndarray]:
         """Yield every array, in the order of the fields."""
@@ -47,7 +54,6 @@ def pack_begun(children: Sequence[Begun]) -> BegunChildren | None:
     """Lay children end to end; None without any."""
     if not children:
         return None
-    raws = [child.raw_logprobs for child in children if child.raw_logprobs is not None]
     spans = [(i, *span) for i, child in enumerate(children) for span in child.weight_versions]
     return BegunChildren(
         indices=np.array([child.index for child in children], np.int32),
@@ -55,8 +61,16 @@ def pack_begun(children: Sequence[Begun]) -> BegunChildren | None:
         token_ids=np.concatenate([child.token_ids for child in children]),
         logprobs=np.concatenate([child.logprobs for child in children]),
         spans=np.array(spans, np.int64).reshape(-1, 3),
-        raw_logprobs=np.concatenate(raws) if len(raws) == len(children) else None,
+        raw_logprobs=joined([child.raw_logprobs for child in children]),
+        top_ids=joined([child.top_ids for child in children]),
+        top_logprobs=joined([child.top_logprobs for child in children]),
     )
+
+
+def joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """All of them end to end; None unless every child has one."""
+    there = [array for array in arrays if array is not None]
+    return np.concatenate(there) if len(there) == len(arrays) else None
 
 
 def unpack_begun(packed: BegunChildren | None, most: int) -> tuple[Begun, ...]:
@@ -72,9 +86,8 @@ def unpack_begun(packed: BegunChildren | None, most: int) -> tuple[Begun, ...]:
     children = []
     for i, (index, length, end) in enumerate(zip(packed.indices.tolist(), packed.lengths.tolist(), ends.tolist(), strict=True)):
         mine = slice(end - length, end)
-        raw = None if packed.raw_logprobs is None else packed.raw_logprobs[mine]
-        token_ids, logprobs = packed.token_ids[mine], packed.logprobs[mine]
-        children.append(Begun(index=index, token_ids=token_ids, logprobs=logprobs, weight_versions=spans[i], raw_logprobs=raw))
+        columns: dict[str, Any] = {name: None if (array := getattr(packed, name)) is None else array[mine] for name in COLUMNS}
+        children.append(Begun(index=index, weight_versions=spans[i], **columns))
     return tuple(children)
 
 
@@ -95,7 +108,12 @@ def _check(packed: BegunChildren, most: int) -> None:
         raise InvalidRequest(f"{children} begun children with {len(packed.lengths)} lengths: as many of both, at most {most}")
     if children and int(packed.lengths.min()) < 0 or int(packed.lengths.sum(dtype=np.int64)) != tokens:
         raise InvalidRequest(f"begun.lengths do not add up to the {tokens} tokens of begun.token_ids")
-    for name in ("logprobs", "raw_logprobs"):
+    for name, dtype in (("top_ids", np.int32), ("top_logprobs", np.float32)):
+        if (array := getattr(packed, name)) is not None and (array.dtype != dtype or array.ndim != 2):
+            raise InvalidRequest(
+                f"begun.{name} is {array.dtype} of shape {array.shape}: must be {np.dtype(dtype).name} [.., k]"
+            )
+    for name in COLUMNS[1:]:
         if (array := getattr(packed, name)) is not None and len(array) != tokens:
             raise InvalidRequest(f"begun.{name} has {len(array)} entries for {tokens} tokens: one for each")
     spans = packed.spans

@@ -14,11 +14,12 @@ from transport.messages import Progress
 
 
 def pack_progress(number: int, chunks: Mapping[str, Sequence[Chunk]]) -> Progress:
-    """Make the message of chunks by group id: one group at least, each with one chunk at least. Where some have raw log-probs,
-    the others get zeros, which nobody asked for."""
+    """Make the message of chunks by group id: one group at least, each with one chunk at least. What some have and
+    others do not, these get as well: nobody asked for it, and the client leaves it out."""
     flat = [chunk for of_group in chunks.values() for chunk in of_group]
-    if any(chunk.raw_logprobs is not None for chunk in flat):
-        flat = [_with_raw(chunk) for chunk in flat]
+    raw, most = any(chunk.raw_logprobs is not None for chunk in flat), max(map(_columns, flat))
+    if raw or most:
+        flat = [_filled(chunk, raw, most) for chunk in flat]
     packed = pack_begun(flat)
     assert packed is not None
     return Progress(
@@ -31,10 +32,22 @@ def pack_progress(number: int, chunks: Mapping[str, Sequence[Chunk]]) -> Progres
     )
 
 
-def _with_raw(chunk: Chunk) -> Chunk:
-    if chunk.raw_logprobs is not None:
-        return chunk
-    return msgspec.structs.replace(chunk, raw_logprobs=np.zeros(len(chunk.token_ids), np.float32))
+def _columns(chunk: Chunk) -> int:
+    return 0 if chunk.top_ids is None else chunk.top_ids.shape[1]
+
+
+def _filled(chunk: Chunk, raw: bool, most: int) -> Chunk:
+    """Give a chunk raw log-probs, if it is to have some, and `most` columns of most probable tokens."""
+    tokens, have = len(chunk.token_ids), _columns(chunk)
+    changed: dict[str, np.ndarray] = {}
+    if raw and chunk.raw_logprobs is None:
+        changed["raw_logprobs"] = np.zeros(tokens, np.float32)
+    if have < most:
+        ids, logprobs = np.full((tokens, most), -1, np.int32), np.full((tokens, most), -np.inf, np.float32)
+        if chunk.top_ids is not None and chunk.top_logprobs is not None:
+            ids[:, :have], logprobs[:, :have] = chunk.top_ids, chunk.top_logprobs
+        changed |= {"top_ids": ids, "top_logprobs": logprobs}
+    return msgspec.structs.replace(chunk, **changed)
 
 
 def unpack_progress(progress: Progress, most: int) -> list[tuple[str, Chunk]]:

@@ -18,8 +18,7 @@ import torch
 from engine.cpu.build import NativeUnavailable, build, check_layout, load
 from engine.cpu.isa import ISAS, isa_of
 from engine.cpu.openmp import symbols
-from engine.forward.sampling import Read
-from engine.scheduling.plan import Cuts
+from engine.scheduling.plan import Cuts, Drawn, Top
 
 MAX_VOCABULARY = 1 << 20
 
@@ -43,6 +42,7 @@ class _Draw(ctypes.Structure):
         ("lanes", c_int64),
         *((name, c_void_p) for name in ("cuts", "top_k", "top_p", "min_p", "first", "forbidden", "scratch")),
         ("scratch_row", c_int64), ("seats", c_void_p),
+        ("top", c_void_p), ("most", c_int64), ("top_id", c_void_p), ("top_logprob", c_void_p),
     ]  # fmt: skip
 
 
@@ -55,6 +55,14 @@ class Linear(ctypes.Structure):
 def linear_struct(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """Of contiguous tensors, which must outlive it."""
     return Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape, weight.dtype == torch.bfloat16)
+
+
+def _room_for(work: _Draw, top: np.ndarray) -> Top:
+    """Tell the kernel how many most probable tokens each draw wants. top: [draws] int64, contiguous, outlives the call."""
+    assert top.dtype == np.int64 and top.flags.c_contiguous and len(top) == work.draws and top.min() >= 0
+    room = np.full((len(top), int(top.max())), -1, np.int32), np.full((len(top), int(top.max())), -np.inf, np.float32)
+    work.top, work.most, work.top_id, work.top_logprob = top.ctypes.data, room[0].shape[1], *(r.ctypes.data for r in room)
+    return Top(*room)
 
 
 class Kernels:
@@ -97,7 +105,7 @@ class Kernels:
         none = np.zeros(len(logits))
         for lanes in (16, 8):
             self.lanes = lanes
-            if self.draw(logits, np.arange(len(logits)), none, none, False)[1].tobytes() == want.tobytes():
+            if self.draw(logits, np.arange(len(logits)), none, none, False).logprobs.tobytes() == want.tobytes():
                 return True
         self.lanes = 16
         return False
@@ -114,10 +122,11 @@ class Kernels:
         uniform: np.ndarray,
         raw: bool,
         cuts: Cuts | None = None,
-    ) -> tuple[torch.Tensor, Callable[[], Read]]:
+        top: np.ndarray | None = None,
+    ) -> tuple[torch.Tensor, Callable[[], Drawn]]:
         """Draw as `engine.forward.sampling.DrawKernel` asks; on a CPU the result is there at once."""
-        drawn = self.draw(logits, row, temperature, uniform, raw, cuts)
-        return torch.from_numpy(drawn[0]), lambda: drawn
+        drawn = self.draw(logits, row, temperature, uniform, raw, cuts, top)
+        return torch.from_numpy(drawn.tokens), lambda: drawn
 
     def draw(
         self,
@@ -127,11 +136,12 @@ class Kernels:
         uniform: np.ndarray,
         raw: bool,
         cuts: Cuts | None = None,
-    ) -> Read:
+        top: np.ndarray | None = None,
+    ) -> Drawn:
         """D draws by inverse CDF from [S, V] bf16 or fp32 logits: row [D] int64, temperature [D] float32 (0 = greedy), uniform
         [D] float64. Returns tokens [D] int32, log-probs [D] float32 (those of `log_softmax(logits / temperature)`, to the
-        bit where `torch_logprobs` and V ≥ 16), the same at temperature 1 if `raw`, and [D] bool whether all logits of the row
-        were finite."""
+        bit where `torch_logprobs` and V ≥ 16), the same at temperature 1 if `raw`, [D] bool whether all logits of the row were
+        finite, and of each draw the `top` [D] int64 most probable tokens."""
         assert logits.ndim == 2 and logits.dtype in (torch.bfloat16, torch.float32) and logits.shape[1] <= MAX_VOCABULARY
         logits, n = logits.contiguous(), len(row)
         row, temperature = np.ascontiguousarray(row, np.int64), np.ascontiguousarray(temperature, np.float32)
@@ -146,9 +156,10 @@ class Kernels:
         )  # fmt: skip
         team = self.team()
         arrays = [] if cuts is None else self._cut(work, cuts, team.threads)
+        best = None if top is None else _room_for(work, top)
         self.library.rollout_draw(ctypes.byref(team), ctypes.byref(work))
         del arrays  # they had to be there until now
-        return tokens, logprobs, raws, finite.astype(bool)
+        return Drawn(tokens, logprobs, raws, finite.astype(bool), best)
 
     def _cut(self, work: _Draw, cuts: Cuts, threads: int) -> list[np.ndarray]:
         """Tell the kernel. Returns the arrays that it reads."""

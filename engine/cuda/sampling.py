@@ -10,8 +10,7 @@ import torch
 
 from engine.cuda.memory import to_device, to_host
 from engine.cuda.sampling_kernels import draw_kernel
-from engine.forward.sampling import Read
-from engine.scheduling.plan import Cuts
+from engine.scheduling.plan import Cuts, Drawn, Top
 
 BLOCK = 2048
 """logits of a row that are looked at together"""
@@ -29,33 +28,51 @@ def launch(
     uniform: np.ndarray,
     raw: bool,
     cuts: Cuts | None = None,
-) -> tuple[torch.Tensor, Callable[[], Read]]:
+    top: np.ndarray | None = None,
+) -> tuple[torch.Tensor, Callable[[], Drawn]]:
     """D draws by inverse CDF from [S, V] logits on a device, not waited for: their [D] int32 tokens there, and what reads all
     that `Kernels.draw` returns; log-probs are those of `log_softmax` up to rounding. Draws that cut and those that do not are
-    two launches, so that what one computes does not depend on the others."""
+    two launches, so that what one computes does not depend on the others; and those that want the most probable tokens are
+    launches of their own."""
     draws = len(row)
     cutting = np.zeros(draws, bool) if cuts is None else cuts.any
-    kinds = [(mine, cut) for cut in (False, True) if len(mine := np.flatnonzero(cutting == cut))]
+    wanted = np.zeros(draws, np.int64) if top is None else top
+    kinds = [
+        (mine, cut, int(wanted[mine].max()))
+        for cut in (False, True)
+        for some in (False, True)
+        if len(mine := np.flatnonzero((cutting == cut) & ((wanted > 0) == some)))
+    ]
     asked = []
-    for mine, cut in kinds:
+    for mine, cut, _ in kinds:
         columns = [mine, row[mine], temperature[mine], uniform[mine]]
         if cuts is not None and cut:
             columns += _asked_cuts(cuts, mine)
         asked.append(np.concatenate(columns, dtype=np.float64))
-    out = torch.empty((4, draws), device=logits.device)
+    most = int(wanted.max())
+    out = torch.empty((4 + 2 * most, draws), device=logits.device)
     logits = logits.contiguous()
-    for (mine, cut), sent in zip(kinds, to_device(asked, logits.device), strict=True):
+    for (mine, cut, best), sent in zip(kinds, to_device(asked, logits.device), strict=True):
         draw_kernel[(len(mine),)](
-            logits, sent, out, len(mine), draws, logits.shape[1], logits.stride(0), CUT=cut, N=BLOCK, num_warps=8,
-            enable_fp_fusion=False,
+            logits, sent, out, len(mine), draws, logits.shape[1], logits.stride(0), best, CUT=cut, TOP=best > 0, N=BLOCK,
+            num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     wait = to_host(out)
 
-    def read() -> Read:
-        tokens, logprobs, plain, finite = wait()
-        return tokens.view(np.int32), logprobs, plain if raw else None, finite > 0
+    def read() -> Drawn:
+        tokens, logprobs, plain, finite, *best = wait()
+        found = None if top is None else _top_of(np.array(best), top)
+        return Drawn(tokens.view(np.int32), logprobs, plain if raw else None, finite > 0, found)
 
     return out[0].view(torch.int32), read
+
+
+def _top_of(best: np.ndarray, top: np.ndarray) -> Top:
+    """Take the most probable tokens out of [2 K, D] float32, where ids (as bits) and log-probs take turns."""
+    ids, logprobs = np.ascontiguousarray(best[0::2].T).view(np.int32), np.ascontiguousarray(best[1::2].T)
+    unwanted = np.arange(ids.shape[1]) >= top[:, None]
+    ids[unwanted], logprobs[unwanted] = -1, -np.inf
+    return Top(ids, logprobs)
 
 
 def _asked_cuts(cuts: Cuts, mine: np.ndarray) -> list[np.ndarray]:

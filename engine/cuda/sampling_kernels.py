@@ -107,31 +107,10 @@ def looked_at(row, vocabulary, forbidden, first, last, CUT: tl.constexpr, N: tl.
     return highest, top, greedy, tl.sum(bad) == 0
 
 
-@triton.jit(do_not_specialize=["mine", "draws"], do_not_specialize_on_alignment=["asked"])
-def draw_kernel(logits, asked, drawn, mine, draws, vocabulary, row_stride, CUT: tl.constexpr, N: tl.constexpr):
-    """logits [S, vocabulary] · asked fp64: [4, mine] draw, row, temperature (0 = greedy), uniform; with CUT [3, mine] more,
-    top_k, top_p, min_p, then [mine + 1] where each one's forbidden tokens begin, and these · drawn [4, draws] fp32: token (as
-    bits), log-prob, log-prob at temperature 1, 1 if there was something to draw from."""
-    i = tl.program_id(0)
-    at = tl.load(asked + i).to(tl.int64)
-    row = logits + tl.load(asked + mine + i).to(tl.int64) * row_stride
-    temperature = tl.load(asked + 2 * mine + i).to(tl.float32)
-    uniform = tl.load(asked + 3 * mine + i)
-    scale = tl.where(temperature == 0, 1.0, temperature)
-    forbidden = asked + 8 * mine + 1
-    first = tl.load(asked + 7 * mine + i).to(tl.int32) if CUT else 0
-    last = tl.load(asked + 7 * mine + i + 1).to(tl.int32) if CUT else 0
+@triton.jit
+def sums(row, end, vocabulary, forbidden, first, last, top, highest, scale, least, CUT: tl.constexpr, N: tl.constexpr):
+    """The sum of the weights that are kept, that of all at temperature 1, and the last token that has a weight."""
     n = tl.arange(0, N)
-    highest, top, greedy, good = looked_at(row, vocabulary, forbidden, first, last, CUT, N)
-    finite = good & (top > float("-inf"))
-    highest, top = tl.where(finite, highest, 0.0), tl.where(finite, top, 0.0)
-    end = tl.where(finite, vocabulary, 0)  # nothing is drawn from what is not finite
-    least = tl.full((), 0.0, tl.float32)
-    if CUT:
-        bits = tl.full((), 1, tl.int32)  # of the smallest number there is: whatever has a weight is kept
-        if temperature > 0:
-            bits = least_kept(asked + 4 * mine + i, mine, row, end, forbidden, first, last, top, scale, bits, N)
-        least = bits.to(tl.float32, bitcast=True)
     total = tl.full((), 0.0, tl.float64)
     plain = tl.full((), 0.0, tl.float64)
     furthest = tl.zeros((N,), tl.int32)
@@ -144,13 +123,90 @@ def draw_kernel(logits, asked, drawn, mine, draws, vocabulary, row_stride, CUT: 
         total += tl.sum(weight.to(tl.float64))
         plain += tl.sum(tl.exp(x - highest).to(tl.float64))
         furthest = tl.where(weight > 0, start + n, furthest)
+    return total, plain, tl.max(furthest)
+
+
+@triton.jit
+def most_probable(
+    row,
+    end,
+    vocabulary,
+    forbidden,
+    first,
+    last,
+    top,
+    scale,
+    least,
+    log_total,
+    to,
+    draws,
+    wanted,
+    CUT: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Write the `wanted` largest scaled logits that are left, the lower id of equal ones first, a pass over the row for each.
+    To `to` goes the id (as bits; -1 where none is left), `draws` further its log-prob, and so on."""
+    n = tl.arange(0, N)
+    before = tl.full((), float("inf"), tl.float32)
+    behind = tl.full((), -1, tl.int32)
+    for _ in range(0, wanted):
+        best_of = tl.full((N,), float("-inf"), tl.float32)
+        at_of = tl.full((N,), 0, tl.int32) + vocabulary
+        for start in range(0, end, N):
+            x = logits_left(row, start + n, vocabulary, forbidden, first, last)
+            if CUT:
+                x = tl.where(tl.exp((x - top) / scale) >= least, x, float("-inf"))
+            x = x / scale
+            x = tl.where((x < before) | ((x == before) & (start + n > behind)), x, float("-inf"))
+            at_of = tl.where(x > best_of, start + n, at_of)
+            best_of = tl.maximum(best_of, x)
+        before = tl.max(best_of)
+        behind = tl.min(tl.where(best_of == before, at_of, vocabulary))
+        some = before > float("-inf")
+        x = tl.load(row + behind, mask=some, other=float("-inf")).to(tl.float32)
+        tl.store(to, tl.where(some, behind, -1).to(tl.float32, bitcast=True))
+        tl.store(to + draws, tl.where(some, (x - top) / scale - log_total, float("-inf")))
+        to += 2 * draws
+
+
+@triton.jit(do_not_specialize=["mine", "draws", "best"], do_not_specialize_on_alignment=["asked"])
+def draw_kernel(
+    logits, asked, drawn, mine, draws, vocabulary, row_stride, best, CUT: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr
+):
+    """logits [S, vocabulary] · asked fp64: [4, mine] draw, row, temperature (0 = greedy), uniform; with CUT [3, mine] more,
+    top_k, top_p, min_p, then [mine + 1] where each one's forbidden tokens begin, and these · drawn [4, draws] fp32: token (as
+    bits), log-prob, log-prob at temperature 1, 1 if there was something to draw from; with TOP [2 · best, draws] more, ids (as
+    bits) and log-probs of the most probable tokens in turn."""
+    i = tl.program_id(0)
+    at = tl.load(asked + i).to(tl.int64)
+    row = logits + tl.load(asked + mine + i).to(tl.int64) * row_stride
+    temperature = tl.load(asked + 2 * mine + i).to(tl.float32)
+    uniform = tl.load(asked + 3 * mine + i)
+    scale = tl.where(temperature == 0, 1.0, temperature)
+    forbidden = asked + 8 * mine + 1
+    first = tl.load(asked + 7 * mine + i).to(tl.int32) if CUT else 0
+    last = tl.load(asked + 7 * mine + i + 1).to(tl.int32) if CUT else 0
+    highest, top, greedy, good = looked_at(row, vocabulary, forbidden, first, last, CUT, N)
+    finite = good & (top > float("-inf"))
+    highest, top = tl.where(finite, highest, 0.0), tl.where(finite, top, 0.0)
+    end = tl.where(finite, vocabulary, 0)  # nothing is drawn from what is not finite
+    least = tl.full((), 0.0, tl.float32)
+    if CUT:
+        bits = tl.full((), 1, tl.int32)  # of the smallest number there is: whatever has a weight is kept
+        if temperature > 0:
+            bits = least_kept(asked + 4 * mine + i, mine, row, end, forbidden, first, last, top, scale, bits, N)
+        least = bits.to(tl.float32, bitcast=True)
+    total, plain, furthest = sums(row, end, vocabulary, forbidden, first, last, top, highest, scale, least, CUT, N)
     total = tl.where(finite, total, 1.0)
     plain = tl.where(finite, plain, 1.0)
     token = passing(row, end, vocabulary, forbidden, first, last, top, scale, least, uniform * total, CUT, N)
-    token = tl.where(token == vocabulary, tl.max(furthest), token)
+    token = tl.where(token == vocabulary, furthest, token)
     token = tl.where((temperature == 0) | (finite == 0), greedy, token)
     x = tl.load(row + token).to(tl.float32)
     tl.store(drawn + at, token.to(tl.float32, bitcast=True))
     tl.store(drawn + draws + at, (x - top) / scale - tl.log(total.to(tl.float32)))
     tl.store(drawn + 2 * draws + at, x - highest - tl.log(plain.to(tl.float32)))
     tl.store(drawn + 3 * draws + at, finite.to(tl.float32))
+    if TOP:
+        log_total, to = tl.log(total.to(tl.float32)), drawn + 4 * draws + at
+        most_probable(row, end, vocabulary, forbidden, first, last, top, scale, least, log_total, to, draws, best, CUT, N)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from engine.scheduling.plan import Cuts, Drawn, Plan
+from engine.scheduling.plan import Cuts, Drawn, Plan, Top
 
 DISTRIBUTIONS = 64
 """that torch works on at once: a vocabulary takes half a megabyte and more of each"""
@@ -43,6 +43,8 @@ class SamplingBatch:
     """(draw, tokens that min_tokens forbids)"""
     raw: bool
     """somebody wants log-probs at temperature 1 without truncation"""
+    top: np.ndarray | None = None
+    """[D] int64: so many most probable tokens are wanted; None: nobody wants any"""
 
     @staticmethod
     def build(plan: Plan) -> SamplingBatch:
@@ -55,12 +57,9 @@ class SamplingBatch:
             uniform=uniform(sampling["seed"], sampling["index"], plan.positions.astype(np.uint64)),
             forbidden=[(draw, list(tokens)) for draw, tokens in plan.forbidden],
             raw=bool(sampling["raw"].any()),
+            top=np.ascontiguousarray(sampling["top"]) if sampling["top"].any() else None,
             **own,
         )
-
-
-Read = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]
-"""tokens, log-probs, log-probs at temperature 1, finite: the fields of `Drawn`"""
 
 
 class Draws(NamedTuple):
@@ -86,10 +85,11 @@ class DrawKernel(Protocol):
         uniform: np.ndarray,
         raw: bool,
         cuts: Cuts | None = None,
-    ) -> tuple[torch.Tensor, Callable[[], Read]]:
+        top: np.ndarray | None = None,
+    ) -> tuple[torch.Tensor, Callable[[], Drawn]]:
         """Begin D ≥ 1 draws by inverse CDF from [S, V] logits. row [D] int64, temperature [D] float32 (0 = greedy), uniform [D]
-        float64 in [0, 1). Returns [D] int32 tokens on the device of the logits, and what waits for the fields of `Drawn`; `raw`
-        asks for log-probs at temperature 1."""
+        float64 in [0, 1), top [D] int64 (how many most probable tokens each wants). Returns [D] int32 tokens on the device of
+        the logits, and what waits for the draws; `raw` asks for log-probs at temperature 1."""
 
 
 def uniform(seed: np.ndarray, index: np.ndarray, position: np.ndarray) -> np.ndarray:
@@ -118,9 +118,8 @@ def launch_draws(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel 
     if kernel is None or not len(batch.logits_row) or not kernel.fits(logits):
         drawn = _sample_torch(logits, batch)
         return Draws(torch.from_numpy(drawn.tokens).to(logits.device), lambda: drawn)
-    given = batch.logits_row, batch.temperature, batch.uniform, batch.raw, _cuts(batch)
-    tokens, read = kernel.launch(logits, *given)
-    return Draws(tokens, lambda: Drawn(*read()))
+    given = batch.logits_row, batch.temperature, batch.uniform, batch.raw, _cuts(batch), batch.top
+    return Draws(*kernel.launch(logits, *given))
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None = None) -> Drawn:
@@ -150,6 +149,7 @@ def _sample_torch(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
     forbidden = dict(batch.forbidden)
     kind: list[Any] = [[draw in forbidden for draw in range(draws)]]
     kind += [batch.logits_row, batch.temperature, batch.top_k, batch.top_p, batch.min_p]
+    kind += [] if batch.top is None else [batch.top]
     _, first, which = np.unique(np.array(kind, np.float64), axis=1, return_index=True, return_inverse=True)
     parts, order = [], []
     for begin in range(0, len(first), DISTRIBUTIONS):
@@ -158,7 +158,9 @@ def _sample_torch(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
         parts.append(_draw(logits, batch, like, forbidden, which[mine] - begin, batch.uniform[mine]))
         order.append(mine)
     back = np.argsort(np.concatenate(order))
-    whole: Any = (None if part[0] is None else np.concatenate(part)[back] for part in zip(*parts, strict=True))
+    *plain, tops = zip(*parts, strict=True)
+    whole: list[Any] = [None if part[0] is None else np.concatenate(part)[back] for part in plain]
+    whole += [None if tops[0] is None else Top(*(np.concatenate(part)[back] for part in zip(*tops, strict=True)))]
     return Drawn(*whole)
 
 
@@ -192,7 +194,27 @@ def _draw(
     if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy).to(device)[row], drawn_from.argmax(-1)[row], tokens)
     raw = logits.log_softmax(-1)[row, tokens].cpu().numpy() if batch.raw else None
-    return Drawn(tokens.int().cpu().numpy(), logprobs[row, tokens].cpu().numpy(), raw, finite[row].cpu().numpy())
+    top = None
+    if batch.top is not None:
+        found = _most_probable(drawn_from, logprobs, batch.top[like], int(batch.top.max()))
+        top = Top(*(each[which] for each in found))
+    return Drawn(tokens.int().cpu().numpy(), logprobs[row, tokens].cpu().numpy(), raw, finite[row].cpu().numpy(), top)
+
+
+def _most_probable(scaled: torch.Tensor, logprobs: torch.Tensor, wanted: np.ndarray, most: int) -> Top:
+    """Of [C, V] scaled logits, -inf where they are left out: the `wanted` [C] largest of each, of equal ones the lower id, in
+    `most` columns. Compared are integers, the number's bits over those of the id, so that no two are equal."""
+    vocabulary = scaled.shape[-1]
+    bits = (scaled + 0.0).view(torch.int32).long()  # + 0.0: -0.0 is 0.0
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (order << 32) + torch.arange(vocabulary - 1, -1, -1, device=scaled.device)
+    ids = vocabulary - 1 - (keys.topk(min(most, vocabulary), -1).values & 0xFFFFFFFF)
+    values = logprobs.gather(-1, ids).cpu().numpy()
+    top = Top(np.full((len(wanted), most), -1, np.int32), np.full((len(wanted), most), -np.inf, np.float32))
+    kept = (np.arange(values.shape[1]) < wanted[:, None]) & (values > -np.inf)
+    top.ids[:, : values.shape[1]][kept] = ids.cpu().numpy()[kept]
+    top.logprobs[:, : values.shape[1]][kept] = values[kept]
+    return top
 
 
 def _inverse_cdf(logprobs: torch.Tensor, row: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from engine.config import EngineConfig
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
+from engine.scheduling.plan import Top
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.scheduling.shares import Shares
@@ -174,13 +175,24 @@ class Groups:
         return children[: len(seq.state.fresh)]
 
     def take_token(
-        self, seq: Sequence, token: int, logprob: float, raw: float | None, finite: bool, version: int
+        self,
+        seq: Sequence,
+        token: int,
+        logprob: float,
+        raw: float | None,
+        finite: bool,
+        version: int,
+        top: Top | None,
+        draw: int,
     ) -> FinishReason | None:
-        """Append a token that was drawn by the weights `version`. Returns why that ends the child, if it does."""
+        """Append a token that was drawn by the weights `version`, as draw number `draw` of its step. Returns why that ends the
+        child, if it does."""
         if not finite:
             self.tables.distrust(seq)
             return "error"
         seq.append(token, logprob, raw, version)
+        if top is not None and seq.tracked is not None:
+            seq.tracked.append_top(top, draw)
         self.counters.generated_tokens += 1
         state = seq.state
         if token in state.eos and len(seq.output) > state.group.sampling.min_tokens:

@@ -20,6 +20,7 @@ SAMPLING = np.dtype(
         ("top_p", np.float32),
         ("min_p", np.float32),
         ("raw", np.bool_),
+        ("top", np.int64),
     ]
 )
 """How a child samples: seed and `Sampling` of its group, its index, tokens of its prompt. `min_tokens` is 0 where no token can
@@ -115,6 +116,15 @@ def plan_by_hand(
     )
 
 
+class Top(NamedTuple):
+    """The most probable tokens of the distributions of D draws, K of each: the likeliest first, of equal ones the lower id."""
+
+    ids: np.ndarray
+    """[D, K] int32; -1 behind those that are left, and behind as many as the draw asks for"""
+    logprobs: np.ndarray
+    """[D, K] float32, -inf there"""
+
+
 class Drawn(NamedTuple):
     """What the sampler drew, one entry for each sample of each row in the order of the plan."""
 
@@ -126,6 +136,8 @@ class Drawn(NamedTuple):
     """[samples] float32 at temperature 1 without truncation; None if no row asked"""
     finite: np.ndarray
     """[samples] bool: False where the logits held NaN or infinity, so that nothing was drawn"""
+    top: Top | None = None
+    """None if no row asked"""
 
 
 class Cuts(NamedTuple):

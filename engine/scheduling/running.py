@@ -101,4 +101,5 @@ def sampling_of(seq: Sequence) -> tuple[object, ...]:
         sampling.top_p,
         sampling.min_p,
         sampling.raw_logprobs,
+        sampling.top_logprobs,
     )

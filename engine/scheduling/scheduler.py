@@ -232,7 +232,7 @@ class Scheduler:
         racing: list[tuple[Sequence, FinishReason]] = []
         tokens, logprobs, finite = drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.finite.tolist()
         raws = [None] * len(tokens) if drawn.raw_logprobs is None else drawn.raw_logprobs.tolist()
-        size, take_token, version, at = self.block_size, self.children.take_token, self.version, 0
+        size, take_token, version, at, top = self.block_size, self.children.take_token, self.version, 0, drawn.top
         for seq, start, count, draws in rows:
             if seq.ended:
                 self.counters.unused_draws += draws
@@ -240,7 +240,7 @@ class Scheduler:
             elif draws:
                 forks = not seq.state.forked
                 for child in self.children.fork(seq) if forks else (seq,):
-                    reason = take_token(child, tokens[at], logprobs[at], raws[at], finite[at], version)
+                    reason = take_token(child, tokens[at], logprobs[at], raws[at], finite[at], version, top, at)
                     at += 1
                     if reason is None:
                         if child.pending and child.cached % size == 0:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from engine.kv.block import Block
+from engine.scheduling.tracked import Tracked
 from engine.types import Begun, Chunk, FinishReason, Group, Sample
 
 
@@ -105,6 +106,7 @@ class Sequence:
         "output",
         "logprobs",
         "raw_logprobs",
+        "tracked",
         "spans",
         "version",
         "blocks",
@@ -148,8 +150,7 @@ class Sequence:
         """(first output token, weight version)"""
         self.version: int | None = None
         """of the last span"""
-        if (begun := begun or state.resumed.get(index)) is not None:
-            self._take_over(begun)
+        self._take_over(begun or state.resumed.get(index))
         self.blocks: list[Block] = []
         self.cached = 0
         self.computed = 0
@@ -225,8 +226,11 @@ class Sequence:
             return head
         return np.concatenate([head, np.array(self.output[: count - len(head)], np.int32)])
 
-    def _take_over(self, begun: Begun) -> None:
-        """Start with what the child had: tokens to compute, none of them to draw again."""
+    def _take_over(self, begun: Begun | None) -> None:
+        """Start with what the child had, if it had begun: tokens to compute, none of them to draw again."""
+        self.tracked = Tracked.of(self.state.group.sampling, begun)
+        if begun is None:
+            return
         self.output = begun.token_ids.tolist()
         self.logprobs = begun.logprobs.tolist()
         self.raw_logprobs = [] if begun.raw_logprobs is None else begun.raw_logprobs.tolist()
@@ -287,6 +291,7 @@ class Sequence:
             weight_versions=spans,
             raw_logprobs=raw,
             seed=self.state.seed,
+            **({} if self.tracked is None else self.tracked.columns(first, last)),
         )
 
     def not_finite(self) -> str:
@@ -310,6 +315,7 @@ class Sequence:
             seconds=seconds,
             offloads=self.offloads,
             seed=self.state.seed,
+            **({} if self.tracked is None else self.tracked.columns()),
         )
 
 

@@ -193,18 +193,16 @@ class Handle:
             self.fail(InvalidRequest(f"n={n}: must be between 1 and {max_n} (Limits.max_n)", self.group_id))
             return
         begun = {child.index: child for child in self.group.begun}
+        none = np.zeros(0, np.int32), np.zeros(0, np.float32)
         for index in self.group.wanted:
-            self.add_sample(self._aborted(index, begun.get(index)))
+            fresh = Begun(index=index, token_ids=none[0], logprobs=none[1], weight_versions=[])
+            self.add_sample(self._aborted(begun.get(index, fresh)))
 
-    def _aborted(self, index: int, begun: Begun | None) -> Sample:
+    def _aborted(self, child: Begun) -> Sample:
         return Sample(
             group_id=self.group_id,
-            index=index,
-            token_ids=np.zeros(0, np.int32) if begun is None else begun.token_ids,
-            logprobs=np.zeros(0, np.float32) if begun is None else begun.logprobs,
-            raw_logprobs=None if begun is None else begun.raw_logprobs,
             finish_reason="aborted",
-            weight_versions=[] if begun is None else begun.weight_versions,
             prompt_tokens=len(self.group.prompt),
             seed=self.group.sampling.seed or 0,
+            **{name: getattr(child, name) for name in child.__struct_fields__},
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
-from engine.types import Begun, Chunk, Group
+from engine.types import Begun, Chunk, Group, Sampling
+from transport.begun import COLUMNS, joined
 
 
 class Partials:
@@ -34,6 +37,7 @@ class Partials:
         group, index = self._group, chunk.index
         if index not in group.wanted:
             raise ValueError(f"tokens of child {index} of a group that has {list(group.wanted[:20])}")
+        chunk = _asked(chunk, group.sampling)
         chunk.validate(group.sampling, vocab_size)
         known = self._known.get(index, 0)
         if chunk.first > known or chunk.first + len(chunk.token_ids) > group.sampling.max_tokens:
@@ -41,7 +45,7 @@ class Partials:
                 f"tokens from {chunk.first} to {chunk.first + len(chunk.token_ids)} of child {index}, of which {known} are "
                 f"known: must follow these, up to max_tokens={group.sampling.max_tokens}"
             )
-        new = _from(chunk, known, group.sampling.raw_logprobs)
+        new = _from(chunk, known)
         if new is None or index in self._ended:
             return None
         self.seed = chunk.seed
@@ -59,7 +63,18 @@ class Partials:
         return [_joined(index, pieces) for index, pieces in sorted(self._pieces.items())]
 
 
-def _from(chunk: Chunk, known: int, raw: bool) -> Chunk | None:
+def _asked(chunk: Chunk, sampling: Sampling) -> Chunk:
+    """Return a chunk without what its group did not ask for: it came beside those of other groups."""
+    k, ids, logprobs = sampling.top_logprobs, chunk.top_ids, chunk.top_logprobs
+    return msgspec.structs.replace(
+        chunk,
+        raw_logprobs=chunk.raw_logprobs if sampling.raw_logprobs else None,
+        top_ids=ids[:, :k] if k and ids is not None else None,
+        top_logprobs=logprobs[:, :k] if k and logprobs is not None else None,
+    )
+
+
+def _from(chunk: Chunk, known: int) -> Chunk | None:
     """Return a copy of the tokens of a chunk that follow the first `known` of the child."""
     skip = known - chunk.first
     if skip >= len(chunk.token_ids):
@@ -68,26 +83,18 @@ def _from(chunk: Chunk, known: int, raw: bool) -> Chunk | None:
     return msgspec.structs.replace(
         chunk,
         first=known,
-        token_ids=chunk.token_ids[skip:].copy(),
-        logprobs=chunk.logprobs[skip:].copy(),
-        raw_logprobs=chunk.raw_logprobs[skip:].copy() if raw and chunk.raw_logprobs is not None else None,
         weight_versions=_merged(spans),
+        **{name: None if (column := getattr(chunk, name)) is None else column[skip:].copy() for name in COLUMNS},
     )
 
 
 def _joined(index: int, pieces: list[Begun]) -> Begun:
     firsts = np.cumsum([0, *(len(piece.token_ids) for piece in pieces)]).tolist()
-    raws = [piece.raw_logprobs for piece in pieces if piece.raw_logprobs is not None]
     spans = [
         (at + first, version) for at, piece in zip(firsts, pieces, strict=False) for first, version in piece.weight_versions
     ]
-    return Begun(
-        index=index,
-        token_ids=np.concatenate([piece.token_ids for piece in pieces]),
-        logprobs=np.concatenate([piece.logprobs for piece in pieces]),
-        raw_logprobs=np.concatenate(raws) if len(raws) == len(pieces) else None,
-        weight_versions=_merged(spans),
-    )
+    columns: dict[str, Any] = {name: joined([getattr(piece, name) for piece in pieces]) for name in COLUMNS}
+    return Begun(index=index, weight_versions=_merged(spans), **columns)
 
 
 def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

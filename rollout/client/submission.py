@@ -112,10 +112,12 @@ def _plain_begun(child: Begun) -> Begun:
         raise InvalidRequest(f"begun has a {type(child).__name__}: give Begun.of(sample)")
     try:
         logprobs = np.asarray(child.logprobs, np.float32)
-        raw = None if child.raw_logprobs is None else np.asarray(child.raw_logprobs, np.float32)
+        raw, top = (None if a is None else np.asarray(a, np.float32) for a in (child.raw_logprobs, child.top_logprobs))
+        top_ids = None if child.top_ids is None else np.asarray(child.top_ids, np.int32)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"begun child {child.index}: {error}") from None
-    return msgspec.structs.replace(child, token_ids=token_array(child.token_ids), logprobs=logprobs, raw_logprobs=raw)
+    arrays = {"logprobs": logprobs, "raw_logprobs": raw, "top_ids": top_ids, "top_logprobs": top}
+    return msgspec.structs.replace(child, token_ids=token_array(child.token_ids), **arrays)
 
 
 def check_types(submit: Submit) -> None:

@@ -240,6 +240,8 @@ def without_tokens(sample: Sample, reason: str) -> Sample:
         token_ids=np.zeros(0, np.int32),
         logprobs=np.zeros(0, np.float32),
         raw_logprobs=None,
+        top_ids=None,
+        top_logprobs=None,
         weight_versions=[],
         finish_reason="error",
         error=reason,

@@ -10,7 +10,8 @@ import pytest
 
 from engine.types import Group, Limits, Sampling
 
-LIMITS = Limits(max_n=16, max_tokens=100, max_prompt_tokens=50, max_stop_token_ids=2, max_id_bytes=20, max_kv_lag=3)
+SMALL = {"max_n": 16, "max_tokens": 100, "max_prompt_tokens": 50, "max_stop_token_ids": 2, "max_id_bytes": 20, "max_kv_lag": 3}
+LIMITS = Limits(**SMALL, max_frame_bytes=6400)
 VOCAB, CONTEXT = 23, 120
 GOOD = {"id": "g", "prompt": np.arange(3, dtype=np.int32), "n": 2, "max_tokens": 4}
 NAN, INF = float("nan"), float("inf")
@@ -44,6 +45,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"min_len_to_cut": 1}, "min_len_to_cut=1 without finish_after"),
     *(({"deadline_s": bad}, f"deadline_s={bad}: must be None or a positive") for bad in (0.0, -1.0, NAN, INF)),
     *(({"priority": bad}, f"priority={bad}: must be between") for bad in (-1_000_001, 1_000_001)),
+    ({"stream_every": -1}, "stream_every=-1: must be 0 (off)"),
+    *(({"top_logprobs": bad}, f"top_logprobs={bad}: must be between 0 and 20 (Limits.max_top_logprobs)") for bad in (-1, 21)),
+    (
+        {"top_logprobs": 20, "max_tokens": 100},
+        "do not fit a frame of 6400 bytes (Limits.max_frame_bytes); lower max_tokens to 80",
+    ),
 ]
 """what differs from GOOD, and what the message says"""
 EITHER = {"ignore_eos", "raw_logprobs"}

@@ -62,6 +62,7 @@ def stopped_and_resumed(r: random.Random, options: dict[str, Any]) -> None:
     """A group is stopped after some steps, in some way, and its unfinished children go on elsewhere, on two engines."""
     n, seed = r.randrange(1, 7), r.randrange(1000)
     cuts = {"temperature": r.choice([0.0, 0.7, 1.0]), "top_p": r.choice([1.0, 0.9]), "raw_logprobs": r.random() < 0.5}
+    cuts["top_logprobs"] = r.choice([0, 0, 3])
     asked = group("g", [r.randrange(3, 199) for _ in range(r.randrange(1, 40))], n=n, max_tokens=24, seed=seed, **cuts)
     whole = run(tiny_engine(**options), [asked])
     elsewhere = [tiny_engine(**options, max_num_seqs=8, max_batch_tokens=r.choice([8, 128])) for _ in range(2)]
@@ -114,6 +115,8 @@ def unfinished(each: Group, begun: Begun | None, index: int) -> Sample:
         token_ids=np.zeros(0, np.int32) if begun is None else begun.token_ids,
         logprobs=np.zeros(0, np.float32) if begun is None else begun.logprobs,
         raw_logprobs=None if begun is None else begun.raw_logprobs,
+        top_ids=None if begun is None else begun.top_ids,
+        top_logprobs=None if begun is None else begun.top_logprobs,
         finish_reason="aborted",
         weight_versions=[] if begun is None else begun.weight_versions,
         prompt_tokens=len(each.prompt),
@@ -232,14 +235,19 @@ def begun_with(**changed: Any) -> Begun:
         ({"weight_versions": [(0, 0), (2, 1)]}, "weight_versions"),
         ({"weight_versions": [(0, -1)]}, "below 0"),
         ({"index": 2}, "one of the wanted"),
+        ({"top_ids": None}, r"top_ids none: must be int32 \[2, 3\]"),
+        ({"top_ids": np.zeros((2, 3), np.int64)}, "top_ids int64"),
+        ({"top_ids": np.full((2, 3), 23, np.int32)}, "top_ids outside of 0 to 22"),
+        ({"top_logprobs": np.zeros((2, 4), np.float32)}, "top_logprobs float32"),
     ],
 )
 def test_what_cannot_go_on_is_refused(changed: dict[str, Any], reason: str) -> None:
-    engine, asked = toy_engine(), group("g", [5, 6], n=2, max_tokens=8)
+    engine, asked = toy_engine(), group("g", [5, 6], n=2, max_tokens=8, top_logprobs=3)
+    top = {"top_ids": np.zeros((2, 3), np.int32), "top_logprobs": np.zeros((2, 3), np.float32)}
     with pytest.raises(ValueError, match=reason):
-        engine.submit(msgspec.structs.replace(asked, begun=(begun_with(**changed),)))
+        engine.submit(msgspec.structs.replace(asked, begun=(begun_with(**{**top, **changed}),)))
     assert not engine.has_work, "nothing is allocated"
-    engine.submit(msgspec.structs.replace(asked, begun=(begun_with(),)))
+    engine.submit(msgspec.structs.replace(asked, begun=(begun_with(**top),)))
 
 
 @pytest.mark.parametrize("indices", [(), (2,), (-1,), (1, 0), (0, 0)])

@@ -218,13 +218,14 @@ def both(request: pytest.FixtureRequest, kernels: Kernels) -> Callable[..., tupl
 def test_the_same_bits_on_every_instruction_set() -> None:
     """Tokens and log-probs, plain, cut and raw, of every width of a vector."""
     torch.manual_seed(1)
-    draws = batch([msgspec.structs.replace(CUTS[i % len(CUTS)], seed=i, raw_logprobs=True) for i in range(40)])
+    kinds = [msgspec.structs.replace(CUTS[i % len(CUTS)], seed=i, raw_logprobs=True, top_logprobs=i % 21) for i in range(40)]
+    draws = batch(kinds)
     for vocabulary, dtype in ((1, torch.float32), (19, torch.bfloat16), (1003, torch.float32), (20_011, torch.bfloat16)):
         logits = (torch.randn(40, vocabulary) * 3).to(dtype)
         some = replace(draws, forbidden=[(3, [vocabulary // 2]), (7, [0])])
         drawn = [sampler.sample(logits, some, kernels_of(isa)) for isa in here()]
         for other in drawn[1:]:
-            for mine, theirs in zip(drawn[0], other, strict=True):
+            for mine, theirs in zip((*drawn[0][:4], *drawn[0].top), (*other[:4], *other.top), strict=True):
                 assert mine.tobytes() == theirs.tobytes()
 
 
@@ -306,6 +307,55 @@ def test_native_cuts_what_torch_cuts(
     for one, other in ((native.logprobs, plain.logprobs), (native.raw_logprobs, plain.raw_logprobs)):
         np.testing.assert_allclose(one[same], other[same], atol=2e-6 if kernels.torch_logprobs else 1e-5)
         assert vocabulary < 16 or not kernels.torch_logprobs or one[same].tobytes() == other[same].tobytes()
+
+
+def by_hand(logits: torch.Tensor, sampling: Sampling, forbidden: list[int]) -> list[int]:
+    """Ids of the most probable tokens that are left, likeliest first, of equal ones the lower id."""
+    scaled = logits / (sampling.temperature or 1.0)
+    scaled[forbidden] = -torch.inf
+    at = torch.tensor([i for i in range(len(scaled)) if scaled[i] > -torch.inf])
+    if sampling.temperature:
+        kept = sampler._truncate(scaled[None], batch([sampling]), np.array([0]))[0]
+        at = at[kept[at] > -torch.inf]
+    return sorted(at.tolist(), key=lambda i: (-float(scaled[i]), i))[: sampling.top_logprobs]
+
+
+@pytest.mark.parametrize("vocabulary", [3, 16, 199, 4096])
+@pytest.mark.parametrize("spread", [0.0, 0.02, 6.0])
+def test_the_most_probable_tokens(
+    spread: float, vocabulary: int, both: Callable[..., tuple[Drawn, Drawn]], kernels: Kernels
+) -> None:
+    """Natively, by torch and by hand: of what truncation and forbidden tokens leave, where all are equal and where many are."""
+    torch.manual_seed(vocabulary)
+    logits = (torch.randn(40, vocabulary) * spread).bfloat16().float()  # the same numbers in either dtype
+    samplings = [msgspec.structs.replace(CUTS[i % len(CUTS)], seed=i, top_logprobs=(0, 1, 5, 20)[i // 10]) for i in range(40)]
+    forbidden = [(i, [i % vocabulary]) for i in range(3, 40, 4)]
+    native, plain = both(logits, replace(batch(samplings), forbidden=forbidden))
+    assert native.top is not None and plain.top is not None
+    assert native.top.ids.tobytes() == plain.top.ids.tobytes()
+    np.testing.assert_allclose(native.top.logprobs, plain.top.logprobs, atol=2e-6 if kernels.torch_logprobs else 1e-5)
+    assert vocabulary < 16 or not kernels.torch_logprobs or native.top.logprobs.tobytes() == plain.top.logprobs.tobytes()
+    for i, sampling in enumerate(samplings):
+        want = by_hand(logits[i], sampling, dict(forbidden).get(i, []))
+        assert native.top.ids[i].tolist() == want + [-1] * (20 - len(want))
+        assert (native.top.logprobs[i, len(want) :] == -np.inf).all()
+        if native.tokens[i] in want:
+            assert native.top.logprobs[i, want.index(native.tokens[i])] == native.logprobs[i]
+
+
+def test_what_most_probable_tokens_cost_nobody_else(both: Callable[..., tuple[Drawn, Drawn]]) -> None:
+    """Those who do not ask draw the same, and nothing is made where nobody does."""
+    logits, samplings = torch.randn(4, 99), [Sampling(seed=i, top_p=0.8 if i % 2 else 1.0) for i in range(4)]
+    asked = [*samplings[:3], msgspec.structs.replace(samplings[3], top_logprobs=2)]
+    for without, beside in zip(both(logits, batch(samplings)), both(logits, batch(asked)), strict=True):
+        assert without.top is None and beside.top is not None and (beside.top.ids[:3] == -1).all()
+        assert without.tokens.tobytes() == beside.tokens.tobytes() and without.logprobs.tobytes() == beside.logprobs.tobytes()
+
+
+def test_most_probable_of_zeros_of_both_signs(both: Callable[..., tuple[Drawn, Drawn]]) -> None:
+    logits = torch.tensor([[-0.0, 0.0] * 10])
+    for drawn in both(logits, batch([Sampling(top_logprobs=4)])):
+        assert drawn.top is not None and drawn.top.ids.tolist() == [[0, 1, 2, 3]]
 
 
 def test_native_where_every_token_is_forbidden(both: Callable[..., tuple[Drawn, Drawn]]) -> None:

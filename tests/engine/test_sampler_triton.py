@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from engine.cuda import sampling as sampler_triton  # noqa: E402
-from engine.cuda.sampling import Read, launch  # noqa: E402
+from engine.cuda.sampling import launch  # noqa: E402
 from engine.forward import sampling as sampler
 from engine.forward.sampling import SamplingBatch  # noqa: E402
 from engine.scheduling.plan import Drawn  # noqa: E402
@@ -26,7 +26,7 @@ FEW = 100
 """a vocabulary of two blocks, for draws that look at it some sixty times"""
 
 
-def draw(*asked: Any, **more: Any) -> Read:
+def draw(*asked: Any, **more: Any) -> Drawn:
     return launch(*asked, **more)[1]()
 
 
@@ -54,7 +54,7 @@ def test_draws_what_torch_draws(dtype: torch.dtype) -> None:
     temperature = np.array([1.0, 0.3, 0.0, 1.7], np.float32)[np.arange(24) // 6]
     uniform = generator.random(24)
     uniform[:2] = 0.0, 1 - 2**-53
-    tokens, logprobs, raw, finite = draw(logits.to(DEVICE), row, temperature, uniform, raw=True)
+    tokens, logprobs, raw, finite, _ = draw(logits.to(DEVICE), row, temperature, uniform, raw=True)
     want, want_logprobs, want_raw = plainly(logits, row, temperature, uniform)
     assert raw is not None and finite.all()
     np.testing.assert_array_equal(tokens, want)
@@ -69,7 +69,7 @@ def test_draws_what_torch_draws(dtype: torch.dtype) -> None:
 def test_flags_what_is_not_finite(bad: float, at: int) -> None:
     logits = torch.zeros(2, VOCABULARY)
     logits[1, at] = bad
-    tokens, _, _, finite = draw(logits.to(DEVICE), np.array([0, 1]), np.ones(2, np.float32), np.full(2, 0.5), raw=False)
+    tokens, _, _, finite, _ = draw(logits.to(DEVICE), np.array([0, 1]), np.ones(2, np.float32), np.full(2, 0.5), raw=False)
     assert finite.tolist() == [True, False] and tokens[0] == VOCABULARY // 2
     assert ((tokens >= 0) & (tokens < VOCABULARY)).all()
 
@@ -79,14 +79,14 @@ def test_never_a_token_without_mass() -> None:
     logits = torch.full((1, VOCABULARY), -200.0)
     logits[0, [5, 280]] = 0.0
     uniform = np.array([0.0, 0.4999, 0.5001, 1 - 2**-53])
-    tokens, logprobs, _, _ = draw(logits.to(DEVICE), np.zeros(4, np.int64), np.ones(4, np.float32), uniform, raw=False)
+    tokens, logprobs, *_ = draw(logits.to(DEVICE), np.zeros(4, np.int64), np.ones(4, np.float32), uniform, raw=False)
     assert tokens.tolist() == [5, 5, 280, 280]
     np.testing.assert_allclose(logprobs, np.log(0.5), atol=1e-6)
 
 
 def by_triton(logits: torch.Tensor, asked: SamplingBatch) -> Drawn:
     cuts = sampler._cuts(asked)
-    return Drawn(*draw(logits.to(DEVICE), asked.logits_row, asked.temperature, asked.uniform, asked.raw, cuts))
+    return draw(logits.to(DEVICE), asked.logits_row, asked.temperature, asked.uniform, asked.raw, cuts, asked.top)
 
 
 def cut_in_every_way(count: int, vocabulary: int, best: list[int]) -> SamplingBatch:
@@ -108,6 +108,24 @@ def test_cuts_what_torch_cuts(dtype: torch.dtype, spread: float) -> None:
     np.testing.assert_allclose(got.raw_logprobs[same], want.raw_logprobs[same], atol=4e-6)
 
 
+@pytest.mark.parametrize(("dtype", "spread"), [(torch.float32, 0.0), (torch.bfloat16, 0.02), (torch.float32, 6.0)])
+def test_the_most_probable_tokens_are_torchs(dtype: torch.dtype, spread: float) -> None:
+    """Of draws that ask for none, for some and for more than are left; equal ones by the lower id."""
+    logits = (torch.randn(16, FEW, generator=torch.Generator().manual_seed(3)) * spread).to(dtype)
+    kinds = [CUTS[i % len(CUTS)] for i in range(16)]
+    samplings = [msgspec.structs.replace(kind, seed=i, top_logprobs=(0, 3, 5, 1)[i % 4]) for i, kind in enumerate(kinds)]
+    asked = replace(batch(samplings), forbidden=[(5, [0, 7]), (10, [1])])
+    got, want, without = (
+        by_triton(logits, asked),
+        sampler._sample_torch(logits, asked),
+        by_triton(logits, replace(asked, top=None)),
+    )
+    assert got.top is not None and want.top is not None and without.top is None
+    np.testing.assert_array_equal(got.top.ids, want.top.ids)
+    np.testing.assert_allclose(got.top.logprobs, want.top.logprobs, atol=4e-6)
+    assert all(mine.tobytes() == plain.tobytes() for mine, plain in zip(got[:4], without[:4], strict=True) if mine is not None)
+
+
 def test_a_cut_does_not_know_its_neighbours() -> None:
     """To the bit, alone and beside all the others."""
     logits = torch.randn(10, FEW, generator=torch.Generator().manual_seed(2)) * 3
@@ -117,7 +135,7 @@ def test_a_cut_does_not_know_its_neighbours() -> None:
         own = [(0, tokens) for draw, tokens in asked.forbidden if draw == i]
         kind = msgspec.structs.replace(CUTS[i % len(CUTS)], seed=i, raw_logprobs=True)
         one = replace(batch([kind]), uniform=asked.uniform[i : i + 1], forbidden=own)
-        for mine, all_of_them in zip(by_triton(logits[i : i + 1], one), together, strict=True):
+        for mine, all_of_them in zip(by_triton(logits[i : i + 1], one)[:4], together[:4], strict=True):
             assert mine.tobytes() == all_of_them[i : i + 1].tobytes()
 
 

@@ -19,6 +19,7 @@ from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
+from engine.scheduling.tracked import Tracked
 from engine.types import Begun
 from tests.support.harness import Harness, random_schedule, tight_schedule
 
@@ -228,9 +229,10 @@ def patch_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """a child that goes on computes another token than the last one that it had"""
     take_over = Sequence._take_over
 
-    def wrong(self: Sequence, begun: Begun) -> None:
+    def wrong(self: Sequence, begun: Begun | None) -> None:
         take_over(self, begun)
-        self.last_token = begun.token_ids[-1] + 1
+        if begun is not None:
+            self.last_token = begun.token_ids[-1] + 1
 
     monkeypatch.setattr(Sequence, "_take_over", wrong)
 
@@ -262,6 +264,18 @@ def patch_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunningTable, "_clear", clear)
 
 
+def patch_top(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a child keeps the most probable tokens of another one's draw"""
+    append_top = Tracked.append_top
+    monkeypatch.setattr(Tracked, "append_top", lambda self, top, draw: append_top(self, top, draw // 2))
+
+
+def patch_begun_top(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a child that goes on forgets the most probable tokens that it had"""
+    of = Tracked.of
+    monkeypatch.setattr(Tracked, "of", lambda sampling, begun: of(sampling, None))
+
+
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_release,
     patch_share,
@@ -283,6 +297,8 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_resumed,
     patch_fresh,
     patch_uncut,
+    patch_top,
+    patch_begun_top,
 ]
 
 

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 WAIT = 60.0
 """for what comes: a bound for hangs only"""
 PROMPT = [5, 6, 7, 8, 9]
-SAMPLING = Sampling(n=4, max_tokens=150, ignore_eos=True, seed=3, raw_logprobs=True, stream_every=4)
+SAMPLING = Sampling(n=4, max_tokens=150, ignore_eos=True, seed=3, raw_logprobs=True, stream_every=4, top_logprobs=2)
 
 SERVICE = """
 import time
@@ -72,6 +72,9 @@ def assert_begins(sample: Sample, begun: Begun) -> None:
     assert begun.weight_versions == [span for span in sample.weight_versions if span[0] < count]
     if sample.raw_logprobs is not None:
         assert begun.raw_logprobs is not None and begun.raw_logprobs.tobytes() == sample.raw_logprobs[:count].tobytes()
+    if sample.top_ids is not None and sample.top_logprobs is not None:
+        assert begun.top_ids is not None and begun.top_ids.tolist() == sample.top_ids[:count].tolist()
+        assert begun.top_logprobs is not None and begun.top_logprobs.tobytes() == sample.top_logprobs[:count].tobytes()
 
 
 # ── over sockets ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -26,7 +26,7 @@ from transport.loopback import LoopbackService
 WAIT = 60.0
 """for what comes: a bound for hangs only"""
 PROMPT = [5, 6, 7, 8, 9]
-SAMPLING = Sampling(n=4, max_tokens=12, ignore_eos=True, seed=3, raw_logprobs=True)
+SAMPLING = Sampling(n=4, max_tokens=12, ignore_eos=True, seed=3, raw_logprobs=True, top_logprobs=2)
 
 
 @pytest.fixture
@@ -48,12 +48,14 @@ def named(samples: list[Sample]) -> dict[tuple[str, int], Sample]:
 
 def cut(sample: Sample, tokens: int) -> Sample:
     """The same child, stopped after so many tokens."""
-    assert sample.raw_logprobs is not None
+    assert sample.raw_logprobs is not None and sample.top_ids is not None and sample.top_logprobs is not None
     return msgspec.structs.replace(
         sample,
         token_ids=sample.token_ids[:tokens],
         logprobs=sample.logprobs[:tokens],
         raw_logprobs=sample.raw_logprobs[:tokens],
+        top_ids=sample.top_ids[:tokens],
+        top_logprobs=sample.top_logprobs[:tokens],
         finish_reason="cut",
         weight_versions=sample.weight_versions if tokens else [],
     )

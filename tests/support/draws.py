@@ -21,6 +21,7 @@ def batch(samplings: list[Sampling], position: int = 0) -> SamplingBatch:
         uniform=u,
         forbidden=[],
         raw=any(s.raw_logprobs for s in samplings),
+        top=np.array([s.top_logprobs for s in samplings], np.int64) if any(s.top_logprobs for s in samplings) else None,
     )
 
 

@@ -33,7 +33,7 @@ def groups(seed: int = 0) -> list[Group]:
         for i in range(8)
     ]
     greedy = {"temperature": 0.0, "n": 2, "max_tokens": 24, "ignore_eos": True}
-    cut = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "max_tokens": 15, "seed": 5}
+    cut = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "max_tokens": 15, "seed": 5, "top_logprobs": 4}
     return [*made, group("greedy", r.integers(3, 199, 21), **greedy), group("cut", r.integers(3, 199, 33), n=3, **cut)]
 
 
@@ -48,6 +48,9 @@ def assert_same(one: Samples, other: Samples) -> None:
         theirs = other[key]
         np.testing.assert_array_equal(sample.token_ids, theirs.token_ids, err_msg=f"{key}")
         assert sample.logprobs.tobytes() == theirs.logprobs.tobytes(), f"{key}: log-probs differ in some bit"
+        for mine, other_s in ((sample.top_ids, theirs.top_ids), (sample.top_logprobs, theirs.top_logprobs)):
+            assert (mine is None) == (other_s is None), f"{key}: only one of them has its most probable tokens"
+            assert mine is None or (mine.shape, mine.tobytes()) == (other_s.shape, other_s.tobytes()), key
         assert (sample.finish_reason, sample.weight_versions) == (theirs.finish_reason, theirs.weight_versions), key
 
 

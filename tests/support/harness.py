@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.kv.block import Moves
 from engine.scheduling.counters import Counters
 from engine.scheduling.invariants import check
-from engine.scheduling.plan import Drawn, Plan
+from engine.scheduling.plan import Drawn, Plan, Top
 from engine.scheduling.scheduler import Scheduler
 from engine.types import Begun, Group, Limits, Sample, Sampling
 from tests.support.plans import sent
@@ -49,6 +49,28 @@ def expected(group: Group) -> list[list[int]]:
             tokens.append(draw((*group.prompt.tolist(), *tokens), group.sampling.seed or 0, index))
         children.append(tokens)
     return children
+
+
+def top_of(tokens: list[int], k: int) -> np.ndarray:
+    """[tokens, k] ids that stand for the most probable ones where these were drawn."""
+    return (np.add.outer(tokens, np.arange(k)) % VOCAB).astype(np.int32)
+
+
+def most_probable(tokens: list[int], plan: Plan) -> Top | None:
+    """What a step gives that drew `tokens`: in as many columns as one of its draws asks for."""
+    ids = top_of(tokens, int(plan.sampling["top"].max(initial=0)))
+    return Top(ids, -ids.astype(np.float32)) if ids.size else None
+
+
+def check_top(sample: Sample, k: int) -> None:
+    """Each token has the most probable ones of its own draw, and there are none where nobody asked."""
+    ids, logprobs = sample.top_ids, sample.top_logprobs
+    if not k:
+        assert ids is None and logprobs is None
+    else:
+        assert ids is not None and logprobs is not None and logprobs.dtype == np.float32
+        want = top_of(sample.token_ids.tolist(), k)
+        assert np.array_equal(ids, want) and ids.shape == want.shape and np.array_equal(logprobs, -want)
 
 
 class Harness:
@@ -208,7 +230,7 @@ class Harness:
                 draw(seen, seed, index) for seed, index in zip(keys["seed"].tolist(), keys["index"].tolist(), strict=True)
             ]
         zeros = np.zeros(len(tokens), np.float32)
-        return Drawn(np.array(tokens, np.int32), zeros, None, np.ones(len(tokens), bool))
+        return Drawn(np.array(tokens, np.int32), zeros, None, np.ones(len(tokens), bool), most_probable(tokens, plan))
 
     def check(self) -> None:
         """Every invariant: the store's, and that what the index finds is there, on the device and in host memory."""
@@ -242,6 +264,7 @@ class Harness:
                     assert want[: len(got)] == got
                 else:
                     assert got == want and sample.finish_reason == ("stop" if want[-1] == EOS else "length")
+                check_top(sample, group.sampling.top_logprobs)
             self.check_cut(group, [self.got[id, index] for index in wanted])
         assert len(self.got) == sum(len(group.wanted) for group in self.groups.values())
         store = self.scheduler.store
@@ -269,7 +292,9 @@ def with_begun(group: Group, begun: dict[int, int]) -> Group:
         have = min(begun.get(index, 0), len(tokens) - 1)
         if have and index in group.wanted:
             ids, zeros = np.array(tokens[:have], np.int32), np.zeros(have, np.float32)
-            children.append(Begun(index=index, token_ids=ids, logprobs=zeros, weight_versions=[(0, 0)]))
+            top = top_of(tokens[:have], group.sampling.top_logprobs)
+            columns = {"top_ids": top, "top_logprobs": -top.astype(np.float32)} if top.size else {}
+            children.append(Begun(index=index, token_ids=ids, logprobs=zeros, weight_versions=[(0, 0)], **columns))
     return msgspec.structs.replace(group, begun=tuple(children))
 
 
@@ -299,6 +324,7 @@ def policies(r: random.Random, n: int) -> dict[str, Any]:
         "begun": {index: r.randrange(12) for index in range(n)} if r.random() < 0.3 else None,
         "finish_after": r.randrange(1, (len(wanted) if some else n) + 1) if r.random() < 0.3 else None,
         "priority": r.choice([0, 0, 1, -1]),
+        "top_logprobs": r.choice([0, 0, 1, 3]),
     }
 
 

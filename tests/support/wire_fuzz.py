@@ -30,6 +30,8 @@ BEGUN = [
         logprobs=np.full(len(tokens), -0.5, np.float32),
         weight_versions=spans,
         raw_logprobs=np.full(len(tokens), -1.5, np.float32),
+        top_ids=np.arange(2 * len(tokens), dtype=np.int32).reshape(-1, 2),
+        top_logprobs=np.full((len(tokens), 2), -0.25, np.float32),
     )
     for index, tokens, spans in ((0, [11, 5, 9], [(0, 3), (1, 4)]), (2, [40], [(0, 4)]))
 ]
@@ -85,6 +87,8 @@ SERVICE_MESSAGES: list[msgspec.Struct] = [
             prompt_tokens=3,
             raw_logprobs=np.array([-1.5, -np.inf], np.float32),
             seconds=0.25,
+            top_ids=np.array([[1, 5], [2, -1]], np.int32),
+            top_logprobs=np.array([[-0.5, -0.75], [0.0, -np.inf]], np.float32),
         )
     ),
     m.SampleDone(

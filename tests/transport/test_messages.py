@@ -51,7 +51,7 @@ def test_what_children_have_changes_the_digest() -> None:
         other = getattr(packed, name).copy()
         other.reshape(-1)[0] += 1
         submits.append(msgspec.structs.replace(SUBMIT, begun=msgspec.structs.replace(packed, **{name: other})))
-    assert len({digest(submit) for submit in submits}) == 7
+    assert len({digest(submit) for submit in submits}) == 9
 
 
 def test_begun_children_arrive_as_they_were_sent() -> None:
@@ -75,6 +75,10 @@ def test_begun_children_arrive_as_they_were_sent() -> None:
         {"logprobs": np.zeros(3, np.float32)},
         {"logprobs": np.zeros(4, np.float64)},
         {"raw_logprobs": np.zeros(5, np.float32)},
+        {"top_ids": np.zeros((3, 2), np.int32)},
+        {"top_ids": np.zeros((4, 2), np.int64)},
+        {"top_logprobs": np.zeros(4, np.float32)},
+        {"top_logprobs": np.zeros((4, 2), np.float64)},
         {"spans": np.zeros((1, 2), np.int64)},
         {"spans": np.zeros((5, 3), np.int64)},
         {"spans": np.array([[2, 0, 0]], np.int64)},
@@ -101,6 +105,16 @@ def test_chunks_arrive_as_they_were_sent() -> None:
     got = unpack_progress(Decoder[Progress](Progress, Limits()).unpack(frames), 3)
     assert [group_id for group_id, _ in got] == ["g", "g", "h"]
     assert all(same(one, other) for (_, one), other in zip(got, [*CHUNKS["g"], *CHUNKS["h"]], strict=True))
+
+
+def test_most_probable_tokens_of_some_groups_leave_the_columns_whole() -> None:
+    """Those who asked for fewer, or for none, get columns that their client cuts off."""
+    (one, other), (without,) = CHUNKS["g"], [msgspec.structs.replace(CHUNKS["h"][0], top_ids=None, top_logprobs=None)]
+    assert one.top_ids is not None and one.top_logprobs is not None
+    fewer = msgspec.structs.replace(one, top_ids=one.top_ids[:, :1], top_logprobs=one.top_logprobs[:, :1])
+    got = [chunk for _, chunk in unpack_progress(pack_progress(1, {"g": [fewer, other], "h": [without]}), 3)]
+    assert [chunk.top_ids.shape[1] for chunk in got if chunk.top_ids is not None] == [2, 2, 2]
+    assert same(got[1], other) and got[0].top_ids is not None and np.array_equal(got[0].top_ids[:, :1], fewer.top_ids)
 
 
 def test_raw_logprobs_of_some_groups_leave_the_columns_whole() -> None:

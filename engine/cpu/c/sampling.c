@@ -25,6 +25,10 @@ typedef struct {
     const int32_t *forbidden;
     float *scratch;           /* [threads][2][scratch_row], of the vocabulary in whole LANES and LANES more */
     int64_t scratch_row, *seats; /* seats: threads that have come, 0 at first */
+    const int64_t *top;       /* [draws]: so many most probable tokens are wanted of each; NULL: none are */
+    int64_t most;             /* columns of the next two, [draws][most], filled with -1 and -inf */
+    int32_t *top_id;
+    float *top_logprob;
 } Draw;
 
 typedef struct {
@@ -233,6 +237,25 @@ static float cut(const Draw *d, int64_t i, Logits *l, float *w, float *x) {
     return top;
 }
 
+/* The k largest logits that are left, the lower id of equal ones first, and their log-probs. */
+static void most_probable(const Logits *l, float top, float log_mass, int64_t k, int32_t *id, float *logprob) {
+    int64_t have = 0;
+    for (int64_t i = 0; i < l->n; i += VL) {
+        const vf x = scaled(l, i, l->temperature == 1);
+        unsigned found = bits(less(all(have < k ? -INFINITY : logprob[k - 1]), x));
+        float lanes[VL];
+        if (found) store(lanes, x);
+        for (; found; found &= found - 1) {
+            const int lane = __builtin_ctz(found);
+            if (have == k && !(lanes[lane] > logprob[k - 1])) continue;
+            int64_t at = have < k ? have++ : k - 1;
+            for (; at > 0 && logprob[at - 1] < lanes[lane]; at--) logprob[at] = logprob[at - 1], id[at] = id[at - 1];
+            logprob[at] = lanes[lane], id[at] = (int32_t)i + lane;
+        }
+    }
+    for (int64_t j = 0; j < have; j++) logprob[j] = logprob[j] - top - log_mass;
+}
+
 static void draw(const Draw *d, int64_t i, double *cumulative, float *scratch) {
     const Logits own = {
         (const char *)d->logits + d->row[i] * d->vocabulary * (d->is_bf16 ? 2 : 4), (int)d->is_bf16, (int)d->lanes, d->vocabulary, 1};
@@ -249,6 +272,8 @@ static void draw(const Draw *d, int64_t i, double *cumulative, float *scratch) {
     const float log_mass = log_of(mass_of(&l, top, cumulative));
     d->token[i] = d->temperature[i] > 0 ? find(&l, top, cumulative, d->uniform[i]) : first_with(&l, top);
     d->logprob[i] = logit(&l, d->token[i]) - top - log_mass;
+    if (d->top && d->top[i])
+        most_probable(&l, top, log_mass, d->top[i], d->top_id + i * d->most, d->top_logprob + i * d->most);
     if (!d->raw) return;
     d->raw[i] = d->logprob[i];
     if (warmth != 1 || cuts)
@@ -268,4 +293,4 @@ void rollout_draw(const Team *team, const Draw *d) { run(team, draw_all, (void *
 const Field rollout_layout_sampling[] = {
     AT(logits), AT(is_bf16), AT(vocabulary), AT(draws), AT(row), AT(temperature), AT(uniform), AT(token), AT(logprob), AT(raw),
     AT(finite), AT(lanes), AT(cuts), AT(top_k), AT(top_p), AT(min_p), AT(first), AT(forbidden), AT(scratch), AT(scratch_row),
-    AT(seats), AT_TEAM(parallel), AT_TEAM(team), AT_TEAM(threads), AT_TEAM(tuning), {NULL, NULL, 0, 0}};
+    AT(seats), AT(top), AT(most), AT(top_id), AT(top_logprob), AT_TEAM(parallel), AT_TEAM(team), AT_TEAM(threads), AT_TEAM(tuning), {NULL, NULL, 0, 0}};
