@@ -24,6 +24,7 @@ from transport.errors import ServiceLost
 from transport.messages import Control, Welcome
 from transport.sockets import ClientEnd, ClientTransport
 from transport.weights import Via
+from transport.weights.group import own_address
 
 __all__ = ["Begun", "Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
 
@@ -45,7 +46,8 @@ class RolloutClient(Controls):
             open groups fail with ServiceLost.
         require_version: oldest weights to sample from. A service with older ones, e.g. after a restart, refuses groups of this
             client with StaleWeights. May be set later, e.g. to what `refresh` returned.
-        refresh_host: an address of this machine that the service can reach, where refreshes via gloo and nccl meet it.
+        refresh_host: an address of this machine that the service can reach, where refreshes via gloo and nccl meet it;
+            None = the one by which this client reaches the service.
         budget: most tokens of this client in flight: the prompts of its groups that are sent and have not ended, and
             `max_tokens` of each of their children that has not come back. Groups over it wait here, those of a higher priority
             first, then in order; they start under whatever weights are live then. None = no bound but the service's limits.
@@ -62,7 +64,7 @@ class RolloutClient(Controls):
         link_timeout_s: float = 4.0,
         stall_timeout_s: float = 300.0,
         require_version: int = 0,
-        refresh_host: str = "127.0.0.1",
+        refresh_host: str | None = None,
         budget: int | None = None,
     ) -> None:
         if budget is not None and budget < 1:
@@ -74,7 +76,7 @@ class RolloutClient(Controls):
         self.require_version = require_version
         link = Link(end, secrets.token_hex(16), name, link_timeout_s, stall_timeout_s, budget)
         super().__init__(link)
-        self._pusher = Pusher(self._link, refresh_host)
+        self._pusher = Pusher(self._link, refresh_host or own_address(end.address))
         try:
             wait_for_welcome(self._link, end, connect_timeout_s)
         except BaseException:

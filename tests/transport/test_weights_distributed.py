@@ -113,16 +113,24 @@ def test_round_trip_again_and_again() -> None:
 
 
 def test_an_offer_of_another_size_is_refused() -> None:
-    offer = DistributedOffer("gloo", "127.0.0.1", 1, "0" * 32, 10)
+    offer = DistributedOffer("gloo", "127.0.0.1", 1, "0" * 32, 10, "0" * 64)
     with pytest.raises(InvalidRequest, match="10 bytes are offered, the manifest's tensors have 11"):
         open_payload(offer, MANIFEST, 11, SegmentView(), CPU)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"port": 0}, {"port": 70_000}, {"host": ""}, {"group": "../x"}, {"backend": "mpi"}, {"x": 1}]
+    "wrong", [{"port": 0}, {"port": 70_000}, {"host": ""}, {"group": "../x"}, {"backend": "mpi"}, {"x": 1}, {"secret": ""}]
 )
 def test_offers_that_are_none(wrong: dict[str, Any]) -> None:
-    fields = {"type": "distributed", "backend": "gloo", "host": "h", "port": 1, "group": "0" * 32, "total": 1}
+    fields = {
+        "type": "distributed",
+        "backend": "gloo",
+        "host": "h",
+        "port": 1,
+        "group": "0" * 32,
+        "total": 1,
+        "secret": "0" * 64,
+    }
     assert msgspec.convert(fields, DistributedOffer).port == 1
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({**fields, **wrong}, DistributedOffer)
@@ -170,6 +178,91 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.strerror(errno.ECONNREFUSED) in failure_of(DistributedPayload(sender.offer, CPU))
 
 
+class Stranger:
+    """Reaches the store before the service, reads what is in it, and joins as rank 1 or 0."""
+
+    def __init__(self, offer: DistributedOffer, rank: int) -> None:
+        self.got = torch.zeros(1 << 16, dtype=torch.uint8)
+        self.offer = msgspec.structs.replace(offer, secret="0" * 64)
+        self._rank = rank
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        offer = self.offer
+        store = dist.TCPStore(offer.host, offer.port, 2, False, distributed.timedelta(seconds=WAIT), False)
+        store.set(f"{offer.group}/joined", "1")  # the name of the group is in the store for all to read
+        member = distributed._group(offer, store, self._rank, "127.0.0.1", None)
+        shown = distributed._proof_tensor(distributed.proof(offer, self._rank), None)
+        wait = distributed.timedelta(seconds=2)
+        try:
+            member.broadcast(shown, 1, wait).wait()
+            member.broadcast(torch.zeros(32, dtype=torch.uint8), 0, wait).wait()
+            member.broadcast(self.got, 0, wait).wait()
+        except RuntimeError:
+            pass  # it was left
+        group.leave(member, "gloo")
+
+    def join(self) -> None:
+        self._thread.join(WAIT)
+        assert not self._thread.is_alive()
+
+
+def test_a_stranger_who_joins_in_place_of_the_service_gets_nothing() -> None:
+    array = np.full(1 << 16, 7, np.uint8)
+    trainer = Sending([array], len(array))
+    stranger = Stranger(trainer.sender.offer, 1)
+    trainer.join()
+    trainer.close()
+    stranger.join()
+    assert isinstance(trainer.error, SourceUnreachable) and "does not have its secret" in trainer.error.message
+    assert not stranger.got.any()
+
+
+def test_without_the_proof_the_stranger_would_have_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "check_proof", lambda *_: None)
+    array = np.full(1 << 16, 7, np.uint8)
+    trainer = Sending([array], len(array))
+    stranger = Stranger(trainer.sender.offer, 1)
+    stranger.join()
+    trainer.close()
+    assert stranger.got.any()
+
+
+def test_a_stranger_in_place_of_the_trainer_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    thief = Broadcaster("gloo", "127.0.0.1", 10)
+
+    def pretend(over: Callable[[], bool], end: float) -> bool:
+        for rank in (1, 0):
+            anything, wait = torch.zeros(32, dtype=torch.uint8), distributed.timedelta(seconds=WAIT)
+            distributed._finished(thief._group.broadcast(anything, rank, wait), over, end)
+        return True
+
+    monkeypatch.setattr(thief, "_recognise", pretend)
+    payload = DistributedPayload(msgspec.structs.replace(thief.offer, secret="0" * 64), CPU)
+    over = threading.Event()
+    thread = threading.Thread(
+        target=suppressed, args=(thief.send, [np.zeros(10, np.uint8)], over.is_set, time.monotonic() + WAIT)
+    )
+    thread.start()
+    assert "does not have its secret" in failure_of(payload)
+    over.set()
+    thread.join(WAIT)
+    thief.close()
+
+
+def suppressed(function: Callable[..., None], *args: Any) -> None:
+    try:
+        function(*args)
+    except SourceUnreachable:
+        pass
+
+
+def test_the_trainer_waits_where_its_session_goes_out() -> None:
+    assert group.own_address("tcp://127.0.0.1:5655") == "127.0.0.1" and group.own_address("tcp://[::1]:5655") == "::1"
+    assert group.own_address("ipc:///tmp/x") == "127.0.0.1" == group.own_address("tcp://no.such.host.invalid:1")
+
+
 def test_a_trainer_that_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
     sender = Broadcaster("gloo", "127.0.0.1", 10)
     monkeypatch.setattr(distributed, "JOIN_S", 0.3)
@@ -181,7 +274,7 @@ def test_a_port_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The service gives the refresh up in time, its thread when the port is closed."""
     monkeypatch.setattr(distributed, "REACH_S", 0.3)
     with group.listen("127.0.0.1") as mute:
-        offer = DistributedOffer("gloo", "127.0.0.1", mute.getsockname()[1], "0" * 32, 10)
+        offer = DistributedOffer("gloo", "127.0.0.1", mute.getsockname()[1], "0" * 32, 10, "0" * 64)
         payload = DistributedPayload(offer, CPU)
         assert f"no group with the trainer at 127.0.0.1:{offer.port}" in failure_of(payload)
     payload._thread.join(WAIT)
@@ -224,7 +317,7 @@ def test_a_trainer_that_goes_before_the_group_is_made(monkeypatch: pytest.Monkey
     monkeypatch.setattr(distributed, "REACH_S", 10 * WAIT)
     monkeypatch.setattr(dist, "TCPStore", store)
     mute = group.listen("127.0.0.1")
-    payload = DistributedPayload(DistributedOffer("gloo", "127.0.0.1", mute.getsockname()[1], "0" * 32, 10), CPU)
+    payload = DistributedPayload(DistributedOffer("gloo", "127.0.0.1", mute.getsockname()[1], "0" * 32, 10, "0" * 64), CPU)
     first, _ = mute.accept()
     assert not payload.ready and payload.read(np.empty(9, np.uint8)) == 0
     first.close()

@@ -9,6 +9,9 @@ The group has two members and lives for one refresh. It is made of torch's objec
 a trainer's default group is neither needed nor touched; opening it takes milliseconds with gloo. Broadcasts and not receives,
 because gloo's receives do not tell that they are done until somebody waits for them (pytorch issue 30723).
 
+Whoever reaches the store can read and write what is in it. So it has no secrets: that by which the two ends prove themselves
+travels in Begin, encrypted where there are keys (`transport.keys`), and no byte of the payload is sent before both have.
+
 Everything that can block is done by the helper thread: connecting, and leaving the group, which waits for gloo's threads. The
 service's loop only asks whether a broadcast is done. Both ends listen on one address only, the one that `host` names or is
 reached from. torch is imported when a refresh comes this way.
@@ -16,6 +19,7 @@ reached from. torch is imported when a refresh comes this way.
 
 from __future__ import annotations
 
+import hmac
 import secrets
 import socket
 import threading
@@ -49,6 +53,7 @@ JOIN_S = 30.0
 STALL_S = 60.0
 """longest that the service waits for a broadcast: by then its trainer hangs"""
 POLL_S = 0.001
+PROOF_BYTES = 32
 
 
 class DistributedOffer(msgspec.Struct, frozen=True, tag="distributed", forbid_unknown_fields=True):
@@ -62,6 +67,8 @@ class DistributedOffer(msgspec.Struct, frozen=True, tag="distributed", forbid_un
     """prefix of its keys in the store; made by the trainer for one refresh"""
     total: int
     """bytes of the payload"""
+    secret: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+    """made for this one group; the store never sees it, and each end shows the other that it has it"""
 
     def open(self, expected: Expected) -> Payload:
         expected.check_total(self.total)
@@ -162,7 +169,7 @@ class Broadcaster:
         self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, 2, True, wait, False, master_listen_fd=listener.detach()
         )
-        self.offer = DistributedOffer(backend, host, port, secrets.token_hex(16), total)
+        self.offer = DistributedOffer(backend, host, port, secrets.token_hex(16), total, secrets.token_hex(32))
 
     def send(self, pieces: Sequence[Any], over: Callable[[], bool], end: float) -> None:
         """Send [bytes] uint8 `pieces`, numpy arrays or tensors on the device. They must not change before the service has
@@ -188,7 +195,7 @@ class Broadcaster:
         while not self._store.check([_joined(self.offer)]):
             if _waited(over, end):
                 return
-        if not self._join(over, end):
+        if not self._join(over, end) or not self._recognise(over, end):
             return
         while left or in_flight:
             if not left or not slots:
@@ -218,6 +225,16 @@ class Broadcaster:
             if self._group is None:  # nobody will use it
                 future.add_done_callback(partial(_left, self.offer.backend))
             del future, make  # an error's traceback would hold them, and they it, and with both all that is sent
+
+    def _recognise(self, over: Callable[[], bool], end: float) -> bool:
+        """Let the other end show that it is the service, then show that this one is the trainer. False if `over` comes first;
+        raises RuntimeError for a stranger, RequestTimeout."""
+        rest = timedelta(seconds=1 + max(0.0, end - time.monotonic()))
+        theirs, mine = _proof_tensor(None, self._device), _proof_tensor(proof(self.offer, 0), self._device)
+        if not _finished(self._group.broadcast(theirs, 1, rest), over, end):
+            return False
+        check_proof(theirs, self.offer, 1)
+        return _finished(self._group.broadcast(mine, 0, rest), over, end)
 
     def close(self) -> None:
         """Leave the group and close the store; where gloo still waits for the other end, the store ends with that. May be
@@ -331,6 +348,7 @@ class DistributedPayload(Payload):
             self._next_by = time.monotonic() + JOIN_S
             store.set(_joined(offer), "1")
             group = self._group = _group(offer, store, 1, line.getsockname()[0], self._device)
+            _introduce(group, offer, self._device)
             self._last_received_at = time.monotonic()
             for slot in _slots(self._device, POSTED, offer.total):
                 self._post(slot)
@@ -349,6 +367,33 @@ class DistributedPayload(Payload):
 def _joined(offer: DistributedOffer) -> str:
     """Name the key that the service sets when it has reached the store."""
     return f"{offer.group}/joined"
+
+
+def proof(offer: DistributedOffer, rank: int) -> bytes:
+    """Make the PROOF_BYTES by which a rank shows that it has the secret. Whoever reaches the store can read all in it, and may
+    get into the group; without the secret nothing is sent to it, and nothing of it is taken."""
+    return hmac.digest(bytes.fromhex(offer.secret), f"{offer.group}/{rank}".encode(), "sha256")
+
+
+def check_proof(shown: Any, offer: DistributedOffer, rank: int) -> None:
+    """Raises RuntimeError unless the [PROOF_BYTES] uint8 tensor is what this rank must show."""
+    if not hmac.compare_digest(shown.cpu().numpy().tobytes(), proof(offer, rank)):
+        raise RuntimeError("whoever joined the group does not have its secret")
+
+
+def _proof_tensor(content: bytes | None, device: Any) -> Any:
+    import torch
+
+    return torch.tensor(list(content or bytes(PROOF_BYTES)), dtype=torch.uint8, device=device or "cpu")
+
+
+def _introduce(group: Any, offer: DistributedOffer, device: Any) -> None:
+    """Show the trainer that this is its service, then check that it is the trainer. Raises RuntimeError."""
+    theirs, mine = _proof_tensor(None, device), _proof_tensor(proof(offer, 1), device)
+    wait = timedelta(seconds=JOIN_S)
+    group.broadcast(mine, 1, wait).wait()
+    group.broadcast(theirs, 0, wait).wait()
+    check_proof(theirs, offer, 0)
 
 
 def _group(offer: DistributedOffer, store: Any, rank: int, own_address: str, device: Any) -> Any:

@@ -24,6 +24,20 @@ def listen(host: str) -> socket.socket:
     return socket.create_server(address[:2], family=family)
 
 
+def own_address(address: str) -> str:
+    """Find the address of this machine by which it reaches tcp://HOST:PORT; of anything else, loopback. Nothing is sent."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://"):
+        return "127.0.0.1"
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"  # it cannot be reached, and says so itself
+
+
 def join(backend: Backend, store: Any, rank: int, own_address: str, device: Any, seconds: float) -> Any:
     """Make the group; returns when both are in it. `own_address`: where gloo listens. `device`: torch.device that NCCL uses.
     Raises RuntimeError, with gloo after so many `seconds`."""
