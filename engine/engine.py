@@ -134,7 +134,7 @@ class Engine:
         is refused; nothing has been allocated for it then."""
         group.validate(self.limits, self.vocab_size, self.context)
         eos = stop_tokens(group, self.model)
-        for child in group.begun:
+        for child in () if group.score else group.begun:
             child.validate_unfinished(group.sampling, eos, self.version)
         seed = group.sampling.seed
         if seed is None:
@@ -166,7 +166,7 @@ class Engine:
         with steps.voiding(plan):
             steps.move(plan)
             steps.launch(plan)
-        steps.commit(but=plan if self.overlap else None)
+        steps.commit(but=plan if self.overlap and not plan.followed else None)
         return steps.hand_out()
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────────

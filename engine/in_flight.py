@@ -135,7 +135,7 @@ class Steps:
             batch = Batch.build(plan, self.kv.block_size, self.device.memory, self.model.geometry.dtype, drawn)
             batch = replace(batch, attention=self.backend.prepare(batch, self.kv))
         with torch.inference_mode(), timed(self.counters, "model_seconds"):
-            began = self.device.mark() if batch.num_tokens > 4 * plan.num_rows else None
+            began = self.device.mark() if batch.num_tokens > 4 * max(plan.num_rows, batch.num_logits) else None
             run = self.graphs if self.graphs is not None and self.graphs.covers(batch) else self.model
             logits = run.forward(batch, self.kv, self.backend)
             seconds = None if began is None else partial(self.device.seconds, began, self.device.mark())

@@ -15,8 +15,9 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-FinishReason = Literal["stop", "length", "cut", "deadline", "aborted", "stale", "error"]
-"""how a child ended: by itself (stop, length), because enough siblings had (cut), at its group's deadline, or by others"""
+FinishReason = Literal["stop", "length", "cut", "deadline", "aborted", "stale", "error", "scored"]
+"""how a child ended: by itself (stop, length), because enough siblings had (cut), at its group's deadline, or by others;
+scored: its tokens were given and have their log-probs"""
 KVPolicy = Literal["keep", "recompute", "abort"]
 """what a refresh does with the KV of the groups that run: go on over it, prefill it again, or end the groups"""
 Tag = Literal["weights", "kv"]
@@ -319,6 +320,9 @@ class Group(msgspec.Struct, frozen=True, eq=False):
     depend on its own index only"""
     begun: tuple[Begun, ...] = ()
     """children that have tokens already"""
+    score: bool = False
+    """nothing is drawn: the children come back as "scored" with the log-probs of the tokens in `begun`, those that they would
+    have if they were drawn with this sampling"""
 
     @property
     def wanted(self) -> Sequence[int]:
@@ -362,8 +366,17 @@ class Group(msgspec.Struct, frozen=True, eq=False):
         having = [child.index for child in self.begun]
         if len(set(having)) < len(having) or not set(having) <= set(self.wanted):
             raise ValueError(f"begun children {having}: each must be one of the wanted ones, once")
+        sampling = self.sampling
+        if self.score:  # what is asked for is not there yet
+            sampling = msgspec.structs.replace(sampling, raw_logprobs=False, top_logprobs=0)
         for child in self.begun:
-            child.validate(self.sampling, vocab_size)
+            child.validate(sampling, vocab_size)
+        if self.score and set(having) != set(self.wanted):
+            raise ValueError(
+                f"score of children {list(self.wanted)[:20]}, given {having[:20]}: give the tokens of all, in begun"
+            )
+        if self.score and self.sampling.finish_after is not None:
+            raise ValueError(f"finish_after={self.sampling.finish_after} with score: all children end; leave it out")
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):

@@ -67,6 +67,8 @@ class Submit(msgspec.Struct, frozen=True, eq=False, tag="submit", forbid_unknown
     """which of the n children are wanted, ascending; None = all"""
     begun: BegunChildren | None = None
     """children that have tokens already and go on from there"""
+    score: bool = False
+    """those of `begun` are the tokens whose log-probs are wanted; nothing is drawn"""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
@@ -303,7 +305,7 @@ def digest(submit: Submit) -> bytes:
     """Take DIGEST_BYTES bytes that two Submits share only if they ask for the same (BLAKE2b; a NaN equals itself)."""
     arrays = [submit.prompt, *(() if submit.begun is None else submit.begun.arrays())]
     kinds = [(array.dtype.name, array.shape) for array in arrays]
-    fields = (submit.group_id, submit.serial, submit.sampling, submit.indices, kinds)
+    fields = (submit.group_id, submit.serial, submit.sampling, submit.indices, kinds, submit.score)
     state = hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=DIGEST_BYTES)
     for array in arrays:
         state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

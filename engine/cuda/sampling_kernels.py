@@ -173,10 +173,10 @@ def most_probable(
 def draw_kernel(
     logits, asked, drawn, mine, draws, vocabulary, row_stride, best, CUT: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr
 ):
-    """logits [S, vocabulary] · asked fp64: [4, mine] draw, row, temperature (0 = greedy), uniform; with CUT [3, mine] more,
-    top_k, top_p, min_p, then [mine + 1] where each one's forbidden tokens begin, and these · drawn [4, draws] fp32: token (as
-    bits), log-prob, log-prob at temperature 1, 1 if there was something to draw from; with TOP [2 · best, draws] more, ids (as
-    bits) and log-probs of the most probable tokens in turn."""
+    """logits [S, vocabulary] · asked fp64: [4, mine] draw, row, temperature (0 = greedy), uniform (-1 - t: token t is given);
+    with CUT [3, mine] more, top_k, top_p, min_p, then [mine + 1] where each one's forbidden tokens begin, and these · drawn
+    [4, draws] fp32: token (as bits), log-prob, log-prob at temperature 1, 1 if there was something to draw from; with TOP
+    [2 · best, draws] more, ids (as bits) and log-probs of the most probable tokens in turn."""
     i = tl.program_id(0)
     at = tl.load(asked + i).to(tl.int64)
     row = logits + tl.load(asked + mine + i).to(tl.int64) * row_stride
@@ -202,9 +202,12 @@ def draw_kernel(
     token = passing(row, end, vocabulary, forbidden, first, last, top, scale, least, uniform * total, CUT, N)
     token = tl.where(token == vocabulary, furthest, token)
     token = tl.where((temperature == 0) | (finite == 0), greedy, token)
+    token = tl.where(uniform < 0, (-1 - uniform).to(tl.int32), token)
     x = tl.load(row + token).to(tl.float32)
     tl.store(drawn + at, token.to(tl.float32, bitcast=True))
-    tl.store(drawn + draws + at, (x - top) / scale - tl.log(total.to(tl.float32)))
+    left = logits_left(row, token, vocabulary, forbidden, first, last) if CUT else x
+    left = tl.where(tl.exp((left - top) / scale) >= least, left, float("-inf"))  # a given token may be one that is cut
+    tl.store(drawn + draws + at, (left - top) / scale - tl.log(total.to(tl.float32)))
     tl.store(drawn + 2 * draws + at, x - highest - tl.log(plain.to(tl.float32)))
     tl.store(drawn + 3 * draws + at, finite.to(tl.float32))
     if TOP:

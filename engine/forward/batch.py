@@ -56,7 +56,9 @@ class Batch:
         row_of = np.repeat(np.arange(plan.num_rows), counts)
         positions = np.arange(plan.num_tokens) - query_starts[row_of] + starts[row_of]
         slots = table[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        logits_at = query_starts[np.flatnonzero(plan.samples) + 1].astype(np.int64) - 1
+        row_of_logits = np.repeat(np.arange(plan.num_rows), plan.logits)
+        before_end = (np.cumsum(plan.logits) - 1)[row_of_logits] - np.arange(len(row_of_logits))
+        logits_at = query_starts[row_of_logits + 1].astype(np.int64) - 1 - before_end
         least = MIN_ROWS.get(dtype, 16)
         wanted = logits_at if len(logits_at) else np.zeros(1, np.int64)
         whole = [padded(array, least) for array in (plan.token_ids.astype(np.int64), positions, wanted)]

@@ -25,7 +25,8 @@ NUCLEUS = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """How each of D draws is made. A row that forks into n children stands for n draws from one row of logits."""
+    """How each of D draws is made. A row that forks into n children stands for n draws from one row of logits; one whose next
+    tokens are drafted or given for a draw from each of its rows of logits."""
 
     logits_row: np.ndarray
     """[D] int64: the row of logits"""
@@ -38,7 +39,7 @@ class SamplingBatch:
     min_p: np.ndarray
     """[D] float32"""
     uniform: np.ndarray
-    """[D] float64 in [0, 1)"""
+    """[D] float64 in [0, 1); -1 - t where nothing is drawn: the log-prob of the token t is wanted"""
     forbidden: list[tuple[int, list[int]]]
     """(draw, tokens that min_tokens forbids)"""
     raw: bool
@@ -49,12 +50,12 @@ class SamplingBatch:
     @staticmethod
     def build(plan: Plan) -> SamplingBatch:
         """As the plan says."""
-        repeats = plan.samples[plan.samples > 0]
-        sampling = plan.sampling
+        repeats = np.repeat(plan.samples // np.maximum(plan.logits, 1), plan.logits)
+        sampling, drawn_at = plan.sampling, plan.positions.astype(np.uint64)
         own = {name: np.ascontiguousarray(sampling[name]) for name in ("temperature", "top_k", "top_p", "min_p")}
         return SamplingBatch(
             logits_row=np.repeat(np.arange(len(repeats)), repeats),
-            uniform=uniform(sampling["seed"], sampling["index"], plan.positions.astype(np.uint64)),
+            uniform=np.where(plan.given < 0, uniform(sampling["seed"], sampling["index"], drawn_at), -1.0 - plan.given),
             forbidden=[(draw, list(tokens)) for draw, tokens in plan.forbidden],
             raw=bool(sampling["raw"].any()),
             top=np.ascontiguousarray(sampling["top"]) if sampling["top"].any() else None,
@@ -88,8 +89,9 @@ class DrawKernel(Protocol):
         top: np.ndarray | None = None,
     ) -> tuple[torch.Tensor, Callable[[], Drawn]]:
         """Begin D ≥ 1 draws by inverse CDF from [S, V] logits. row [D] int64, temperature [D] float32 (0 = greedy), uniform [D]
-        float64 in [0, 1), top [D] int64 (how many most probable tokens each wants). Returns [D] int32 tokens on the device of
-        the logits, and what waits for the draws; `raw` asks for log-probs at temperature 1."""
+        float64 in [0, 1), or -1 - t for the token t without a draw, top [D] int64 (how many most probable tokens each wants).
+        Returns [D] int32 tokens on the device of the logits, and what waits for the draws; `raw` asks for log-probs at
+        temperature 1."""
 
 
 def uniform(seed: np.ndarray, index: np.ndarray, position: np.ndarray) -> np.ndarray:
@@ -193,6 +195,9 @@ def _draw(
     tokens = _inverse_cdf(logprobs, row, torch.from_numpy(uniform).to(device))
     if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy).to(device)[row], drawn_from.argmax(-1)[row], tokens)
+    if (uniform < 0).any():
+        given = torch.from_numpy(uniform).to(device)
+        tokens = torch.where(given < 0, (-1 - given).long(), tokens)
     raw = logits.log_softmax(-1)[row, tokens].cpu().numpy() if batch.raw else None
     top = None
     if batch.top is not None:

@@ -76,6 +76,14 @@ class BlockTables:
             block.key = block_key(block.content, block.versions)
             self.store.index.add(block)
 
+    def settle(self, seq: Sequence, cached: int) -> None:
+        """Note that a running sequence has KV of so many tokens, as many as before or more: index blocks that are full, release
+        those behind."""
+        start, seq.cached = seq.cached, cached
+        seq.computed = max(seq.computed, cached)
+        self.fill(seq, start)
+        self.truncate(seq, -(-cached // self.block_size))
+
     def drop_older(self, seq: Sequence, oldest: int) -> None:
         """Release what was computed by weights before version `oldest`, and all that follows it."""
         for i, block in enumerate(seq.blocks):

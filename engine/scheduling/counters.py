@@ -33,6 +33,8 @@ class Rate:
 class Counters:
     steps: int = 0
     generated_tokens: int = 0
+    scored_tokens: int = 0
+    """given tokens whose log-probs were computed"""
     prefill_tokens: int = 0
     """computed without being drawn: prompts, and prefill after a soft reset"""
     recomputed_tokens: int = 0

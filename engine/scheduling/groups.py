@@ -193,6 +193,9 @@ class Groups:
         seq.append(token, logprob, raw, version)
         if top is not None and seq.tracked is not None:
             seq.tracked.append_top(top, draw)
+        if seq.given is not None:
+            self.counters.scored_tokens += 1
+            return "scored" if len(seq.output) == len(seq.given) else None
         self.counters.generated_tokens += 1
         state = seq.state
         if token in state.eos and len(seq.output) > state.group.sampling.min_tokens:

@@ -51,7 +51,11 @@ class Plan(NamedTuple):
     counts: np.ndarray
     """[R] int32: tokens that a row computes, at least 1"""
     samples: np.ndarray
-    """[R] int32: tokens to sample from the logits of a row's last token: 0 in the middle of a prefill, n where a group forks"""
+    """[R] int32: tokens to sample from a row: 0 in the middle of a prefill, n where a group forks, one for each of its `logits`
+    where tokens follow that were drafted or are given"""
+    logits: np.ndarray
+    """[R] int32: rows of logits of a row, after its last so many tokens, each for as many samples: 0 or 1, more where tokens
+    follow that were drafted or are given"""
     token_ids: np.ndarray
     """[T] int32: the tokens to compute, row after row; 0 where a token is pending"""
     pending_tokens: np.ndarray
@@ -64,6 +68,8 @@ class Plan(NamedTuple):
     """[D] SAMPLING: how each token is sampled, the draws of a row side by side"""
     positions: np.ndarray
     """[D] int64: tokens of output before the sampled one"""
+    given: np.ndarray
+    """[D] int32: the token whose log-prob is wanted in place of a draw; -1 = draw"""
     forbidden: tuple[tuple[int, tuple[int, ...]], ...]
     """(draw, token ids that min_tokens forbids it), draws ascending"""
     shared: tuple[SharedPrefix, ...]
@@ -79,11 +85,16 @@ class Plan(NamedTuple):
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def followed(self) -> bool:
+        """Tokens were drafted or are given, so that it is known only with the draws how far a row has come."""
+        return bool((self.logits > 1).any() or (self.given >= 0).any())
+
 
 def copies_only(step: int, moves: Moves) -> Plan:
     """A plan that computes nothing."""
     none, draws, table = np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros((0, 0), np.int32)
-    return Plan(step, none, none, none, none, draws, draws, table, np.zeros(0, SAMPLING), draws, (), (), moves)
+    return Plan(step, none, none, none, none, none, draws, draws, table, np.zeros(0, SAMPLING), draws, none, (), (), moves)
 
 
 def plan_by_hand(
@@ -104,12 +115,14 @@ def plan_by_hand(
         starts=np.asarray(starts, np.int32),
         counts=np.full(rows, count, np.int32),
         samples=np.ones(rows, np.int32),
+        logits=np.ones(rows, np.int32),
         token_ids=token_ids.ravel().astype(np.int32),
         pending_tokens=none,
         pending_draws=none,
         block_table=np.array(block_table, np.int32),
         sampling=sampling,
         positions=np.zeros(rows, np.int64),
+        given=np.full(rows, -1, np.int32),
         forbidden=(),
         shared=shared,
         moves=Moves(),

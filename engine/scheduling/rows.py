@@ -28,17 +28,18 @@ class Rows:
         size, rows = self.config.block_size, list[Row]()
         for seq in running:
             cached = seq.cached
-            if seq.length - cached == 1 and seq.length < seq.limit:
+            if seq.length - cached == 1 and seq.length < seq.limit and seq.given is None:
                 if cached % size == 0 or (last := seq.blocks[-1]).owners > 1 or last.version != version:
                     self.tables.extend(seq, cached + 1, version)
-                rows.append((seq, cached, 1, seq.num_next_samples))
+                rows.append((seq, cached, 1, seq.num_next_samples, ()))
         return rows
 
-    def prefill(self, seq: Sequence, budget: int, planned: set[bytes], version: int) -> Row | None:
-        """Make the row of the next tokens of a running sequence, at most `budget`. None: it must wait for blocks, or for a row
-        of this very step that computes the same prefix; `planned` has the keys of what this step computes."""
+    def prefill(self, seq: Sequence, budget: int, scores: int, planned: set[bytes], version: int) -> Row | None:
+        """Make the row of the next tokens of a running sequence, at most `budget`, and score `scores` at most. None: it must
+        wait for blocks, or for a row of this very step that computes the same prefix; `planned` has the keys of what this step
+        computes."""
         size = self.config.block_size
-        if seq.uncached > 1:
+        if seq.uncached + seq.given_left > 1:
             self.tables.find_cached(seq, version)
             copied = bool(self.store.available and seq.cached % size and seq.blocks[-1].owners > 1)
             budget = min(budget, (len(seq.blocks) + self.store.available - copied) * size - seq.cached)
@@ -47,9 +48,15 @@ class Rows:
             return None
         if seq.uncached > 1 and computed_by_other(seq, count, planned, size, version):
             return None
-        samples = seq.num_next_samples if count == seq.uncached else 0
+        samples, expected = (seq.num_next_samples if count == seq.uncached else 0), ()
+        if samples and seq.given is not None:
+            if scores <= 0:
+                return None
+            done, samples = len(seq.output), min(1 + seq.given_left, 1 + budget - count, scores)
+            expected = tuple(seq.given[done : done + samples].tolist())
+            count += samples - 1
         self.tables.extend(seq, seq.cached + count, version)
-        return seq, seq.cached, count, samples
+        return seq, seq.cached, count, samples, expected
 
 
 def plan_of(
@@ -63,38 +70,57 @@ def plan_of(
 ) -> Plan:
     """Make the plan of at least one row, as a value: copies of what it needs of the sequences and of `table`. `pending`: tokens
     of a step in flight may be among those to compute."""
-    sequences, *numbers = zip(*rows, strict=True)
+    sequences, *numbers, expected = zip(*rows, strict=True)
     starts, counts, samples = (np.array(each, np.int32) for each in numbers)
     places, ends = np.array([seq.place for seq in sequences]), starts + counts
     first_token = np.cumsum(counts) - counts
     token_ids = np.empty(int(first_token[-1] + counts[-1]), np.int32)
     token_ids[first_token] = [seq.last_token for seq in sequences]  # decode; all other rows are written over
     for i in np.flatnonzero((counts > 1) | (samples == 0)).tolist():
-        token_ids[first_token[i] : first_token[i] + counts[i]] = sequences[i].tokens(starts[i], counts[i])
+        ahead = expected[i][: samples[i] - 1] if samples[i] else ()
+        known = sequences[i].tokens(starts[i], counts[i] - len(ahead))
+        token_ids[first_token[i] : first_token[i] + counts[i]] = [*known.tolist(), *ahead] if ahead else known
     pending_draws = [seq.pending_draw for seq in sequences] if pending else []
     pending_tokens = first_token[[i for i, draw in enumerate(pending_draws) if draw is not None]]
     token_ids[pending_tokens] = 0
-    sampled = np.flatnonzero(samples)
-    repeats = samples[sampled]
-    row_of_draw = np.repeat(sampled, repeats)
+    row_of_draw = np.repeat(np.arange(len(rows)), samples)
     sampling = table.sampling.take(places[row_of_draw])
-    for i in np.flatnonzero(repeats > 1).tolist():  # forks: a draw for each fresh child
-        first = int(repeats[:i].sum())
-        sampling["index"][first : first + repeats[i]] = sequences[sampled[i]].state.fresh
     positions = ends[row_of_draw] - sampling["prompt"]
+    for i in np.flatnonzero(samples > 1).tolist():
+        if not expected[i]:  # a fork: a draw for each fresh child
+            first = int(samples[:i].sum())
+            sampling["index"][first : first + samples[i]] = sequences[i].state.fresh
+    logits, given = _look_ahead(samples, expected, positions)
     forbids = np.flatnonzero(positions < sampling["min_tokens"]).tolist()
     return Plan(
         step=step,
         starts=starts,
         counts=counts,
         samples=samples,
+        logits=logits,
         token_ids=token_ids,
         pending_tokens=pending_tokens,
         pending_draws=np.array([draw for draw in pending_draws if draw is not None], np.int64),
         block_table=table.table[:, : -(-int(ends.max()) // block_size)][places],
         sampling=sampling,
         positions=positions,
+        given=given,
         forbidden=tuple((draw, sequences[row_of_draw[draw]].state.stop_ids) for draw in forbids),
         shared=shared,
         moves=moves,
     )
+
+
+def _look_ahead(
+    samples: np.ndarray, expected: tuple[tuple[int, ...], ...], positions: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return `logits` and `given` of a plan, and correct the `positions` of draws that do not stand behind their row's last
+    token."""
+    logits, given = np.minimum(samples, 1), np.full(len(positions), -1, np.int32)
+    for i in [i for i, tokens in enumerate(expected) if tokens]:
+        logits[i], first = samples[i], int(samples[:i].sum())
+        draws = slice(first, first + samples[i])
+        positions[draws] -= np.arange(samples[i])[::-1]
+        if len(expected[i]) == samples[i]:
+            given[draws] = expected[i]
+    return logits, given

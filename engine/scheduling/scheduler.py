@@ -12,7 +12,8 @@ after the next step has been planned and launched (`engine.in_flight`). One call
     7. start         waiting sequences: held, forked, preempted or reset ones, then fresh prompts
     8. mirror        ahead of pressure, copies of full blocks to host memory
 
-`admission.py` has 1 to 4 and what starts a sequence, `groups.py` what forks and ends one, `rows.py` a row and the plan of all.
+`admission.py` has 1 to 4 and what starts a sequence, `groups.py` what forks and ends one, `rows.py` a row and the plan of all,
+`recording.py` what becomes of the draws.
 
 It is the only writer of sequences, groups, both pools and the prefix index.
 """
@@ -29,13 +30,17 @@ from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
 from engine.scheduling.groups import Groups
 from engine.scheduling.plan import Drawn, Plan, copies_only
+from engine.scheduling.recording import record
 from engine.scheduling.rows import Rows, plan_of
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import Row, Sequence
 from engine.scheduling.shares import Shares, Turns, tokens_by_client
 from engine.scheduling.sharing import shared_prefixes
 from engine.scheduling.waiting import WaitingQueue
-from engine.types import FinishReason, Group, Sample
+from engine.types import Group, Sample
+
+SCORED_AT_ONCE = 1024
+"""given tokens of one step: their logits are in memory together"""
 
 
 class Scheduler:
@@ -134,7 +139,7 @@ class Scheduler:
         short step of some in turn. Half of a short step is for prefill if there is any to do."""
         if most == self.config.max_batch_tokens:
             return self.rows.decode(self.running, self.version)
-        decoding = [seq for seq in self.running if seq.uncached == 1]
+        decoding = [seq for seq in self.running if seq.uncached == 1 and seq.given is None]
         if len(decoding) < len(self.running) or (len(self.waiting) and self.running_table.has_place):
             most //= 2
         return self.rows.decode(self._turns.take(decoding, most), self.version)
@@ -142,18 +147,19 @@ class Scheduler:
     def _prefill(self, most: int, decoding: int) -> list[Row]:
         """Make the rows of sequences that have more than one token to compute and of those that can start, for a step of at
         most `most` tokens, so many of which are decoded. A short step has as few draws."""
-        budget, short = most - decoding, most < self.config.max_batch_tokens
+        budget, short, scores = most - decoding, most < self.config.max_batch_tokens, SCORED_AT_ONCE
         planned: set[bytes] = set()
         rows: list[Row] = []
 
         def add(seq: Sequence) -> None:
-            nonlocal budget
-            if row := self.rows.prefill(seq, budget, planned, self.version):
+            nonlocal budget, scores
+            if row := self.rows.prefill(seq, budget, scores, planned, self.version):
                 rows.append(row)
+                scores -= len(row[4])
                 budget -= max(row[2], row[3]) if short else row[2]
 
         if decoding < len(self.running):
-            for seq in [seq for seq in self.running if seq.uncached > 1]:
+            for seq in [seq for seq in self.running if seq.uncached > 1 or seq.given is not None]:
                 if budget > 0:
                     add(seq)
         while budget > 0 and self.running_table.has_place:
@@ -204,8 +210,10 @@ class Scheduler:
         """Note that the step is in flight: from here on its KV counts as computed, since whatever reads it comes later on the
         device, and the tokens that it samples are pending."""
         size, at = self.block_size, 0
-        for seq, start, count, draws in self._rows[plan.step]:
+        for seq, start, count, draws, expected in self._rows[plan.step]:
             forked = seq.state.forked
+            if expected:
+                count -= draws - 1  # how many of the others count is known with the draws
             if count > 1 or not draws or not forked:
                 self.counters.computed(seq, start, count)
             seq.cached = cached = start + count
@@ -222,38 +230,9 @@ class Scheduler:
         that ended while the step was under way are passed over."""
         rows, now = self._rows.pop(plan.step), self._clock()
         self.shares.step_ended(tokens_by_client(rows, plan.num_tokens, self.shares.only_client), now, self.admission.holding)
-        samples = self._record(rows, drawn)
+        samples = record(self.children, rows, drawn, self.version)
         self.shares.committed(self._clock() - now)
         return samples
-
-    def _record(self, rows: list[Row], drawn: Drawn) -> list[Sample]:
-        """Append what was drawn to the sequences of a step. Returns the children that ended."""
-        samples: list[Sample] = []
-        racing: list[tuple[Sequence, FinishReason]] = []
-        tokens, logprobs, finite = drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.finite.tolist()
-        raws = [None] * len(tokens) if drawn.raw_logprobs is None else drawn.raw_logprobs.tolist()
-        size, take_token, version, at, top = self.block_size, self.children.take_token, self.version, 0, drawn.top
-        for seq, start, count, draws in rows:
-            if seq.ended:
-                self.counters.unused_draws += draws
-                at += draws
-            elif draws:
-                forks = not seq.state.forked
-                for child in self.children.fork(seq) if forks else (seq,):
-                    reason = take_token(child, tokens[at], logprobs[at], raws[at], finite[at], version, top, at)
-                    at += 1
-                    if reason is None:
-                        if child.pending and child.cached % size == 0:
-                            self.tables.fill(child, start + count)  # the next step computes the token that is known only now
-                    elif reason in ("stop", "length") and seq.state.races:
-                        racing.append((child, reason))
-                    else:
-                        error = child.not_finite() if reason == "error" else None
-                        samples.append(self.children.end(child, reason, error))
-                if forks:
-                    samples += [each for index in seq.state.cancelled for each in self.abort(seq.state.group.id, index)]
-        assert at == len(tokens)
-        return samples + self.children.end_races(racing) if racing else samples
 
     def launch_failed(self, plan: Plan, reason: str) -> list[Sample]:
         """End the groups of a plan that could not be launched with an error; the plan is void."""

@@ -41,14 +41,15 @@ class GroupState:
         """counts up with submission: a smaller one is older"""
         self.seed = seed
         self.arrived = arrived
-        self.eos = eos
+        self.eos = frozenset[int]() if group.score else eos
         """tokens that end a child with "stop" """
         self.stop_ids = tuple(sorted(eos))
-        """the same, in order"""
+        """those that `min_tokens` forbids, in order"""
         self.sequences: dict[int, Sequence] = {}
         """the children not yet finished by index; before the fork only the one that prefills the prompt for all"""
         begun = {child.index: child for child in group.begun}
-        self.complete = {index: how for index, child in begun.items() if (how := child.ended_as(group.sampling, eos))}
+        ended = {} if group.score else {index: child.ended_as(group.sampling, eos) for index, child in begun.items()}
+        self.complete = {index: how for index, how in ended.items() if how is not None}
         """how children ended that were complete when the group came"""
         self.resumed: dict[int, Begun] = {index: child for index, child in begun.items() if index not in self.complete}
         """what the other children had that had begun"""
@@ -100,6 +101,7 @@ class Sequence:
         "length",
         "limit",
         "num_next_samples",
+        "given",
         "last_token",
         "pending",
         "pending_draw",
@@ -135,6 +137,8 @@ class Sequence:
         """tokens it has, prompt and output, pending ones included"""
         self.limit = self.num_prompt + state.group.sampling.max_tokens
         """the length that ends it"""
+        self.given: np.ndarray | None = None
+        """[tokens] int32 to score; None: it draws"""
         self.num_next_samples = 1 if state.forked else len(state.fresh)
         """tokens to draw once everything it has is cached: one for each fresh child where the group forks"""
         self.last_token = int(state.group.prompt[-1])
@@ -155,9 +159,8 @@ class Sequence:
         self.cached = 0
         self.computed = 0
         """most tokens that were ever cached: what lies below is computed a second time"""
-        self.begun = False
-        """ran before"""
-        self.running = False
+        self.begun = self.running = False
+        """begun: ran before"""
         self.held = False
         """it waits because other clients go first: it would run"""
         self.ended = False
@@ -166,9 +169,8 @@ class Sequence:
         """tokens drawn when it last started to run"""
         self.least_run = 0
         """tokens to draw from there on before it is preempted, unless nothing else can make room"""
-        self.offloads = 0
-        self.mirrored = 0
-        """leading full blocks known to have a copy in host memory"""
+        self.offloads = self.mirrored = 0
+        """mirrored: leading full blocks known to have a copy in host memory"""
         self.place: int | None = None
         """its place in the `RunningTable` while it runs"""
         self.table: np.ndarray | None = None
@@ -183,7 +185,7 @@ class Sequence:
     @property
     def drew(self) -> bool:
         """A token of it was drawn here."""
-        resumed = self.state.resumed.get(self.index)
+        resumed = None if self.given is not None else self.state.resumed.get(self.index)
         return len(self.output) > (0 if resumed is None else len(resumed.token_ids))
 
     @property
@@ -226,10 +228,19 @@ class Sequence:
             return head
         return np.concatenate([head, np.array(self.output[: count - len(head)], np.int32)])
 
+    @property
+    def given_left(self) -> int:
+        """given tokens that are not scored and whose KV is of use: all but the last"""
+        return 0 if self.given is None else len(self.given) - len(self.output) - 1
+
     def _take_over(self, begun: Begun | None) -> None:
-        """Start with what the child had, if it had begun: tokens to compute, none of them to draw again."""
-        self.tracked = Tracked.of(self.state.group.sampling, begun)
-        if begun is None:
+        """Start with what the child had, if it had begun: tokens to compute, none of them to draw again; or tokens to score."""
+        score = self.state.group.score
+        self.tracked = Tracked.of(self.state.group.sampling, None if score else begun)
+        if begun is not None and score:
+            self.given = begun.token_ids
+            self.limit = self.num_prompt + len(begun.token_ids)
+        if begun is None or score:
             return
         self.output = begun.token_ids.tolist()
         self.logprobs = begun.logprobs.tolist()
@@ -319,6 +330,8 @@ class Sequence:
         )
 
 
-Row = tuple[Sequence, int, int, int]
-"""(sequence, start, count, samples): a row of a plan and its sequence, kept by the scheduler; see `Plan`. A bare tuple: one is
-made for each sequence in each step."""
+Row = tuple[Sequence, int, int, int, tuple[int, ...]]
+"""(sequence, start, count, samples, expected): a row of a plan and its sequence, kept by the scheduler; see `Plan`. `expected`:
+what its draws are expected to be, one after the other: all of them where tokens are given, all but the last where they are
+drafted. The row computes samples - 1 of these behind the tokens that it has. A bare tuple: one is made for each sequence in
+each step."""

@@ -141,7 +141,7 @@ def tokens_by_client(rows: list[Row], total: int, only_client: str | None) -> Ma
     if only_client is not None:
         return {only_client: total}
     tokens = Counter[str]()
-    for seq, _, count, _ in rows:
+    for seq, _, count, *_ in rows:
         tokens[seq.state.client] += count
     return tokens
 

@@ -12,14 +12,14 @@ def shared_prefixes(rows: list[Row], block_size: int) -> list[SharedPrefix]:
     shared = []
     first = 0
     while first < len(rows):
-        seq, start, _, _ = rows[first]
+        seq, start, *_ = rows[first]
         state = seq.state
         blocks = seq.num_prompt // block_size
         end = first + 1
         if blocks and start >= blocks * block_size:
             prefix = seq.blocks[blocks - 1]
             while end < len(rows):
-                other, start, _, _ = rows[end]
+                other, start, *_ = rows[end]
                 if other.state is not state or start < blocks * block_size or other.blocks[blocks - 1] is not prefix:
                     break
                 end += 1

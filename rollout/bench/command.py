@@ -15,7 +15,7 @@ from rich.console import Console
 
 from engine.config import EngineConfig, IsaName
 from rollout import models
-from rollout.bench import cuda_static, fidelity, host, products, refresh, sharing
+from rollout.bench import cuda_static, fidelity, host, products, refresh, score, sharing
 from rollout.bench import plot as drawing
 from rollout.bench.against import parse
 from rollout.bench.floor import Machine
@@ -28,7 +28,7 @@ from rollout.bench.text import PromptText
 from rollout.bench.workloads import WORKLOADS, Workload, find
 from rollout.config import InputError
 
-SPECIAL = (host.NAME, products.NAME, refresh.NAME, fidelity.NAME, sharing.NAME, cuda_static.NAME)
+SPECIAL = (host.NAME, products.NAME, refresh.NAME, fidelity.NAME, sharing.NAME, score.NAME, cuda_static.NAME)
 """measured in their own way; everything else is a row of WORKLOADS"""
 WITHOUT_MODEL = (host.NAME, products.NAME, cuda_static.NAME)
 
@@ -156,6 +156,9 @@ def measure_special(
         row = fidelity.measure(text, engine, folder, open_target, scale)
         write_json(sink, row)
         fidelity.print_summary(console, row)
+    if score.NAME in names:
+        for row in keep(score.measure(text, engine, folder, scale, repeat), sink):
+            score.print_row(console, row)
     if sharing.NAME in names:
         for row in keep(sharing.measure_model(folder, engine, scale, repeat), sink):
             sharing.print_row(console, row)

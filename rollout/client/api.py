@@ -19,6 +19,7 @@ from rollout.client.generation import Generation
 from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
 from rollout.client.refresh import NamedTensors, Pusher, RefreshHandle, answer
+from rollout.client.scoring import score_all
 from rollout.client.submission import Prompt, check_budget, group_of, rest_of, resumed_group, sendable
 from transport.errors import ServiceLost
 from transport.messages import Control, Welcome
@@ -200,6 +201,30 @@ class RolloutClient(Controls):
         with Generation(self._submit, self._id) as generation:
             generation.submit_all(prompts, sampling, group_ids)
             yield from generation.groups(timeout)
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Sequence[Prompt]],
+        sampling: Sampling | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> list[list[Sample]]:
+        """Compute log-probs of given tokens. Returns for each prompt a sample of each of its completions, in their order, which
+        ended as "scored". Nothing is drawn, a prompt is prefilled once, and with equal weights the log-probs are equal to the
+        bit to those that were returned when these tokens were drawn.
+
+        Args:
+            prompts: [prompt_tokens] token ids each.
+            completions: for each prompt, token ids of one or more completions.
+            sampling: how the tokens are, or would be, drawn, and whether raw_logprobs and top_logprobs are wanted; None =
+                temperature 1 without truncation. n, max_tokens, seed and finish_after do not matter.
+            timeout: seconds, longest wait for the completions of one prompt.
+
+        Raises InvalidRequest and LimitExceeded for what is refused, GroupFailed for a completion that was not scored to its
+        end, ServiceLost, RequestTimeout."""
+        with Generation(self._submit, self._id) as generation:
+            return score_all(generation, lambda: self._id(None), prompts, completions, sampling, timeout)
 
     def refresh(
         self,

@@ -49,7 +49,11 @@ class Generation:
         if not len(prompts) == len(samplings) == len(ids):
             raise ValueError(f"{len(prompts)} prompts, {len(samplings)} samplings, {len(ids)} group_ids: must be as many")
         for prompt, one, group_id in zip(prompts, samplings, ids, strict=True):
-            self._handles.append(self._submit(group_of(self._name(group_id), prompt, one), self._arrive))
+            self.submit(group_of(self._name(group_id), prompt, one))
+
+    def submit(self, group: Group) -> None:
+        """Send one more group. Raises InvalidRequest or LimitExceeded for what cannot even be sent."""
+        self._handles.append(self._submit(group, self._arrive))
 
     def samples(self, timeout: float | None) -> Iterator[Sample]:
         """Yield samples as they arrive. Raises the typed error of the first group that fails; RequestTimeout when none arrives

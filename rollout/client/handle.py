@@ -192,7 +192,7 @@ class Handle:
         if not 1 <= n <= max_n:
             self.fail(InvalidRequest(f"n={n}: must be between 1 and {max_n} (Limits.max_n)", self.group_id))
             return
-        begun = {child.index: child for child in self.group.begun}
+        begun = {} if self.group.score else {child.index: child for child in self.group.begun}
         none = np.zeros(0, np.int32), np.zeros(0, np.float32)
         for index in self.group.wanted:
             fresh = Begun(index=index, token_ids=none[0], logprobs=none[1], weight_versions=[])

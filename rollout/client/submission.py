@@ -79,7 +79,9 @@ def sendable(group: Group, *, serial: int, require_version: int, limits: Limits)
     Raises InvalidRequest, LimitExceeded."""
     try:
         packed = pack_begun(group.begun)
-        submit = Submit(group.id, group.prompt, group.sampling, serial, require_version, group.indices, packed)
+        submit = Submit(
+            group.id, group.prompt, group.sampling, serial, require_version, group.indices, packed, score=group.score
+        )
         check_types(submit)
         frames, content = pack(submit), digest(submit)
     except (TypeError, ValueError, OverflowError) as error:

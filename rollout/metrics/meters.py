@@ -162,7 +162,8 @@ class SampleMeter:
         self._samples = self._tokens = self._whole_groups = 0
 
     def begin(self, group: Group) -> None:
-        self._live[group.id] = _Live(len(group.wanted))
+        if not group.score:
+            self._live[group.id] = _Live(len(group.wanted))
 
     def forget(self, group_id: str) -> None:
         """Drop a group that nobody waits for any more; an unknown id is nothing to do."""
@@ -173,7 +174,9 @@ class SampleMeter:
         return group_id in self._live
 
     def add(self, sample: Sample, version: int, now: float) -> None:
-        """Record a child that has ended while the weights were at `version`."""
+        """Record a child that has ended while the weights were at `version`. What was scored is no rollout."""
+        if sample.finish_reason == "scored":
+            return
         count = len(sample.token_ids)
         starts = [*(start for start, _ in sample.weight_versions), count]
         lags = [version - made for _, made in sample.weight_versions]

@@ -38,7 +38,7 @@ def checked_group(submit: m.Submit, engine_id: str, limits: Limits, vocab_size: 
         raise InvalidRequest(f"group id of 0 bytes: must be 1 to {limits.max_id_bytes} bytes (Limits.max_id_bytes)", "")
     try:
         begun = unpack_begun(submit.begun, limits.max_n)
-        group = Group(engine_id, submit.prompt, submit.sampling, submit.indices, begun)
+        group = Group(engine_id, submit.prompt, submit.sampling, submit.indices, begun, score=submit.score)
         group.validate(limits, vocab_size, context)
     except InvalidRequest as error:
         raise InvalidRequest(error.message, submit.group_id) from None

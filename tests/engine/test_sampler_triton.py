@@ -139,6 +139,21 @@ def test_a_cut_does_not_know_its_neighbours() -> None:
             assert mine.tobytes() == all_of_them[i : i + 1].tobytes()
 
 
+def test_given_tokens() -> None:
+    """Of what it draws itself the same log-prob; of any other torch's, -inf where it is cut."""
+    logits = torch.randn(10, FEW, generator=torch.Generator().manual_seed(2)) * 3
+    asked = cut_in_every_way(10, FEW, logits.argmax(-1).tolist())
+    drawn = by_triton(logits, asked)
+    again = by_triton(logits, replace(asked, uniform=-1.0 - drawn.tokens))
+    assert [a.tobytes() for a in again if a is not None] == [d.tobytes() for d in drawn if d is not None]
+    others = replace(asked, uniform=-1.0 - (drawn.tokens + 7) % FEW)
+    got, want = by_triton(logits, others), sampler._sample_torch(logits, others)
+    assert got.tokens.tolist() == want.tokens.tolist() == ((drawn.tokens + 7) % FEW).tolist()
+    assert np.isneginf(want.logprobs).any() and not np.isneginf(want.logprobs).all()
+    np.testing.assert_allclose(got.logprobs, want.logprobs, atol=4e-6)
+    np.testing.assert_allclose(got.raw_logprobs, want.raw_logprobs, atol=4e-6)
+
+
 def test_where_every_token_is_forbidden() -> None:
     asked = replace(batch([Sampling(top_k=3)] * 3), forbidden=[(1, list(range(VOCABULARY)))])
     assert by_triton(torch.randn(3, VOCABULARY), asked).finite.tolist() == [True, False, True]

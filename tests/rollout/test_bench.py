@@ -268,3 +268,12 @@ def test_sequences_beyond_the_context_run_on_random_weights(tiny_model: Path, tm
     assert rows[0]["generated_tokens"] == 32 * 51
     rows = run_command(tiny_model, tmp_path, "rollouts_1024", scale=0.05)
     assert rows[-1]["weights"] == "its own"
+
+
+def test_bench_score_compares_with_prefill_and_with_generation(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    options = {"in_process": True, "scale": 0.01, "repeat": 1, "dtype": "float32", "threads": 1}
+    assert bench.run(("score",), model=str(tiny_model), json_file=str(out), **options) == 0  # type: ignore[arg-type]
+    turn, summary = map(json.loads, out.read_text().splitlines())
+    assert turn["score_seconds"] > 0 and summary["ratio_to_prefill"] == turn["ratio_to_prefill"] > 0
+    assert summary["max_abs_delta"] == 0 and (summary["completions"], summary["tokens"]) == (64, 32)

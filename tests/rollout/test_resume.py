@@ -20,7 +20,7 @@ from tests.support.toy import run
 from tests.support.waiting import until
 from tests.support.wire import Bench, serving, submit
 from transport import messages as m
-from transport.errors import InvalidRequest, RequestTimeout
+from transport.errors import GroupFailed, InvalidRequest, RequestTimeout
 from transport.loopback import LoopbackService
 
 WAIT = 60.0
@@ -196,3 +196,41 @@ def test_children_that_a_group_does_not_have_cost_nothing() -> None:
     bench.turn(3)
     assert asked == [2] and not bench.service._running.ending
     assert [(sample.index, sample.finish_reason) for sample in peer.samples()] == [(2, "aborted")]
+
+
+def test_scores_are_those_of_the_samples(clients: tuple[RolloutClient, RolloutClient]) -> None:
+    """At another service; a prompt with one completion beside one with four."""
+    want = [sample for _, sample in sorted(whole().items())]
+    completions = [[want[0].token_ids], [sample.token_ids.tolist() for sample in want]]
+    single, group = clients[1].score([PROMPT, PROMPT], completions, SAMPLING, timeout=WAIT)
+    for scores, sample in [(single[0], want[0]), *zip(group, want, strict=True)]:
+        assert scores.logprobs.tobytes() == sample.logprobs.tobytes() and scores.weight_versions == [(0, 0)]
+        assert sample.raw_logprobs is not None and scores.raw_logprobs is not None
+        assert scores.raw_logprobs.tobytes() == sample.raw_logprobs.tobytes()
+    (cold,) = clients[0].score([PROMPT], [completions[0]], Sampling(temperature=0.5), timeout=WAIT)[0]
+    assert cold.logprobs.tobytes() != want[0].logprobs.tobytes() and cold.raw_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("prompts", "completions", "why"),
+    [
+        ([PROMPT], [], "1 prompts, 0 lists of completions"),
+        ([PROMPT], [[]], "a prompt without completions"),
+        ([PROMPT], [[[1], []]], "completion 1 has no tokens"),
+        ([PROMPT], [[["a"]]], "integer token ids"),
+        ([PROMPT], [[[10_000]]], "holds token id 10000"),
+        ([PROMPT], [[[1] * 400]], "exceeds the context"),
+        ([[]], [[[1]]], "prompt of 0 tokens"),
+    ],
+)
+def test_bad_scores_are_refused(clients: tuple[RolloutClient, RolloutClient], prompts: Any, completions: Any, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        clients[0].score(prompts, completions, timeout=WAIT)
+    assert clients[0].status()["groups"] == 0
+
+
+def test_a_score_that_somebody_ends_is_an_error(clients: tuple[RolloutClient, RolloutClient]) -> None:
+    clients[0].pause()
+    clients[1].pause()
+    with pytest.raises(GroupFailed, match="ended as 'deadline'"):
+        clients[0].score([PROMPT], [[[1, 2]]], Sampling(deadline_s=0.01), timeout=WAIT)

@@ -40,6 +40,11 @@ def draw(ids: tuple[int, ...], seed: int, index: int) -> int:
     return hash((ids, seed, index)) % VOCAB
 
 
+def logprob(ids: tuple[int, ...], token: int) -> float:
+    """Of a token behind these."""
+    return -float(hash((ids, token)) % 1000)
+
+
 def expected(group: Group) -> list[list[int]]:
     """What each child must be."""
     children = []
@@ -71,6 +76,11 @@ def check_top(sample: Sample, k: int) -> None:
         assert ids is not None and logprobs is not None and logprobs.dtype == np.float32
         want = top_of(sample.token_ids.tolist(), k)
         assert np.array_equal(ids, want) and ids.shape == want.shape and np.array_equal(logprobs, -want)
+
+
+def check_logprobs(group: Group, sample: Sample) -> None:
+    prompt, tokens = tuple(group.prompt.tolist()), tuple(sample.token_ids.tolist())
+    assert sample.logprobs.tolist() == [logprob(prompt + tokens[:at], token) for at, token in enumerate(tokens)]
 
 
 class Harness:
@@ -114,11 +124,15 @@ class Harness:
         client: str = "",
         indices: list[int] | None = None,
         begun: dict[int, int] | None = None,
+        score: bool = False,
         **sampling: Any,
     ) -> bool:
-        """`begun`: tokens that children have already, at most; all but the last one that they will have."""
+        """`begun`: tokens that children have already, at most; all but the last one that they will have. `score`: tokens are
+        given, others than would be drawn."""
         group = Group(id, np.array(prompt, np.int32), Sampling(**sampling), None if indices is None else tuple(indices))
-        if begun:
+        if score:
+            group = with_given(group)
+        elif begun:
             group = with_begun(group, begun)
         group.validate(Limits(), VOCAB, 10_000)
         try:
@@ -170,7 +184,7 @@ class Harness:
         self.scheduler.launched(plan)
         last, self.flight = self.flight, (plan, drawn)
         self.commit(last)
-        if not self.overlap:
+        if not self.overlap or plan.followed:
             self.land()
 
     def land(self) -> None:
@@ -216,21 +230,31 @@ class Harness:
                 before = self.device[slots[(position - 1) // size]][(position - 1) % size] if position else None
                 self.device[slots[position // size]][position % size] = cell(before, next(left), version)
         tokens: list[int] = []
-        for seq, end, slots, samples in zip(sequences, ends, tables, plan.samples.tolist(), strict=True):
+        logprobs: list[float] = []
+        wanted = zip(plan.samples.tolist(), plan.logits.tolist(), strict=True)
+        for seq, end, slots, (samples, logits) in zip(sequences, ends, tables, wanted, strict=True):
             cells = [each for slot in slots for each in self.device[slot]][:end]
             assert None not in cells, "a row reads KV that was never written"
             state = seq.state
             oldest = self.oldest[state.group.id]
             assert all(each[1] >= oldest for each in cells if each), "a row reads KV of older weights than it may"
-            behind = zip([None, *cells], cells, strict=False)
-            assert all(each == cell(before, *each[:2]) for before, each in behind if each), "KV computed behind other KV"
+            before = zip([None, *cells], cells, strict=False)
+            assert all(each == cell(last, *each[:2]) for last, each in before if each), "KV computed behind other KV"
             seen = tuple(each[0] for each in cells if each)
-            keys = plan.sampling[len(tokens) : len(tokens) + samples]
-            tokens += [
-                draw(seen, seed, index) for seed, index in zip(keys["seed"].tolist(), keys["index"].tolist(), strict=True)
-            ]
-        zeros = np.zeros(len(tokens), np.float32)
-        return Drawn(np.array(tokens, np.int32), zeros, None, np.ones(len(tokens), bool), most_probable(tokens, plan))
+            for behind in range(logits - 1, -1, -1):
+                for at in range(len(tokens), len(tokens) + samples // logits):
+                    context = seen[: end - behind]
+                    assert plan.positions[at] == len(context) - seq.num_prompt
+                    own = draw(context, int(plan.sampling["seed"][at]), int(plan.sampling["index"][at]))
+                    tokens.append(own if plan.given[at] < 0 else int(plan.given[at]))
+                    logprobs.append(logprob(context, tokens[-1]))
+        return Drawn(
+            np.array(tokens, np.int32),
+            np.array(logprobs, np.float32),
+            None,
+            np.ones(len(tokens), bool),
+            most_probable(tokens, plan),
+        )
 
     def check(self) -> None:
         """Every invariant: the store's, and that what the index finds is there, on the device and in host memory."""
@@ -260,7 +284,11 @@ class Harness:
             for index, want in wanted.items():
                 sample = self.got[id, index]
                 got = sample.token_ids.tolist()
-                if sample.finish_reason in ("aborted", "stale", "cut"):
+                check_logprobs(group, sample)
+                if group.score:
+                    given = {child.index: child.token_ids.tolist() for child in group.begun}[index]
+                    assert got == given[: len(got)] and (sample.finish_reason == "scored") == (got == given)
+                elif sample.finish_reason in ("aborted", "stale", "cut"):
                     assert want[: len(got)] == got
                 else:
                     assert got == want and sample.finish_reason == ("stop" if want[-1] == EOS else "length")
@@ -291,11 +319,24 @@ def with_begun(group: Group, begun: dict[int, int]) -> Group:
     for index, tokens in enumerate(expected(group)):
         have = min(begun.get(index, 0), len(tokens) - 1)
         if have and index in group.wanted:
-            ids, zeros = np.array(tokens[:have], np.int32), np.zeros(have, np.float32)
+            prompt = tuple(group.prompt.tolist())
+            had = [logprob((*prompt, *tokens[:at]), tokens[at]) for at in range(have)]
+            ids, logprobs = np.array(tokens[:have], np.int32), np.array(had, np.float32)
             top = top_of(tokens[:have], group.sampling.top_logprobs)
             columns = {"top_ids": top, "top_logprobs": -top.astype(np.float32)} if top.size else {}
-            children.append(Begun(index=index, token_ids=ids, logprobs=zeros, weight_versions=[(0, 0)], **columns))
+            children.append(Begun(index=index, token_ids=ids, logprobs=logprobs, weight_versions=[(0, 0)], **columns))
     return msgspec.structs.replace(group, begun=tuple(children))
+
+
+def with_given(group: Group) -> Group:
+    """The same group, to score: of each child as many tokens as it may have, stop tokens in the middle among them."""
+    children, seed = [], group.sampling.seed or 0
+    for index in group.wanted:
+        length = 1 + hash((seed, index)) % group.sampling.max_tokens
+        ids = np.array([hash((seed, index, at)) % VOCAB for at in range(length)], np.int32)
+        zeros = np.zeros(length, np.float32)
+        children.append(Begun(index=index, token_ids=ids, logprobs=zeros, weight_versions=[(0, 0)]))
+    return msgspec.structs.replace(group, begun=tuple(children), score=True)
 
 
 def random_harness(r: random.Random, foreground_s: float) -> Harness:
@@ -330,7 +371,7 @@ def policies(r: random.Random, n: int) -> dict[str, Any]:
 
 def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness], None] = Harness.check) -> Harness:
     """Submit, abort, refresh, step and broken copies in random order and at random times, the invariants checked after each."""
-    r, time = random.Random(seed), random.Random(seed)
+    r, time, scores = random.Random(seed), random.Random(seed), random.Random(seed)
     h = random_harness(r, time.choice([0.0, 0.1, 1.0]))
     base = [r.randrange(1, VOCAB) for _ in range(40)]
     breaks = r.random() < 0.4
@@ -342,6 +383,9 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
         if kind < 0.3:
             prompt = base[: r.randrange(0, 30)] + [r.randrange(1, VOCAB) for _ in range(r.randrange(1, 6))]
             n = r.choice([1, 2, 3, 7])
+            rules = policies(r, n) if seed % 2 else {}
+            if scores.random() < 0.2:
+                rules |= {"score": True, "finish_after": None}
             h.submit(
                 f"g{number}",
                 prompt,
@@ -350,7 +394,7 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
                 max_tokens=r.choice([1, 3, 12]),
                 seed=number,
                 max_kv_lag=r.choice(lags),
-                **(policies(r, n) if seed % 2 else {}),
+                **rules,
             )
         elif kind < 0.36 and h.groups:
             index = r.choice([None, 0, 1]) if seed % 2 else None

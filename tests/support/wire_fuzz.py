@@ -50,6 +50,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     m.Submit("grüppe/1", np.array([5, 0, 2**31 - 1], np.int32), SAMPLING, 17),
     m.Submit("", np.zeros(0, np.int32), Sampling()),
     m.Submit("g", np.array([5], np.int32), SAMPLING, 18, indices=(0, 2), begun=pack_begun(BEGUN)),
+    m.Submit("g", np.array([5], np.int32), SAMPLING, 19, indices=(0, 2), begun=pack_begun(BEGUN), score=True),
     m.Abort(["a", "b"]),
     m.Ack([("a", 0), ("a", 1)]),
     m.Ack([], 7),

@@ -13,7 +13,7 @@ typedef struct {
     int64_t is_bf16, vocabulary, draws;
     const int64_t *row;       /* [draws] */
     const float *temperature; /* [draws], 0 = greedy */
-    const double *uniform;    /* [draws] in [0, 1) */
+    const double *uniform;    /* [draws] in [0, 1), or -1 - t: the token t is given */
     int32_t *token;           /* [draws], and so the others */
     float *logprob, *raw;     /* raw: at temperature 1, or NULL */
     uint8_t *finite;
@@ -270,7 +270,10 @@ static void draw(const Draw *d, int64_t i, double *cumulative, float *scratch) {
     if (cuts) top = cut(d, i, &l, scratch, scratch + d->scratch_row);
     if (!(d->finite[i] = top > -INFINITY)) return;
     const float log_mass = log_of(mass_of(&l, top, cumulative));
-    d->token[i] = d->temperature[i] > 0 ? find(&l, top, cumulative, d->uniform[i]) : first_with(&l, top);
+    if (d->uniform[i] < 0)
+        d->token[i] = (int32_t)(-1 - d->uniform[i]);
+    else
+        d->token[i] = d->temperature[i] > 0 ? find(&l, top, cumulative, d->uniform[i]) : first_with(&l, top);
     d->logprob[i] = logit(&l, d->token[i]) - top - log_mass;
     if (d->top && d->top[i])
         most_probable(&l, top, log_mass, d->top[i], d->top_id + i * d->most, d->top_logprob + i * d->most);
