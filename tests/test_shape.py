@@ -101,7 +101,7 @@ def circle(found: set[tuple[str, str]]) -> set[str]:
     return set()
 
 
-MOST = {"engine": (15, 45), "transport": (10, 15), "rollout": (15, 25)}
+MOST = {"engine": (15, 45), "transport": (10, 15), "rollout": (15, 30)}
 """rooms, and arrows between them"""
 
 

@@ -98,6 +98,29 @@ class DemoArgs(msgspec.Struct, kw_only=True):
     """longest answer"""
 
 
+class HttpArgs(msgspec.Struct, kw_only=True):
+    """Speak the HTTP dialects of vLLM, OpenAI and SGLang in front of a running service. docs/http.md lists the routes."""
+
+    address: str = DEFAULT_ENDPOINT
+    host: str = "127.0.0.1"
+    """address to listen at; any other than loopback needs --token-file"""
+    port: int = 8000
+    """0 = a free one"""
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
+    """port of its own for pause, weights and sleep; without it they are on the other"""
+    token_file: str | None = None
+    """file with the token that requests must bring as Authorization: Bearer"""
+    model_name: tuple[str, ...] = ()
+    """names by which requests call the model; without it the service's own"""
+    tokenizer: str | None = None
+    """folder or hub id, if the tokenizer is not where the service says its model is"""
+    overlong: Literal["refuse", "empty"] = "refuse"
+    """a prompt that leaves no room for max_tokens: 400, or as many tokens as there is room for"""
+    ready_file: str | None = None
+    """file that appears, holding the URL and the administrators' URL, once it listens"""
+
+
 class BenchArgs(msgspec.Struct, kw_only=True):
     """Run named workloads through the whole service and print a table."""
 
@@ -130,7 +153,7 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     """picture (.png, .svg) of tokens/s and KV over time, of the last run of each workload"""
 
 
-Command = ServeArgs | GenerateArgs | StatusArgs | TopArgs | KeysArgs | BenchArgs | DemoArgs
+Command = ServeArgs | HttpArgs | GenerateArgs | StatusArgs | TopArgs | KeysArgs | BenchArgs | DemoArgs
 
 
 def commands(settings: Config) -> dict[str, Command]:
@@ -141,6 +164,7 @@ def commands(settings: Config) -> dict[str, Command]:
         "status": StatusArgs(),
         "top": TopArgs(),
         "keys": KeysArgs(action=tyro.MISSING),
+        "http": HttpArgs(),
         "bench": BenchArgs(names=tyro.MISSING),
         "demo": DemoArgs(),
     }
@@ -152,6 +176,7 @@ DESCRIPTIONS = {
     "status": "print the status of a running service",
     "top": "watch a running service",
     "keys": "make and revoke the keys of clients",
+    "http": "speak HTTP in front of a running service",
     "bench": "run named workloads and print a table",
     "demo": "watch a small real model answer a trainer's groups",
 }

@@ -14,7 +14,17 @@ import time
 import msgspec
 
 from rollout.commands import arguments
-from rollout.commands.arguments import BenchArgs, Command, DemoArgs, GenerateArgs, KeysArgs, ServeArgs, StatusArgs, TopArgs
+from rollout.commands.arguments import (
+    BenchArgs,
+    Command,
+    DemoArgs,
+    GenerateArgs,
+    HttpArgs,
+    KeysArgs,
+    ServeArgs,
+    StatusArgs,
+    TopArgs,
+)
 from rollout.config import CannotServe, InputError
 from rollout.models import ModelNotFound
 from rollout.process import ServiceFailed
@@ -51,6 +61,10 @@ def run(args: Command) -> int:
             from rollout.commands import serve
 
             return serve.run(args)
+        case HttpArgs():
+            from rollout.commands import http
+
+            return http.run(args)
         case GenerateArgs():
             from rollout.commands import generate
 

@@ -1,0 +1,124 @@
+"""The facade put together: one client, one tokenizer, one or two ports."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp
+
+from rollout.client.api import RolloutClient
+from rollout.config import InputError
+from rollout.http import metrics
+from rollout.http.chat import Chat
+from rollout.http.control import Control
+from rollout.http.data import Data, Overlong
+from rollout.http.errors import HttpError
+from rollout.http.frame import LOOPBACK, Bodies, Bounds, Handler, app_of, route
+from rollout.http.server import listen, serve, server_of
+from rollout.http.sglang import SGLang
+from rollout.http.text import Text
+from rollout.http.upstream import Upstream
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a facade listens and what it takes."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 = a free one"""
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
+    """of pause, weights, sleep; None = those of `port`"""
+    token: str | None = None
+    """that `Authorization: Bearer` must have; needed for any address but loopback"""
+    names: tuple[str, ...] = ()
+    """of the model, () = the service's own"""
+    overlong: Overlong = "refuse"
+    bounds: Bounds = Bounds()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for an address that would be open to everybody."""
+        for host in (self.host, *([self.admin_host] if self.admin_port is not None else [])):
+            if host not in LOOPBACK and self.token is None:
+                raise ValueError(f"{host} is open to other machines: give --token-file, or listen at 127.0.0.1")
+        if self.token is not None and (len(self.token) < 16 or not self.token.isascii() or not self.token.isprintable()):
+            raise ValueError("the token must be at least 16 printable ASCII characters")
+
+
+def apps(upstream: Upstream, text: Text, settings: Settings, url: str) -> tuple[ASGIApp, ASGIApp | None]:
+    """Make the applications of the main port and, if it has one of its own, of the administrators' port."""
+    bodies, names = Bodies(settings.bounds), settings.names or (upstream.info.model,)
+    data = Data(upstream, text, names, bodies, settings.bounds, settings.overlong)
+    control, sglang = Control(upstream, bodies), SGLang(data, upstream, bodies, url)
+    looks = [*control.looks(), *sglang.looks(), *metrics.routes(upstream, names[0])]
+    admin = [*control.routes(), *sglang.routes()]
+    work = [*data.routes(), *Chat(data).routes()]
+    if settings.admin_port is None:
+        return app_of([*work, *looks, *admin], settings.token), None
+    moved = [route("POST", one.path, elsewhere(one.path)) for one in admin]
+    return app_of([*work, *looks, *moved], settings.token), app_of([*admin, *looks, *data.routes()[2:]], settings.token)
+
+
+def elsewhere(path: str) -> Handler:
+    """Make the handler of a path that administrators find on their own port."""
+
+    async def refuse(request: Any) -> Any:
+        raise HttpError(403, f"{path} is on the administrators' port (--admin-port)")
+
+    return refuse
+
+
+async def run(
+    client: RolloutClient,
+    tokenizer: Any,
+    settings: Settings,
+    ready: Callable[[str, str], None],
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve until `stop`, SIGINT or SIGTERM. `ready`: called with the two URLs once it listens (the same one twice if there is
+    one port). Raises InputError for an address that cannot be bound."""
+    stop = stop or asyncio.Event()
+    raise_open_files(settings.bounds.max_connections)
+    main = listen(settings.host, settings.port)
+    admin = None if settings.admin_port is None else listen(settings.admin_host, settings.admin_port)
+    upstream = Upstream(client)
+    loop = asyncio.get_running_loop()
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+    except (RuntimeError, ValueError):  # not the main thread: whoever runs it there has `stop`
+        pass
+    try:
+        urls = url_of(main), url_of(admin or main)
+        app, admin_app = apps(upstream, Text(tokenizer), settings, urls[0])
+        servers = [(server_of(app, settings.bounds), main)]
+        if admin is not None and admin_app is not None:
+            servers.append((server_of(admin_app, settings.bounds), admin))
+        main.listen(2048)  # whoever reads the URL may connect
+        if admin is not None:
+            admin.listen(128)
+        ready(*urls)
+        await serve(servers, stop, settings.bounds, upstream.abort_own)
+    finally:
+        upstream.close()
+
+
+def url_of(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def raise_open_files(connections: int) -> None:
+    """Let this process have so many sockets. Raises InputError where the system does not."""
+    needed = connections + 256
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise InputError(f"{connections} connections need {needed} open files, the limit is {hard}: ulimit -Hn, or fewer")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -1,0 +1,254 @@
+"""From the dialects' sampling parameters to `Sampling`, in one place.
+
+A field is one of four kinds: it has a place in `Sampling`; it is neutral and asks for nothing; it asks for what is not served
+(501, with what to use instead); or nobody knows it (400). Nothing is clamped or dropped. What a later `Sampling` can do more is
+taken in by its name: `EXTRAS` are served as soon as the struct has the field.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from engine.types import MAX_PRIORITY, Limits, Sampling
+from rollout.http.errors import bad, not_served
+
+EXTRAS: dict[str, Any] = {
+    "stop": (),
+    "logit_bias": {},
+    "allowed_token_ids": None,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""fields of `Sampling` that change what is drawn, and their neutral values"""
+INSTEAD = {
+    "stop": "give stop_token_ids",
+    "logit_bias": "leave it out",
+    "allowed_token_ids": "leave it out",
+    "repetition_penalty": "set it to 1.0",
+    "presence_penalty": "set it to 0.0",
+    "frequency_penalty": "set it to 0.0",
+    "best_of": "give n",
+    "bad_words": "leave it out",
+    "structured_outputs": "ask in the prompt, and check the text",
+    "guided_json": "ask in the prompt, and check the text",
+    "guided_regex": "ask in the prompt, and check the text",
+    "guided_choice": "ask in the prompt, and check the text",
+    "response_format": "ask in the prompt, and check the text",
+    "truncate_prompt_tokens": "cut the prompt before it is sent",
+    "logits_processors": "leave it out",
+    "use_beam_search": "give n",
+    "prompt_logprobs": "score with the trainer's model (rollout.exact)",
+    "vllm_xargs": "leave it out",
+    "extra_args": "leave it out",
+    "custom_params": "leave it out",
+    "return_routed_experts": "leave it out",
+    "regex": "ask in the prompt, and check the text",
+    "ebnf": "ask in the prompt, and check the text",
+    "json_schema": "ask in the prompt, and check the text",
+}
+"""what to do where a field asks for what is not there"""
+NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", ())
+SALT = re.compile(r"(?:^|\D)(\d{1,18})$")
+
+
+class Draws(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Sampling parameters that vLLM's routes have in common, as JSON. A null is the default."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    prompt_logprobs: int | None = None
+    # asks for what is not there
+    best_of: int | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    logits_processors: list[Any] | None = None
+    use_beam_search: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    extra_args: dict[str, Any] | None = None
+    # of the text alone
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    detokenize: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    """of beam search, which is not there"""
+    output_kind: int | None = None
+    """vLLM's word for what a stream holds"""
+    routed_experts_prompt_start: int | None = None
+    """of an answer's routed experts, which are not there (verifiers sends it in any case)"""
+
+
+class SGLangDraws(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Sampling parameters of SGLang, as JSON. A null is the default."""
+
+    n: int | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    sampling_seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | None = None
+    custom_params: dict[str, Any] | None = None
+    # of the text alone
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+
+
+def refuse_what_is_not_there(asked: msgspec.Struct) -> None:
+    """Raise HttpError 501 for the first field that asks for something, and has no place in `Sampling`."""
+    for name, instead in INSTEAD.items():
+        value = getattr(asked, name, None)
+        if name in EXTRAS or value in NEUTRAL:
+            continue
+        if name == "best_of" and value == (getattr(asked, "n", None) or 1):
+            continue
+        raise not_served(f"{name}={value!r}"[:200], instead, name)
+
+
+def extras_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `Sampling` for those `EXTRAS` that ask for something. Raises HttpError 501 for one it lacks."""
+    fields = {}
+    for name, value in given.items():
+        if value is None or value == EXTRAS[name] or value in NEUTRAL:
+            continue
+        if name not in Sampling.__struct_fields__:
+            raise not_served(f"{name}={value!r}"[:200], INSTEAD[name], name)
+        fields[name] = value
+    return fields
+
+
+def stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Return stop strings as `Sampling` has them."""
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def top_k_of(top_k: int | None) -> int:
+    """Return top_k with 0 for off; dialects write 0, -1 or nothing."""
+    return 0 if top_k is None or top_k == -1 else top_k
+
+
+def max_tokens_of(asked: int | None, default: int | None, prompt_tokens: int, context: int, limits: Limits) -> int:
+    """Return the most tokens of a completion. Where nothing is asked for: `default`, or with None whatever the context of the
+    model leaves. Raises HttpError for a prompt that leaves nothing."""
+    if asked is not None:
+        return asked
+    left = context - prompt_tokens
+    if left < 1:
+        raise bad(f"prompt of {prompt_tokens} tokens: the context of {context} tokens leaves no room for one", "max_tokens")
+    return min(left if default is None else default, left, limits.max_tokens)
+
+
+def sampling_of(asked: Draws, max_tokens: int, **more: Any) -> Sampling:
+    """Make the sampling that vLLM's parameters ask for; `more`: further fields. Raises HttpError."""
+    refuse_what_is_not_there(asked)
+    extras = extras_of(
+        {
+            "stop": stops(asked.stop),
+            "logit_bias": asked.logit_bias,
+            "allowed_token_ids": None if asked.allowed_token_ids is None else tuple(asked.allowed_token_ids),
+            "repetition_penalty": asked.repetition_penalty,
+            "presence_penalty": asked.presence_penalty,
+            "frequency_penalty": asked.frequency_penalty,
+        }
+    )
+    return Sampling(
+        n=1 if asked.n is None else asked.n,
+        max_tokens=max_tokens,
+        min_tokens=asked.min_tokens or 0,
+        temperature=1.0 if asked.temperature is None else asked.temperature,
+        top_k=top_k_of(asked.top_k),
+        top_p=1.0 if asked.top_p is None else asked.top_p,
+        min_p=asked.min_p or 0.0,
+        seed=asked.seed,
+        stop_token_ids=tuple(asked.stop_token_ids or ()),
+        ignore_eos=bool(asked.ignore_eos),
+        **extras,
+        **more,
+    )
+
+
+def sglang_sampling_of(params: SGLangDraws, max_tokens: int) -> Sampling:
+    """Make the sampling that SGLang's parameters ask for. Raises HttpError."""
+    refuse_what_is_not_there(params)
+    extras = {name: getattr(params, name) for name in EXTRAS if name not in ("stop", "allowed_token_ids")}
+    return Sampling(
+        n=1 if params.n is None else params.n,
+        max_tokens=max_tokens,
+        min_tokens=params.min_new_tokens or 0,
+        temperature=1.0 if params.temperature is None else params.temperature,
+        top_k=top_k_of(params.top_k),
+        top_p=1.0 if params.top_p is None else params.top_p,
+        min_p=params.min_p or 0.0,
+        seed=params.sampling_seed,
+        stop_token_ids=tuple(params.stop_token_ids or ()),
+        ignore_eos=bool(params.ignore_eos),
+        **extras_of({"stop": stops(params.stop), **extras}),
+    )
+
+
+def top_logprobs_of(wanted: int, field: str) -> dict[str, int]:
+    """Return the fields of `Sampling` for the log-probs of so many likeliest tokens. Raises HttpError 501 where it has none."""
+    if wanted < 0:
+        raise bad(f"{field}={wanted}: must not be negative", field)
+    if wanted == 0:
+        return {}
+    if "top_logprobs" not in Sampling.__struct_fields__:
+        raise not_served(f"{field}={wanted}", f"with {field}=0 the log-prob of each drawn token comes", field)
+    return {"top_logprobs": wanted}
+
+
+def lag_of(cache_salt: str | None, version: int, limits: Limits) -> int:
+    """Return the `max_kv_lag` of a salt: the version of the weights whose KV is still good for this episode, as text that ends
+    in its number ("7", "ckpt-7"). `version`: the live one. Raises HttpError for a salt that names none."""
+    if cache_salt is None:
+        return 0
+    found = SALT.search(cache_salt)
+    if found is None:
+        raise bad(
+            f"cache_salt={cache_salt[:50]!r}: must end in the version of the weights whose KV may be used, e.g. '7'",
+            "cache_salt",
+        )
+    return min(max(0, version - int(found[1])), limits.max_kv_lag)
+
+
+def priority_of(priority: int | None) -> int:
+    """Return our priority of vLLM's, where a lower number goes first. Raises HttpError."""
+    priority = priority or 0
+    if abs(priority) > MAX_PRIORITY:
+        raise bad(f"priority={priority}: must be between -{MAX_PRIORITY} and {MAX_PRIORITY}", "priority")
+    return -priority

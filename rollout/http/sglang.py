@@ -1,0 +1,303 @@
+"""SGLang's dialect, as slime and AReaL speak it.
+
+Here a pause ends what runs ("abort", with the tokens so far): AReaL stamps an answer with the version at its end, so a sample
+that went on over new weights would be mislabelled. An answer says the version that made its last token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from engine.types import KVPolicy, Sample, Sampling
+from rollout.http.control import FILES, load_folder, refusing, wake
+from rollout.http.data import Data, json
+from rollout.http.errors import bad, not_served
+from rollout.http.frame import Bodies, only_parameters, route, unless_gone
+from rollout.http.sampling import INSTEAD, NEUTRAL, SGLangDraws, max_tokens_of, sglang_sampling_of
+from rollout.http.upstream import Upstream
+
+NEW_TOKENS = 128
+"""of /generate without max_new_tokens, as SGLang has it"""
+ELSEWHERE = {
+    "/update_weights_from_distributed": FILES.replace("/update_weights", "/update_weights_from_disk"),
+    "/update_weights_from_tensor": FILES.replace("/update_weights", "/update_weights_from_disk"),
+    "/init_weights_update_group": FILES.replace("/update_weights", "/update_weights_from_disk"),
+    "/destroy_weights_update_group": FILES.replace("/update_weights", "/update_weights_from_disk"),
+    "/unload_lora_adapter": "adapters are not loaded here",
+    "/weights_checker": "ask rollout.client.weights_status",
+    "/start_profile": "profile the service's process",
+    "/stop_profile": "profile the service's process",
+}
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of /generate."""
+
+    input_ids: list[int | list[int]] | None = None
+    text: str | list[str] | None = None
+    sampling_params: SGLangDraws | list[SGLangDraws] | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
+    stream: bool | None = None
+    rid: str | list[str] | None = None
+    model: str | None = None
+    # asks for what is not there
+    image_data: Any = None
+    lora_path: Any = None
+    return_routed_experts: bool | None = None
+    return_hidden_states: bool | None = None
+    token_ids_logprob: Any = None
+
+
+class UpdateFromDisk(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of /update_weights_from_disk."""
+
+    model_path: str
+    load_format: str | None = None
+    weight_version: str | int | None = None
+    abort_all_requests: bool = False
+    flush_cache: bool = True
+    is_async: bool = False
+    torch_empty_cache: bool = False
+    keep_pause: bool = False
+    recapture_cuda_graph: bool = False
+    token_step: int = 0
+
+
+class Pause(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of /pause_generation."""
+
+    mode: str = "abort"
+
+
+class Abort(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of /abort_request."""
+
+    rid: str | None = None
+    abort_all: bool = False
+    abort_message: str | None = None
+
+
+class Tags(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of /release_memory_occupation and /resume_memory_occupation."""
+
+    tags: list[str] | None = None
+
+
+class SGLang:
+    """The routes, over one `Upstream`.
+
+    Args:
+        url: of this facade: it is its own router, with itself as the one worker.
+    """
+
+    def __init__(self, data: Data, upstream: Upstream, bodies: Bodies, url: str) -> None:
+        self._data, self.upstream, self.bodies, self._url = data, upstream, bodies, url
+        kinds = (GenerateRequest, UpdateFromDisk, Pause, Abort, Tags)
+        self._decoders: dict[Any, Any] = {kind: msgspec.json.Decoder(kind) for kind in kinds}
+
+    def looks(self) -> list[Route]:
+        """Routes that change nothing, and the one that samples."""
+        return [
+            route("POST", "/generate", self.generate),
+            route("GET", "/health_generate", self.health),
+            route("GET", "/get_weight_version", self.weight_version),
+            route("GET", "/model_info", self.model_info),
+            route("GET", "/get_model_info", self.model_info),
+            route("GET", "/v1/loads", self.loads),
+            route("GET", "/flush_cache", self.flush_cache),
+            route("POST", "/flush_cache", self.flush_cache),
+            route("GET", "/workers", self.workers),
+        ]
+
+    def routes(self) -> list[Route]:
+        """Routes of administrators."""
+        return [
+            route("POST", "/update_weights_from_disk", self.update_from_disk),
+            route("POST", "/pause_generation", self.pause),
+            route("POST", "/continue_generation", self.resume),
+            route("POST", "/abort_request", self.abort),
+            route("POST", "/release_memory_occupation", self.release),
+            route("POST", "/resume_memory_occupation", self.take_back),
+            *(route("POST", path, refusing(path, instead)) for path, instead in ELSEWHERE.items()),
+        ]
+
+    async def generate(self, request: Request) -> Response:
+        asked: GenerateRequest = await self.bodies.decode(request, self._decoders[GenerateRequest])
+        self._data.name(asked.model)
+        refuse(asked)
+        prompts, batched = self._prompts(asked)
+        params = asked.sampling_params if isinstance(asked.sampling_params, list) else [asked.sampling_params] * len(prompts)
+        if len(params) != len(prompts):
+            raise bad(f"{len(params)} sampling_params for {len(prompts)} prompts: must be as many, or one", "sampling_params")
+        groups = [self._group(ids, one or SGLangDraws(), asked) for ids, one in zip(prompts, params, strict=True)]
+        children = await unless_gone(request, self.upstream.generate(groups))
+        answers = [
+            self._answer(sample, group, one or SGLangDraws(), bool(asked.return_logprob))
+            for group, samples, one in zip(groups, children, params, strict=True)
+            for sample in samples
+        ]
+        return json(answers if batched or len(answers) > 1 else answers[0])
+
+    def _prompts(self, asked: GenerateRequest) -> tuple[list[list[int]], bool]:
+        """Return the ids of each prompt, and whether they came as a list. Raises HttpError."""
+        if (asked.input_ids is None) == (asked.text is None):
+            raise bad("give input_ids or text, one of the two", "input_ids")
+        batched = isinstance(asked.text, list) or bool(asked.input_ids and isinstance(asked.input_ids[0], list))
+        if asked.text is not None:
+            texts = asked.text if isinstance(asked.text, list) else [asked.text]
+            prompts: Any = [self._data.text.encode(text) for text in texts]
+        else:
+            prompts = asked.input_ids if batched else [asked.input_ids]
+        if any(isinstance(id, list) for ids in prompts if isinstance(ids, list) for id in ids) or not all(
+            isinstance(ids, list) for ids in prompts
+        ):
+            raise bad("input_ids must be token ids, or a list of prompts that are", "input_ids")
+        if not 1 <= len(prompts) <= self._data.bounds.max_prompts:
+            raise bad(f"{len(prompts)} prompts: must be 1 to {self._data.bounds.max_prompts} (max_prompts)", "input_ids")
+        return prompts, batched
+
+    def _group(self, ids: list[int], params: SGLangDraws, asked: GenerateRequest) -> tuple[np.ndarray, Sampling]:
+        start = asked.logprob_start_len
+        if start is not None and start != -1 and start < len(ids):
+            raise not_served("logprob_start_len", INSTEAD["prompt_logprobs"], "logprob_start_len")
+        info = self.upstream.info
+        tokens = max_tokens_of(params.max_new_tokens, NEW_TOKENS, len(ids), info.context, info.limits)
+        sampling = sglang_sampling_of(params, tokens)
+        return self.upstream.check(ids, sampling), sampling
+
+    def _answer(
+        self, sample: Sample, group: tuple[np.ndarray, Sampling], params: SGLangDraws, logprobs: bool
+    ) -> dict[str, Any]:
+        ids = sample.token_ids.tolist()
+        shown = ids
+        if sample.finish_reason == "stop" and ids and params.no_stop_trim is not True:
+            shown = ids[:-1]
+        meta: dict[str, Any] = {
+            "id": sample.group_id,
+            "finish_reason": finish_reason(sample, ids),
+            "prompt_tokens": len(group[0]),
+            "completion_tokens": len(ids),
+            "cached_tokens": 0,
+            "e2e_latency": sample.seconds,
+            "weight_version": str(sample.weight_versions[-1][1] if sample.weight_versions else self.upstream.version),
+            "weight_versions": sample.weight_versions,
+        }
+        if logprobs:
+            meta["output_token_logprobs"] = [
+                [logprob, id, None] for logprob, id in zip(sample.logprobs.tolist(), ids, strict=True)
+            ]
+            meta["input_token_logprobs"] = []
+        text = self._data.text.decode(shown, params.skip_special_tokens is not False)
+        return {"text": text, "output_ids": ids, "meta_info": meta, "index": sample.index}
+
+    async def health(self, request: Request) -> Response:
+        await self.upstream.status()
+        return json({"status": "ok"})
+
+    async def weight_version(self, request: Request) -> Response:
+        await self.upstream.status()
+        return json({"weight_version": str(self.upstream.version)})
+
+    async def model_info(self, request: Request) -> Response:
+        await self.upstream.status()
+        model = self.upstream.info.model
+        return json(
+            {"model_path": model, "tokenizer_path": model, "is_generation": True, "weight_version": str(self.upstream.version)}
+        )
+
+    async def loads(self, request: Request) -> Response:
+        only_parameters(request, "include", "dp_rank")
+        status = await self.upstream.status()
+        running, waiting = int(status.get("running", 0)), int(status.get("waiting", 0))
+        load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}
+        load |= {"num_total_reqs": running + waiting, "num_reqs": running + waiting}
+        total = {"total_reqs": running + waiting, "total_running_reqs": running, "total_waiting_reqs": waiting}
+        return json({"loads": [load], "aggregate": total, "num_reqs": running + waiting, "num_total_reqs": running + waiting})
+
+    async def flush_cache(self, request: Request) -> Response:
+        """Nothing to do: KV knows which weights made it, and none of others is used without being asked for."""
+        return json({"success": True})
+
+    async def workers(self, request: Request) -> Response:
+        worker = {"id": "0", "url": self._url, "worker_type": "regular", "is_healthy": True}
+        return json({"workers": [worker], "total": 1, "urls": [self._url]})
+
+    async def update_from_disk(self, request: Request) -> Response:
+        asked: UpdateFromDisk = await self.bodies.decode(request, self._decoders[UpdateFromDisk])
+        if asked.load_format not in (None, "auto", "safetensors"):
+            raise not_served(f"load_format={asked.load_format!r}"[:200], "write safetensors", "load_format")
+        version = str(asked.weight_version) if asked.weight_version is not None else ""
+        kv: KVPolicy = "abort" if asked.abort_all_requests else "recompute" if asked.flush_cache else "keep"
+        self.upstream.kv = kv
+        live = await load_folder(
+            self.upstream, asked.model_path, int(version) if version.isdecimal() and len(version) < 19 else None
+        )
+        return json(
+            {"success": True, "message": f"version {live} is live", "num_paused_requests": 0, "weight_version": str(live)}
+        )
+
+    async def pause(self, request: Request) -> Response:
+        asked: Pause = await self.bodies.decode(request, self._decoders[Pause])
+        if asked.mode not in ("abort", "in_place", "retract"):
+            raise bad(f"mode={asked.mode!r}: must be abort, in_place or retract"[:200], "mode")
+        await self.upstream.control(self.upstream.client.pause)
+        if asked.mode == "abort":
+            await self.upstream.control(self.upstream.client.abort_all)
+        self.upstream.kv = "keep" if asked.mode == "in_place" else "recompute"
+        return json({"status": "ok", "success": True})
+
+    async def resume(self, request: Request) -> Response:
+        await self.bodies.read(request)
+        await self.upstream.control(self.upstream.client.resume)
+        return json({"status": "ok", "success": True})
+
+    async def abort(self, request: Request) -> Response:
+        asked: Abort = await self.bodies.decode(request, self._decoders[Abort])
+        if not asked.abort_all:
+            raise not_served("rid", "hang up the request, or give abort_all", "rid")
+        return json({"success": True, "aborted": self.upstream.abort_own()})
+
+    async def release(self, request: Request) -> Response:
+        asked: Tags = await self.bodies.decode(request, self._decoders[Tags])
+        if asked.tags:
+            raise not_served("tags", "leave it out: weights and KV go together, and may come back apart", "tags")
+        return json({"success": True, "freed_bytes": await self.upstream.control(self.upstream.client.sleep)})
+
+    async def take_back(self, request: Request) -> Response:
+        asked: Tags = await self.bodies.decode(request, self._decoders[Tags])
+        await wake(self.upstream, asked.tags)
+        return json({"success": True})
+
+
+def refuse(asked: GenerateRequest) -> None:
+    """Raise HttpError 501 for what is not there."""
+    wanted: dict[str, str] = {
+        "stream": "leave it out: the answer comes when the sample has ended",
+        "image_data": "send text alone",
+        "lora_path": "merge the adapter into the weights",
+        "return_routed_experts": "leave it out",
+        "return_hidden_states": "leave it out",
+        "token_ids_logprob": "leave it out",
+        "top_logprobs_num": "leave it out: the log-prob of each drawn token comes",
+    }
+    for name, instead in wanted.items():
+        if getattr(asked, name) not in (*NEUTRAL, 0):
+            raise not_served(name, instead, name)
+
+
+def finish_reason(sample: Sample, ids: list[int]) -> dict[str, Any]:
+    """Tell how a sample ended, as SGLang does."""
+    if sample.finish_reason == "stop":
+        return {"type": "stop", "matched": ids[-1] if ids else None}
+    if sample.finish_reason == "length":
+        return {"type": "length", "length": len(ids)}
+    return {"type": "abort", "message": f"the sample ended as {sample.finish_reason!r}"}

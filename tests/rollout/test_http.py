@@ -1,0 +1,612 @@
+"""The facade's routes, over a real engine with a tiny model: what dialects ask, and what they read of the answer."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+
+from engine.engine import Engine
+from engine.types import Limits, Sampling
+from rollout.client.api import RolloutClient
+from rollout.config import Config
+from tests.support.facade import Facade, facade
+from tests.support.waiting import until
+from tests.support.wire import serving
+
+pytest.importorskip("starlette", reason="pip install 'rollout[http]'")
+pytest.importorskip("uvicorn", reason="pip install 'rollout[http]'")
+pytest.importorskip("httptools", reason="pip install 'rollout[http]'")
+
+PROMPT = [5, 6, 7, 8]
+LIMITS = Limits(max_n=16, max_stop_token_ids=4)
+
+
+class Stack(msgspec.Struct):
+    """Engine, service, client and facade."""
+
+    engine: Any
+    client: RolloutClient
+    facade: Facade
+    http: httpx.Client
+    submitted: list[Any]
+    """groups that the engine was given"""
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return self.http.post(path, json={} if body is None else body, **options)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        return self.ok("/v1/completions", {"prompt": PROMPT, "max_tokens": 6, "seed": 3, **body})
+
+    def ok(self, path: str, body: Any = None, **options: Any) -> dict[str, Any]:
+        response = self.post(path, body, **options)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def sample(self, n: int = 1, **sampling: Any) -> list[Any]:
+        options = {"max_tokens": 6, "seed": 3, **sampling}
+        return self.client.submit(PROMPT, Sampling(n=n, **options)).result(60)
+
+
+@pytest.fixture(scope="module")
+def stack(tiny_config: Config, tiny_model: Path) -> Iterator[Stack]:
+    engine = Engine(tiny_config.engine, limits=LIMITS)
+    submitted: list[Any] = []
+    submit = engine.submit
+    engine.submit = lambda group, client="": (submitted.append(group), submit(group, client))[1]  # type: ignore[method-assign]
+    with (
+        serving(engine, limits=LIMITS) as service,
+        RolloutClient(service.endpoint) as client,
+        facade(client, tiny_model, names=("tiny", "other")) as running,
+        httpx.Client(base_url=running.url, timeout=60) as http,
+    ):
+        yield Stack(engine, client, running, http, submitted)
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error, which must have the form of every dialect."""
+    body = response.json()
+    assert set(body["error"]) == {"message", "type", "param", "code"} and body["error"]["code"] == response.status_code
+    assert body["object"] == "error" and body["message"] == body["error"]["message"] and body["success"] is False
+    return body["error"]
+
+
+# vLLM, data plane
+
+
+def test_completions_have_the_service_s_tokens_and_log_probs(stack: Stack) -> None:
+    answer = stack.complete(model="tiny", n=3, logprobs=0, return_token_ids=True, return_tokens_as_token_ids=True)
+    samples = stack.sample(n=3)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    for choice, sample in zip(answer["choices"], samples, strict=True):
+        ids = sample.token_ids.tolist()
+        assert choice["token_ids"] == ids and choice["prompt_token_ids"] == PROMPT
+        assert np.array_equal(np.array(choice["logprobs"]["token_logprobs"], np.float32), sample.logprobs)
+        assert choice["logprobs"]["tokens"] == [f"token_id:{id}" for id in ids]
+        assert choice["logprobs"]["top_logprobs"][0] == {f"token_id:{ids[0]}": choice["logprobs"]["token_logprobs"][0]}
+        assert choice["finish_reason"] == sample.finish_reason and choice["weight_versions"] == [[0, 0]]
+    total = sum(len(sample.token_ids) for sample in samples)
+    assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": total, "total_tokens": 4 + total}
+    assert (answer["object"], answer["model"]) == ("text_completion", "tiny")
+
+
+def test_completions_take_text_and_lists_prompt_major(stack: Stack) -> None:
+    answer = stack.complete(prompt=["ab", [5, 6, 7, 8]], n=2, return_token_ids=True, logprobs=0)
+    prompts = [choice["prompt_token_ids"] for choice in answer["choices"]]
+    ids = stack.ok("/tokenize", {"prompt": "ab"})["tokens"]
+    assert prompts == [ids, ids, PROMPT, PROMPT] and [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    for choice in answer["choices"]:
+        tokens = choice["logprobs"]["tokens"]
+        assert len(tokens) == len(choice["token_ids"]) and not any(token.startswith("token_id:") for token in tokens)
+        assert choice["logprobs"]["text_offset"] == [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+
+
+def test_without_max_tokens_each_route_has_its_dialect_s(stack: Stack) -> None:
+    greedy = {"temperature": 0, "ignore_eos": True}
+    answer = stack.complete(max_tokens=None, return_token_ids=True, **greedy)
+    assert len(answer["choices"][0]["token_ids"]) == 16
+    with httpx.Client(base_url=stack.facade.url, timeout=60) as http:
+        body = {"input_ids": PROMPT, "sampling_params": {**greedy}}
+        assert len(http.post("/generate", json=body).json()["output_ids"]) == 128
+    prompt = [5] * (stack.client.info.context - 3)  # generate: all that the context leaves
+    answer = stack.ok("/inference/v1/generate", {"token_ids": prompt, "sampling_params": greedy})
+    assert len(answer["choices"][0]["token_ids"]) == 3 and answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("top_k", [None, 0, -1])
+def test_top_k_is_off_in_every_dialect(stack: Stack, top_k: int | None) -> None:
+    assert stack.complete(top_k=top_k, return_token_ids=True)["choices"][0]["token_ids"] == stack.sample()[0].token_ids.tolist()
+
+
+def test_what_trl_s_worker_sends(stack: Stack) -> None:
+    body = {
+        "model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+        "repetition_penalty": 1.0, "n": 1, "return_token_ids": True, "logprobs": 0, "seed": 2**63 - 1,
+    }  # fmt: skip
+    (choice,) = stack.ok("/v1/completions", body)["choices"]
+    (sample,) = stack.sample(seed=2**63 - 1)
+    assert choice["token_ids"] == sample.token_ids.tolist()
+    assert choice["logprobs"]["token_logprobs"] == sample.logprobs.tolist()
+
+
+def test_generate_sends_the_superset_of_its_versions(stack: Stack) -> None:
+    params = {"max_tokens": 6, "seed": 3, "logprobs": 1, "stop_token_ids": [9], "skip_special_tokens": False}
+    params |= {"routed_experts_prompt_start": 3}
+    body = {
+        "model": "tiny",
+        "token_ids": PROMPT,
+        "sampling_params": params,
+        "cache_salt": "0",
+        "priority": 0,
+        "return_token_ids": True,
+    }
+    answer = stack.ok("/inference/v1/generate", body, headers={"X-Session-ID": "s"})
+    (choice,), (sample,) = answer["choices"], stack.sample(stop_token_ids=(9,))
+    assert choice["token_ids"] == sample.token_ids.tolist() and answer["prompt_token_ids"] == PROMPT
+    for entry, id, logprob in zip(choice["logprobs"]["content"], choice["token_ids"], sample.logprobs.tolist(), strict=True):
+        assert entry == {"token": f"token_id:{id}", "token_id": id, "logprob": logprob, "top_logprobs": []}
+        assert math.isfinite(logprob) and logprob != -9999.0
+    assert isinstance(answer["request_id"], str) and answer["request_id"]
+
+
+def test_a_stop_token_is_told(stack: Stack) -> None:
+    (sample,) = stack.sample(max_tokens=20, ignore_eos=True)
+    stop = int(sample.token_ids[3])
+    (choice,) = stack.complete(max_tokens=20, ignore_eos=True, stop_token_ids=[stop], return_token_ids=True)["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"], choice["token_ids"][-1]) == ("stop", stop, stop)
+
+
+def test_a_stream_is_the_same_answer_in_chunks(stack: Stack) -> None:
+    whole = stack.complete(n=2)
+    response = stack.post("/v1/completions", {
+        "prompt": PROMPT, "max_tokens": 6, "seed": 3, "n": 2, "stream": True, "stream_options": {"include_usage": True},
+    })  # fmt: skip
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    chunks = [json.loads(line) for line in lines[:-1]]
+    assert lines[-1] == "[DONE]" and response.headers["content-type"].startswith("text/event-stream")
+    assert [chunk["choices"][0]["text"] for chunk in chunks[:2]] == [choice["text"] for choice in whole["choices"]]
+    assert chunks[-1]["usage"] == whole["usage"] and chunks[-1]["choices"] == []
+
+
+def test_models_are_cards_with_the_context(stack: Stack) -> None:
+    cards = stack.http.get("/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["tiny", "other"]
+    assert all(card["max_model_len"] == stack.client.info.context and card["object"] == "model" for card in cards)
+    assert stack.complete(model="other")["model"] == "other"
+    assert error_of(stack.post("/v1/completions", {"model": "gpt", "prompt": [1]}))["type"] == "not_found_error"
+
+
+def test_metrics_have_vllm_s_names(stack: Stack) -> None:
+    text = stack.http.get("/metrics").text
+    values = {line.split(" ")[0]: float(line.split(" ")[1]) for line in text.splitlines() if not line.startswith("#")}
+    of = {name.split("{")[0]: value for name, value in values.items()}
+    assert of["vllm:num_requests_running"] == 0 and of["vllm:num_requests_waiting"] == 0
+    assert 0 <= of["vllm:kv_cache_usage_perc"] <= 1 and of["vllm:generation_tokens_total"] > 0
+    assert any('reason="capacity"' in name for name in values) and all('engine="0"' in name for name in values)
+    (info,) = [name for name in values if name.startswith("vllm:cache_config_info")]
+    assert 'kv_cache_size_tokens="65536"' in info
+
+
+# a salt is a version of weights
+
+
+@pytest.mark.parametrize(("salt", "live", "lag"), [(None, 9, 0), ("7", 9, 2), ("ckpt-7", 9, 2), ("9", 9, 0), ("12", 9, 0)])
+def test_a_salt_is_the_lag_that_an_episode_allows(salt: str | None, live: int, lag: int) -> None:
+    from rollout.http.sampling import lag_of
+
+    assert lag_of(salt, live, Limits()) == lag
+
+
+def test_the_service_gets_the_lag(stack: Stack) -> None:
+    live = stack.client.status()["version"]
+    stack.http.get("/weight_info")
+    stack.ok("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}, "cache_salt": "0"})
+    assert stack.submitted[-1].sampling.max_kv_lag == live
+
+
+# what is refused never reaches the service
+
+BAD: list[tuple[str, Any, int]] = [
+    ("/v1/completions", {"prompt": PROMPT, "wrong": 1}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "n": "3"}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "n": 0}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "n": 17}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "n": 2**70}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "max_tokens": 0}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "max_tokens": 10**9}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "temperature": -1}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "top_p": 0}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "top_k": -2}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "seed": -1}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "seed": 2**63}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "stop_token_ids": [99999]}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "stop_token_ids": [1] * 5}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "logprobs": -1}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "cache_salt": "secret"}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "priority": 10**9}, 400),
+    ("/v1/completions", {}, 400),
+    ("/v1/completions", {"prompt": []}, 400),
+    ("/v1/completions", {"prompt": [[]]}, 400),
+    ("/v1/completions", {"prompt": [-1]}, 400),
+    ("/v1/completions", {"prompt": [2**40]}, 400),
+    ("/v1/completions", {"prompt": [1.5]}, 400),
+    ("/v1/completions", {"prompt": [True]}, 400),
+    ("/v1/completions", {"prompt": [1, "a"]}, 400),
+    ("/v1/completions", {"prompt": [[1], 2]}, 400),
+    ("/v1/completions", {"prompt": [[1, "a"]]}, 400),
+    ("/v1/completions", {"prompt": [[[1]]]}, 400),
+    ("/v1/completions", {"prompt": [[1]] * 5000}, 400),
+    ("/v1/completions", {"prompt": [1] * 9000}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "echo": True}, 501),
+    ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 1}, 501),
+    ("/v1/completions", {"prompt": PROMPT, "best_of": 4}, 501),
+    ("/v1/completions", {"prompt": PROMPT, "structured_outputs": {"regex": "a"}}, 501),
+    ("/inference/v1/generate", {"token_ids": PROMPT}, 400),
+    ("/inference/v1/generate", {"token_ids": "text", "sampling_params": {}}, 400),
+    ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}, 400),
+    ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"n": [1]}}, 400),
+    ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"wrong": 1}}, 400),
+    ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {}, "features": {"a": 1}}, 501),
+    ("/v1/chat/completions", {"messages": []}, 400),
+    ("/v1/chat/completions", {"messages": [{"content": "no role"}]}, 400),
+    ("/v1/chat/completions", {"messages": "text"}, 400),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": 7}]}, 400),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 501),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}, 501),
+    ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, 400),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tokenize": True}}, 400),
+    ("/tokenize", {}, 400),
+    ("/tokenize", {"prompt": "a", "messages": []}, 400),
+    ("/detokenize", {"tokens": [-1]}, 400),
+    ("/detokenize", {"tokens": [10**9]}, 400),
+    ("/detokenize", {"tokens": "a"}, 400),
+    ("/generate", {}, 400),
+    ("/generate", {"input_ids": PROMPT, "text": "a"}, 400),
+    ("/generate", {"input_ids": [1, [2]]}, 400),
+    ("/generate", {"input_ids": PROMPT, "sampling_params": [{}, {}]}, 400),
+    ("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": -3}}, 400),
+    ("/generate", {"input_ids": PROMPT, "sampling_params": {"wrong": 1}}, 400),
+    ("/generate", {"input_ids": PROMPT, "sampling_params": {"json_schema": "{}"}}, 501),
+    ("/generate", {"input_ids": PROMPT, "stream": True}, 501),
+    ("/generate", {"input_ids": PROMPT, "logprob_start_len": 0}, 501),
+    ("/generate", {"input_ids": PROMPT, "lora_path": "a"}, 501),
+    ("/update_weights", {"weight_dir": "/no/such/folder"}, 400),
+    ("/update_weights", {"weight_dir": ""}, 400),
+    ("/update_weights", {"weight_dir": "a\0b"}, 400),
+    ("/update_weights", {"weight_dir": 3}, 400),
+    ("/update_weights", {"weight_dir": None}, 501),
+    ("/update_weights", {"update_info": {"names": []}}, 501),
+    ("/init_weight_transfer_engine", {"init_info": {}}, 501),
+    ("/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}, 501),
+    ("/collective_rpc", {"method": "x"}, 501),
+    ("/update_weights_from_disk", {}, 400),
+    ("/update_weights_from_disk", {"model_path": "/no/such/folder"}, 400),
+    ("/update_weights_from_disk", {"model_path": "a", "load_format": "dummy"}, 501),
+    ("/update_weights_from_tensor", {}, 501),
+    ("/pause_generation", {"mode": "never"}, 400),
+    ("/abort_request", {"rid": "a"}, 501),
+    ("/abort_requests", {"request_ids": ["a"]}, 501),
+    ("/resume_memory_occupation", {"tags": ["all"]}, 400),
+    ("/release_memory_occupation", {"tags": 3}, 400),
+    ("/reset_prefix_cache", {"reset_running_requests": True}, 501),
+    ("/pause?mode=soft", None, 400),
+    ("/pause?mode=keep&wrong=1", None, 400),
+    ("/pause?mode=keep&clear_cache=maybe", None, 400),
+    ("/sleep?level=3", None, 400),
+    ("/sleep?tags=weights", None, 501),
+    ("/wake_up?tags=kv_cache", None, 400),
+    ("/wake_up?tags=all", None, 400),
+    ("/release_memory_occupation", {"tags": ["weights"]}, 501),
+    ("/no/such/path", None, 404),
+    ("/v1/models", None, 405),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status"), BAD, ids=[f"{path}-{i}" for i, (path, _, _) in enumerate(BAD)])
+def test_bad_input_is_refused_in_the_dialect_s_form(stack: Stack, path: str, body: Any, status: int) -> None:
+    before = len(stack.submitted)
+    response = stack.post(path, body)
+    assert response.status_code == status, response.text
+    error = error_of(response)
+    assert error["message"] and len(error["message"]) < 1000
+    assert len(stack.submitted) == before, "the service saw it"
+    assert stack.client.status()["state"] == "running"
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b'"a"', b"\xff\xfe", b'{"prompt": NaN}', b"[" * 100_000, b'{"prompt": ' + b"[" * 50_000, b"\0"]
+)
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/inference/v1/generate", "/generate", "/v1/chat/completions", "/update_weights"]
+)
+def test_what_is_no_json_is_refused(stack: Stack, path: str, content: bytes) -> None:
+    response = stack.http.post(path, content=content)
+    assert response.status_code == 400 and error_of(response)["type"] == "invalid_request_error"
+
+
+def test_a_good_request_reaches_the_service(stack: Stack) -> None:
+    """The control of the tests above: what they count does count."""
+    before = len(stack.submitted)
+    stack.complete()
+    assert len(stack.submitted) == before + 1
+
+
+def test_what_sampling_lacks_is_refused_and_its_neutral_values_are_not(stack: Stack) -> None:
+    neutral = {
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "stop": [],
+        "best_of": 1,
+    }
+    stack.complete(**neutral, use_beam_search=False, skip_special_tokens=True, user="me")
+    wanted = {
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "logit_bias": {"5": 1.0},
+        "stop": "x",
+    }
+    for name, value in wanted.items():
+        response = stack.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, name: value})
+        served = name in Sampling.__struct_fields__
+        assert response.status_code == (200 if served else 501), response.text
+        assert served or error_of(response)["param"] == name
+
+
+# pauses, sleep, weights
+
+
+@pytest.fixture
+def running_request(stack: Stack) -> Iterator[Callable[[], httpx.Response]]:
+    """A long request in a thread; the result waits for its answer."""
+    answers: list[httpx.Response] = []
+    body = {"prompt": PROMPT, "max_tokens": 700, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}
+    thread = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{stack.facade.url}/v1/completions", json=body, timeout=120))
+    )
+    before = stack.client.status()["generated_tokens"]
+    thread.start()
+    until(lambda: stack.client.status()["generated_tokens"] > before)
+
+    def result() -> httpx.Response:
+        thread.join(120)
+        return answers[0]
+
+    yield result
+    stack.client.abort_all()
+    thread.join(120)
+    assert not thread.is_alive()
+
+
+def test_pause_abort_ends_what_runs_with_what_it_has(stack: Stack, running_request: Callable[[], httpx.Response]) -> None:
+    assert stack.ok("/pause?mode=abort")["status"] == "paused"
+    (choice,) = running_request().json()["choices"]
+    assert choice["finish_reason"] == "abort" and len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) > 0
+    assert stack.http.get("/is_paused").json() == {"is_paused": True}
+    assert stack.ok("/resume")["status"] == stack.ok("/resume")["status"] == "resumed"  # prime-rl repeats it
+    assert stack.http.get("/is_paused").json() == {"is_paused": False}
+    stack.complete()
+
+
+def test_pause_keep_lets_go_on(stack: Stack, running_request: Callable[[], httpx.Response]) -> None:
+    assert stack.ok("/pause?mode=keep&clear_cache=false")["mode"] == "keep"
+    stack.ok("/resume")
+    assert running_request().json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_pause_wait_lets_it_finish(stack: Stack, running_request: Callable[[], httpx.Response]) -> None:
+    stack.ok("/pause?mode=wait")
+    assert running_request().json()["choices"][0]["finish_reason"] == "length"
+    stack.ok("/resume")
+
+
+def test_sglang_s_pause_aborts(stack: Stack, running_request: Callable[[], httpx.Response]) -> None:
+    stack.ok("/pause_generation")
+    assert running_request().json()["choices"][0]["finish_reason"] == "abort"
+    stack.ok("/continue_generation")
+
+
+def test_abort_request_ends_what_runs(stack: Stack, running_request: Callable[[], httpx.Response]) -> None:
+    assert stack.http.get("/v1/loads?include=core").json()["loads"][0]["num_total_reqs"] == 1
+    assert stack.ok("/abort_request", {"abort_all": True})["aborted"] == 1
+    assert running_request().json()["choices"][0]["finish_reason"] == "abort"
+    until(lambda: stack.http.get("/v1/loads").json()["num_total_reqs"] == 0)
+
+
+def test_whoever_hangs_up_leaves_nothing_running(stack: Stack) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 8000, "ignore_eos": True}
+    before = stack.client.status()["generated_tokens"]
+    with httpx.Client(base_url=stack.facade.url, timeout=httpx.Timeout(60, read=0.5)) as http, pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json=body)
+    until(lambda: stack.client.status()["running"] == 0)
+    assert stack.client.status()["generated_tokens"] - before < 8000
+
+
+def weights(stack: Stack, folder: Path, factor: float) -> Path:
+    """A folder with the live weights times a factor."""
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir(parents=True)
+    source = Path(stack.client.info.model)
+    save_file(
+        {name: tensor * factor for name, tensor in load_file(source / "model.safetensors").items()},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+def test_weights_of_a_folder_as_prime_rl_sends_them(stack: Stack, tmp_path: Path) -> None:
+    old, live = stack.sample()[0], stack.client.status()["version"]
+    folder = weights(stack, tmp_path / f"step_{live + 5}", 3.0)
+    (folder / "NCCL_READY").touch()
+    stack.ok("/pause?mode=keep&clear_cache=false")
+    assert stack.ok("/update_weights", {"weight_dir": str(folder)}) == {"status": "ok", "weight_version": str(live + 5)}
+    stack.ok("/resume")
+    (choice,) = stack.complete(return_token_ids=True, logprobs=0)["choices"]
+    assert choice["weight_versions"] == [[0, live + 5]]
+    assert choice["logprobs"]["token_logprobs"] != old.logprobs.tolist()
+    assert stack.http.get("/weight_info").json() == {"weight_version": str(live + 5)}
+    # slime: a version of its own that is not above the live one is replaced by the next
+    answer = stack.ok("/update_weights_from_disk", {"model_path": str(folder), "weight_version": "1"})
+    assert answer["success"] is True and stack.http.get("/get_weight_version").json() == {"weight_version": str(live + 6)}
+
+
+def test_sleep_and_wake(stack: Stack) -> None:
+    assert stack.ok("/sleep?level=1")["status"] == "sleeping"
+    assert stack.http.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert error_of(stack.post("/sleep?level=1"))["type"] == "invalid_request"
+    stack.ok("/wake_up")
+    assert stack.http.get("/is_sleeping").json() == {"is_sleeping": False}
+    stack.ok("/release_memory_occupation")
+    stack.ok("/resume_memory_occupation", {"tags": None})
+    stack.ok("/sleep")
+    stack.ok("/wake_up?tags=weights")
+    assert stack.client.status()["asleep"] == ["kv"]
+    stack.ok("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+    stack.complete()
+
+
+def test_what_probes_read(stack: Stack) -> None:
+    assert stack.http.get("/health").status_code == stack.http.get("/health_generate").status_code == 200
+    assert stack.http.get("/liveness").json() == {"status": "ok"}
+    assert stack.http.get("/get_world_size").json() == {"world_size": 1}
+    assert stack.ok("/reset_prefix_cache")["success"] is True and stack.http.get("/flush_cache").status_code == 200
+    info = stack.http.get("/server_info", params={"config_format": "json"}).json()
+    assert info["vllm_config"]["model_config"] == {
+        "model": stack.client.info.model, "dtype": "torch.float32", "logprobs_mode": "processed_logprobs",
+        "max_model_len": stack.client.info.context,
+    }  # fmt: skip
+    assert info["vllm_config"]["parallel_config"]["data_parallel_size"] == 1
+    assert (info["tp_size"], info["pp_size"], info["ep_size"], info["enable_memory_saver"]) == (1, 1, 1, False)
+    (worker,) = stack.http.get("/workers").json()["workers"]
+    assert worker["url"] == stack.facade.url
+
+
+# SGLang
+
+
+def test_generate_of_sglang(stack: Stack) -> None:
+    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 6, "stop": None, "stop_token_ids": None}
+    params |= {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False, "sampling_seed": 3}
+    answer = stack.ok("/generate", {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True})
+    (sample,) = stack.sample()
+    meta = answer["meta_info"]
+    assert [id for _, id, _ in meta["output_token_logprobs"]] == sample.token_ids.tolist() == answer["output_ids"]
+    assert [logprob for logprob, _, _ in meta["output_token_logprobs"]] == sample.logprobs.tolist()
+    assert meta["finish_reason"]["type"] == sample.finish_reason and meta["prompt_tokens"] == 4
+    assert meta["completion_tokens"] == len(sample.token_ids)
+    assert meta["weight_version"] == str(sample.weight_versions[-1][1])
+
+
+def test_generate_of_sglang_in_batches(stack: Stack) -> None:
+    params = [{"max_new_tokens": 2, "ignore_eos": True}, {"max_new_tokens": 3, "ignore_eos": True}]
+    answers = stack.ok("/generate", {"input_ids": [PROMPT, [9]], "sampling_params": params})
+    assert [answer["meta_info"]["completion_tokens"] for answer in answers] == [2, 3]
+    answers = stack.ok("/generate", {"text": "ab", "sampling_params": {"n": 2, "max_new_tokens": 2}})
+    assert [answer["index"] for answer in answers] == [0, 1]
+
+
+# chat
+
+
+def chat(stack: Stack, messages: list[dict[str, Any]], **body: Any) -> dict[str, Any]:
+    options = {"messages": messages, "max_tokens": 5, "seed": 1, "return_token_ids": True, **body}
+    return stack.ok("/v1/chat/completions", options, headers={"X-Session-ID": "one"})
+
+
+def test_chat_speaks_through_the_template(stack: Stack) -> None:
+    answer = chat(stack, [{"role": "user", "content": "ab"}], logprobs=True, n=2)
+    wanted = stack.ok("/tokenize", {"messages": [{"role": "user", "content": "ab"}]})["tokens"]
+    assert answer["prompt_token_ids"] == wanted and answer["object"] == "chat.completion"
+    assert stack.ok("/detokenize", {"tokens": wanted})["prompt"] == "<s>user\nab</s><s>assistant\n"
+    for choice in answer["choices"]:
+        assert choice["message"]["role"] == "assistant" and isinstance(choice["message"]["content"], str)
+        assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
+        assert choice["message"]["generation_token_ids"] == choice["token_ids"]
+    parts = chat(stack, [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])
+    assert parts["prompt_token_ids"] == wanted
+
+
+def turn_after(stack: Stack, first: dict[str, Any], **body: Any) -> tuple[list[int], list[int]]:
+    """Ids of the first turn, and of the prompt of the second."""
+    message = {name: first["choices"][0]["message"].get(name) for name in ("role", "content", "refusal")}
+    more = [{"role": "user", "content": "ab"}, message, {"role": "user", "content": "and"}]
+    exact = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
+    return exact, chat(stack, more, **body)["prompt_token_ids"]
+
+
+def test_earlier_turns_keep_their_exact_ids(stack: Stack) -> None:
+    """Random bytes do not survive text: encoded anew, the first turn would have other ids."""
+    first = chat(stack, [{"role": "user", "content": "ab"}], ignore_eos=True, max_tokens=12)
+    exact, prompt = turn_after(stack, first)
+    assert prompt[: len(exact)] == exact
+    tail = stack.ok("/detokenize", {"tokens": prompt[len(exact) :]})["prompt"]
+    assert tail == "</s><s>user\nand</s><s>assistant\n"
+    text = first["choices"][0]["message"]["content"]
+    anew = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": text}, {"role": "user", "content": "and"}]
+    assert stack.ok("/tokenize", {"messages": anew})["tokens"] != prompt  # the control
+
+
+def test_ids_that_come_along_with_a_message_are_taken(stack: Stack) -> None:
+    first = chat(stack, [{"role": "user", "content": "ab"}], ignore_eos=True, max_tokens=12)
+    message = first["choices"][0]["message"]
+    more = [{"role": "user", "content": "ab"}, message, {"role": "user", "content": "and"}]
+    body = {"messages": more, "max_tokens": 1, "return_token_ids": True}
+    prompt = stack.ok("/v1/chat/completions", body)["prompt_token_ids"]  # of no session
+    exact = message["prompt_token_ids"] + message["generation_token_ids"]
+    assert prompt[: len(exact)] == exact
+
+
+def test_another_session_s_ids_are_not_taken(stack: Stack) -> None:
+    first = chat(stack, [{"role": "user", "content": "ab"}], ignore_eos=True, max_tokens=12, seed=4)
+    more = [
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": first["choices"][0]["message"]["content"]},
+        {"role": "user", "content": "and"},
+    ]
+    body = {"messages": more, "max_tokens": 1, "return_token_ids": True}
+    prompt = stack.ok("/v1/chat/completions", body, headers={"X-Session-ID": "two"})["prompt_token_ids"]
+    assert prompt == stack.ok("/tokenize", {"messages": more})["tokens"]
+
+
+def test_kept_turns_are_bounded() -> None:
+    from rollout.http.splice import Turns
+
+    turns = Turns(most_tokens=100)
+    for i in range(50):
+        turns.keep("s", [{"role": "assistant", "content": str(i)}], {}, np.zeros(10, np.int32))
+    found = [turns.find("s", [{"role": "assistant", "content": str(i)}], {}) is not None for i in range(50)]
+    assert found == [False] * 40 + [True] * 10
+
+
+def test_tool_calls_are_read() -> None:
+    from rollout.http.chat import tool_calls
+
+    text = 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>{"name": "go"}</tool_call>'
+    content, calls = tool_calls(text)
+    assert content == "So:" and [call["function"] for call in calls] == [
+        {"name": "add", "arguments": '{"a":1}'}, {"name": "go", "arguments": "{}"}
+    ]  # fmt: skip
+    for broken in ("<tool_call>{no json}</tool_call>", '<tool_call>{"nam": 1}</tool_call>', "plain"):
+        assert tool_calls(broken) == (broken, [])
+
+
+def test_a_chat_stream_holds_the_same_message(stack: Stack) -> None:
+    messages = [{"role": "user", "content": "ab"}]
+    whole = chat(stack, messages)
+    response = stack.post("/v1/chat/completions", {"messages": messages, "max_tokens": 5, "seed": 1, "stream": True})
+    chunks = [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n")[:-2]]
+    assert chunks[0]["choices"][0]["delta"]["content"] == whole["choices"][0]["message"]["content"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
