@@ -25,7 +25,7 @@ from engine.scheduling.counters import Counters
 from engine.scheduling.invariants import check
 from engine.scheduling.scheduler import Scheduler
 from engine.status import status
-from engine.types import Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
+from engine.types import Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
 from engine.weights.live import Weights, WeightsTorn
 from engine.weights.staging import Staging, source_of
 from engine.weights.tensors import NamedTensors, describe, named_pairs, with_digest
@@ -170,11 +170,18 @@ class Engine:
         return steps.hand_out()
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def stage(self, manifest: Sequence[TensorInfo], *, version: int | None = None, partial: bool = False) -> Staging:
+    def stage(
+        self,
+        manifest: Sequence[TensorInfo],
+        *,
+        version: int | None = None,
+        partial: bool = False,
+        adapter: Adapter | None = None,
+    ) -> Staging:
         """Begin a refresh: see `Weights.begin`. Steps may go on while the staging takes its bytes in."""
         if "weights" in self.asleep:
             raise ValueError('the weights are asleep: wake all, or tags=("weights",) alone, then refresh')
-        return self.weights.begin(manifest, version=version, partial=partial)
+        return self.weights.begin(manifest, version=version, partial=partial, adapter=adapter)
 
     def commit(self, staging: Staging, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed:
         """End a refresh: the staged weights are live from the next step on, in place. `kv`: as in `refresh`. The
@@ -191,12 +198,7 @@ class Engine:
         return self.refreshed
 
     def refresh(
-        self,
-        named_tensors: NamedTensors,
-        *,
-        version: int | None = None,
-        kv: KVPolicy = "keep",
-        partial: bool = False,
+        self, named_tensors: NamedTensors, *, version: int | None = None, kv: KVPolicy = "keep", partial: bool = False
     ) -> Refreshed:
         """New weights in place, all or nothing, between two steps.
 
@@ -211,10 +213,8 @@ class Engine:
         started = time.perf_counter()
         described = [describe(name, tensor) for name, tensor in named_pairs(named_tensors)]
         staging = self.stage([with_digest(*each) for each in described], version=version, partial=partial)
-        source = source_of(data for _, data in described)
         try:
-            while not staging.complete:
-                staging.feed(source)
+            staging.feed_all(source_of(data for _, data in described))
             refreshed = self.commit(staging, kv)
         finally:
             staging.close()
@@ -308,11 +308,12 @@ def refreshed_of(staging: Staging, via: str, paused: float, digest: str) -> Refr
     return Refreshed(
         version=staging.version,
         via=via,
-        bytes=staging.total,
+        bytes=staging.stands_for,
         seconds=staging.seconds + paused,
         staged_seconds=staging.seconds,
         paused_seconds=paused,
         digest=digest,
+        sent_bytes=staging.total,
     )
 
 

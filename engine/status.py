@@ -89,6 +89,7 @@ def _weights(engine: Shown) -> dict[str, Any]:
         "stage_s": last.staged_seconds if last else 0.0,
         "pause_s": last.paused_seconds if last else 0.0,
         "bytes": last.bytes if last else 0,
+        "base_bytes": engine.weights.base.nbytes,
         "resident_bytes": engine.weights.resident_bytes,
         "offloaded_bytes": engine.weights.offloaded_bytes,
     }

@@ -438,6 +438,36 @@ def manifest_digest(tensors: Iterable[TensorInfo]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+class LoraTarget(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A tensor that an adapter changes: weight + scale · B A.
+
+    Example:
+        LoraTarget("model.layers.0.mlp.up_proj.weight", "….lora_A.weight", "….lora_B.weight", 2.0)
+    """
+
+    weight: str
+    """the model's name for it"""
+    a: str
+    """name in the manifest, [rank, in]"""
+    b: str
+    """name in the manifest, [out, rank]"""
+    scale: float
+    transposed: bool = False
+    """the weight is [in, out], as in transformers' Conv1D (`fan_in_fan_out`)"""
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """What the tensors of a LoRA refresh are for. Tensors of the manifest that are no target's A or B are whole ones."""
+
+    base: str | None
+    """`manifest_digest` of the weights that it was trained on; None: unknown, so not compared"""
+    targets: list[LoraTarget]
+
+
+class WrongBase(ValueError):
+    """A refresh that says how weights change was made for other weights than these."""
+
+
 class Refreshed(msgspec.Struct, frozen=True, kw_only=True):
     """A refresh that is live."""
 
@@ -445,7 +475,7 @@ class Refreshed(msgspec.Struct, frozen=True, kw_only=True):
     via: str
     """how the tensors came: memory, shm, inline, files, cuda_ipc, gloo or nccl"""
     bytes: int
-    """of the tensors, as they were sent"""
+    """of the tensors that are new, as they were sent; with an adapter, of the whole model"""
     seconds: float
     """from the call to the answer"""
     staged_seconds: float
@@ -454,3 +484,5 @@ class Refreshed(msgspec.Struct, frozen=True, kw_only=True):
     """without a step: the exchange of the weights"""
     digest: str
     """`manifest_digest` of all live weights in the model's dtype"""
+    sent_bytes: int = 0
+    """that travelled: less than `bytes` for an adapter"""

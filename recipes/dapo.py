@@ -124,7 +124,7 @@ def policy_loss(now: torch.Tensor, then: torch.Tensor, advantage: torch.Tensor, 
 
 def train(options: Options, client: RolloutClient, task: Any, model: torch.nn.Module) -> Iterator[dict[str, float]]:
     """Yield the metrics of each step."""
-    learner, sampler = grpo.Learner(model, options.learning_rate), Sampler(options, client, task)
+    learner, sampler = grpo.Learner(model, options.rate), Sampler(options, client, task)
     try:
         for step in range(options.steps):
             began = time.perf_counter()

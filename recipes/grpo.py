@@ -6,13 +6,15 @@
 
     python -m recipes.grpo                # learns one-digit products with SmolLM2-135M, minutes on 2 cores
     python -m recipes.grpo --no-refresh   # the control: the service keeps its first weights, the reward stays where it was
+    python -m recipes.grpo --lora         # trains LoRA adapters alone, and sends nothing else
 
 The groups of a step are sampled while the trainer works on those before it, so a token is at most one version old ("one step
 off-policy"); the importance ratio against the service's own log-probs corrects for that. The trainer computes with the
 service's arithmetic (`rollout.exact`), so on the same weights the ratio is 1; --no-exact leaves it rounding too.
 
 GRPO: Shao et al., "DeepSeekMath" (2024); token-level loss: Yu et al., "DAPO" (2025); one step off-policy: Noukhovitch et al.,
-"Asynchronous RLHF" (ICLR 2025). Needs `pip install -e '.[grpo]'`; wandb stays offline without WANDB_API_KEY.
+"Asynchronous RLHF" (ICLR 2025). Needs `pip install -e '.[grpo]'`, `'.[grpo,lora]'` for --lora; wandb stays offline without
+WANDB_API_KEY.
 """
 
 from __future__ import annotations
@@ -57,6 +59,11 @@ class Options:
     max_tokens: int = 12
     temperature: float = 1.0
     learning_rate: float = 2e-5
+    lora: bool = False
+    """train LoRA adapters on all linear layers of the decoder, and send A and B alone"""
+    lora_rank: int = 4
+    lora_alpha: int = 32
+    lora_learning_rate: float = 2e-4
     clip: float = 0.2
     """the importance ratio counts only within 1 ± clip"""
     seed: int = 0
@@ -73,6 +80,11 @@ class Options:
     out: Path = Path("grpo-run")
     """folder for rewards.jsonl, curves.png and wandb's files"""
     wandb: bool = True
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of what is trained."""
+        return self.lora_learning_rate if self.lora else self.learning_rate
 
 
 class Task:
@@ -110,11 +122,12 @@ class Task:
 
 
 class Learner:
-    """The policy in bf16, as the service runs it, and AdamW on fp32 masters: a step of 1e-5 would vanish in bf16."""
+    """The policy in bf16, as the service runs it, and AdamW on fp32 masters: a step of 1e-5 would vanish in bf16. Of a
+    PeftModel the adapters learn."""
 
     def __init__(self, model: torch.nn.Module, learning_rate: float) -> None:
         self.model = model.eval()  # no dropout: the service has none
-        self.parameters = list(model.parameters())
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.masters = [p.detach().float().clone().requires_grad_() for p in self.parameters]
         self.adam = torch.optim.AdamW(self.masters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
 
@@ -137,6 +150,7 @@ def logprobs(model: Any, prompt: list[int], samples: list[Sample], temperature: 
     p p p p a a b b b      a row of the mask: the prompt, and what its own sample said so far
     └prompt┘└a┘└─b─┘       (the last token of a sample predicts nothing and is left out)
     """
+    model = policy_of(model)
     start, ids, positions, owner = len(prompt), list(prompt), [*range(len(prompt))], [-1] * len(prompt)
     predictors, targets = [], []
     for index, sample in enumerate(samples):
@@ -158,6 +172,11 @@ def logprobs(model: Any, prompt: list[int], samples: list[Sample], temperature: 
     return token_logprobs(model.get_output_embeddings()(hidden), torch.tensor(targets), temperature)
 
 
+def policy_of(model: Any) -> Any:
+    """Return the transformers model, of a PeftModel the one that has the adapters in it."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
 def behaviour(samples: list[Sample]) -> torch.Tensor:
     """Return [tokens of all samples] the service's log-probs."""
     return torch.from_numpy(np.concatenate([sample.logprobs for sample in samples]))
@@ -177,7 +196,7 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
 
 def train(options: Options, client: RolloutClient, task: Task, model: torch.nn.Module) -> Iterator[dict[str, float]]:
     """Yields the metrics of each step."""
-    learner, began = Learner(model, options.learning_rate), time.perf_counter()
+    learner, began = Learner(model, options.rate), time.perf_counter()
     pending = submit(options, client, task, 0)
     for step in range(options.steps):
         groups = [checked(handle.result(timeout=600)) for handle in pending]
@@ -252,12 +271,15 @@ def lags(groups: list[list[Sample]], version: int) -> np.ndarray:
 
 
 def push(client: RolloutClient, model: torch.nn.Module, version: int) -> dict[str, float]:
-    """Give the service these weights. It goes on with them, running samples included; they keep the KV they have."""
-    done = client.refresh(model, version=version, kv="keep")
+    """Give the service these weights, of a PeftModel the adapter. It goes on with them, running samples included; they keep the
+    KV they have."""
+    send = client.refresh_lora if hasattr(model, "peft_config") else client.refresh
+    done = send(model, version=version, kv="keep")
     return {
         "train/version": done.version,
         "train/refresh_s": done.seconds,
         "train/pause_s": done.paused_seconds,
+        "train/sent_fraction": done.sent_bytes / done.bytes,
     }
 
 
@@ -317,6 +339,8 @@ def main(options: Options, train: Trainer = train) -> list[dict[str, float]]:
     folder = models.resolve(options.model)
     options.out.mkdir(parents=True, exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    if options.lora:
+        model = with_adapters(options, model)
     task = Task(options, models.load_tokenizer(folder))
     correct: list[float] = []
     rows: list[dict[str, float]] = []
@@ -325,7 +349,7 @@ def main(options: Options, train: Trainer = train) -> list[dict[str, float]]:
         service = stack.enter_context(service_process(service_config(options, folder)))
         client = stack.enter_context(RolloutClient(service.endpoint, name="grpo"))
         if options.exact:
-            use_exact(model, client.info.arithmetic)
+            use_exact(policy_of(model), client.info.arithmetic)
         if task.held_out:
             correct.append(accuracy(client, task))
         log = stack.enter_context((options.out / "rewards.jsonl").open("w"))
@@ -348,6 +372,16 @@ def main(options: Options, train: Trainer = train) -> list[dict[str, float]]:
         before, after = correct
         print(f"{len(task.held_out)} held-out questions, greedily: {before:.2f} right before training, {after:.2f} after")
     return rows
+
+
+def with_adapters(options: Options, model: torch.nn.Module) -> torch.nn.Module:
+    """Put LoRA adapters, in fp32, into a model whose own weights are frozen from here on."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(
+        r=options.lora_rank, lora_alpha=options.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, settings)
 
 
 def service_config(options: Options, folder: Path) -> Config:

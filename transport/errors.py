@@ -9,6 +9,7 @@ RolloutError                    kind on the wire
 ├── IdConflict      (ValueError)   id_conflict         this group id is live with other content
 ├── Busy                        busy                no room now; the same request may succeed later
 ├── WeightsRefused  (ValueError)   weights_refused     this refresh cannot be applied; the old weights serve on
+│   └── WrongBase               wrong_base          it says how weights change, and these here are others
 ├── SourceUnreachable           source_unreachable  the service does not see the memory or folder that a refresh offers
 ├── StaleWeights                stale_weights       the service's weights are older than the client accepts
 ├── KeyRefused                  key_refused         the service does not know this key: unknown, wrong, or revoked
@@ -80,6 +81,10 @@ class WeightsRefused(RolloutError, ValueError):
     kind = "weights_refused"
 
 
+class WrongBase(WeightsRefused):
+    kind = "wrong_base"
+
+
 class SourceUnreachable(RolloutError):
     kind = "source_unreachable"
 
@@ -128,6 +133,7 @@ KINDS: dict[str, type[RolloutError]] = {
         IdConflict,
         Busy,
         WeightsRefused,
+        WrongBase,
         SourceUnreachable,
         StaleWeights,
         KeyRefused,

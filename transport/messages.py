@@ -113,6 +113,11 @@ class Begin(msgspec.Struct, frozen=True, eq=False, tag="begin", forbid_unknown_f
     partial: bool = False
     """tensors that are not in the manifest stay as they are"""
     kv: KVPolicy = "keep"
+    adapter: np.ndarray | None = None
+    """[bytes] uint8, see transport.weights.manifest: the tensors are those of a LoRA adapter, the weights are to be base +
+    adapter"""
+    base: str | None = None
+    """digest of the weights that the adapter was trained on; None = unknown. Answer to another one: WrongBase"""
 
 
 class Chunk(msgspec.Struct, frozen=True, eq=False, tag="chunk", forbid_unknown_fields=True):

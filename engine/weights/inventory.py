@@ -28,6 +28,7 @@ class Inventory:
         self.tensors: dict[str, torch.Tensor] = {name: masters.get(id(tensor), tensor) for name, tensor in own.items()}
         self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         """also while the tensors hold nothing"""
+        self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
 
     def targets(self, manifest: Sequence[TensorInfo], partial: bool) -> list[str | None]:
         """Find for each entry the tensor that it writes; None: it repeats one under its other name.
@@ -42,7 +43,7 @@ class Inventory:
             if info.name in listed:
                 raise InvalidWeights("it comes twice: list each name once", info.name)
             listed.add(info.name)
-            name = self._check(info)
+            name = self.check(info)
             twin = writes.setdefault(name, info)
             if (twin.dtype, twin.digest) != (info.dtype, info.digest):
                 raise InvalidWeights(f"the model ties it to {twin.name!r}, which is sent with other bytes", info.name)
@@ -52,7 +53,7 @@ class Inventory:
             raise self._missing(missing)
         return targets
 
-    def _check(self, info: TensorInfo) -> str:
+    def check(self, info: TensorInfo) -> str:
         """Return the first name of an entry's tensor. Raises InvalidWeights for an entry that does not fit it."""
         name = self.first_name.get(info.name)
         if name is None:
@@ -87,14 +88,23 @@ class Digests:
     @property
     def committed(self) -> str:
         """`manifest_digest` of all tensors as they were committed; of those never refreshed, as they are."""
-        self.learn(self._inventory.tensors)
-        return self._manifest_digest(self._committed)
+        return self.with_others({})
 
     def learn(self, names: Iterable[str]) -> None:
         """Take the digests of these tensors that are not known."""
         for name in names:
             if name not in self._committed:
                 self._committed[name] = digest_of(tensor_bytes(self._inventory.tensors[name]))
+
+    def of(self, name: str) -> str:
+        """Return the digest of a tensor as it was committed."""
+        self.learn([name])
+        return self._committed[name]
+
+    def with_others(self, others: Mapping[str, str]) -> str:
+        """Return what `committed` would be if some tensors had these digests."""
+        self.learn(self._inventory.tensors)
+        return self._manifest_digest({**self._committed, **others})
 
     def commit(self, digests: Mapping[str, str]) -> None:
         """Replace those of tensors that were refreshed."""

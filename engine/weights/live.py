@@ -27,8 +27,9 @@ from typing import Any
 import torch
 
 from engine.memory import HostMemory, Memory, host_buffer, placed, side_by_side, storage_bytes
-from engine.types import TensorInfo
+from engine.types import Adapter, TensorInfo
 from engine.weights.inventory import Digests, Inventory
+from engine.weights.lora import Base, Merging
 from engine.weights.offload import Streamed
 from engine.weights.staging import SLICE_BYTES, Part, Staging
 from engine.weights.tensors import InvalidWeights
@@ -62,6 +63,7 @@ class Weights:
         self._lay_out = lay_out
         self._inventory = Inventory(module, {} if streamed is None else streamed.masters)
         self._digests = Digests(self._inventory)
+        self.base = Base(self._inventory, self._digests)
         self._tensors = self._inventory.tensors
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
         starts, self._size = side_by_side(self._tensors.values())
@@ -102,6 +104,7 @@ class Weights:
         self._buffer = self._device_scratch = None
         if not keep:
             self._digests.learn(self._tensors)  # while they can be read
+            self.base.clear()
         if self._streamed is not None:
             self._streamed.release_memory(keep)
         away = None if self._memory.is_host or not keep else self._allocate()
@@ -137,11 +140,19 @@ class Weights:
         self._lay_out()
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
 
-    def begin(self, manifest: Sequence[TensorInfo], *, version: int | None = None, partial: bool = False) -> Staging:
+    def begin(
+        self,
+        manifest: Sequence[TensorInfo],
+        *,
+        version: int | None = None,
+        partial: bool = False,
+        adapter: Adapter | None = None,
+    ) -> Staging:
         """Check a manifest and open the staging for it. `version` must be above the live one; None = the next. `partial`:
-        tensors that are not in the manifest stay as they are.
+        tensors that are not in the manifest stay as they are. `adapter`: the weights are to be base + adapter, and the manifest
+        lists what it is made of.
 
-        Raises InvalidWeights; RuntimeError while another staging is open."""
+        Raises InvalidWeights, WrongBase; RuntimeError while another staging is open."""
         if self.torn:
             raise WeightsTorn("the weights are torn; restart the engine")
         if self._staging is not None:
@@ -149,19 +160,23 @@ class Weights:
         version = self.version + 1 if version is None else version
         if not self.version < version < VERSION_LIMIT:
             raise InvalidWeights(f"version {version} is not above the live one, {self.version}: versions only grow")
-        if self.dropped and partial:
+        if self.dropped and (partial or adapter is not None):
             raise InvalidWeights("the weights were dropped by sleep(level=2): a refresh of all tensors must come first")
-        targets = self._inventory.targets(manifest, partial)
+        targets = self._inventory.targets(manifest, partial) if adapter is None else []
         if partial:
             self._digests.learn(self._tensors.keys() - set(targets))  # at the exchange it would lengthen the pause
         if self._buffer is None and not self.dropped:
             self._buffer = self._allocate()
-        parts = [
+        merging = None if adapter is None else Merging(adapter, manifest, self._inventory, self.base, self._place)
+        parts = self._parts(manifest, targets) if merging is None else merging.parts
+        self._staging = Staging(version, manifest, parts, self._scratch.numpy(), self._close_staging, merging)
+        return self._staging
+
+    def _parts(self, manifest: Sequence[TensorInfo], targets: Sequence[str | None]) -> list[Part]:
+        return [
             Part(info, getattr(torch, info.dtype), target, None if target is None else self._destination(target).view(-1))
             for info, target in zip(manifest, targets, strict=True)
         ]
-        self._staging = Staging(version, manifest, parts, self._scratch.numpy(), self._close_staging)
-        return self._staging
 
     def _destination(self, name: str) -> torch.Tensor:
         """Return the tensor that staging writes: the staged twin, or the live one where that holds nothing to be kept."""
@@ -184,6 +199,7 @@ class Weights:
             self._fill_slots()
         else:
             self._exchange(staging)
+        self.base.commit(staging.digests, staging.bases)
         self._digests.commit(staging.digests)
         self.dropped = False
         self.version = staging.version

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,8 +34,8 @@ Source = Callable[[np.ndarray], int]
 
 
 class Part:
-    """A tensor of the payload. `target`: the model's name for it; None: a second name of a tensor that is there already.
-    `place`: [elements] its staged twin, or, on any device, the live tensor itself."""
+    """A tensor of the payload. `target`: the model's name for it; None: a second name of a tensor that is there already, or a
+    factor of an adapter. `place`: [elements] its staged twin, or, on any device, the live tensor itself."""
 
     __slots__ = ("info", "dtype", "target", "place", "nbytes")
 
@@ -57,11 +58,28 @@ class Part:
             self.elements(start, len(staged) * self.dtype.itemsize).copy_(staged)
 
 
+class Making(Protocol):
+    """What makes staged tensors of others that came: `engine.weights.lora.Merging`."""
+
+    @property
+    def bases(self) -> Mapping[str, torch.Tensor]: ...
+    @property
+    def stands_for(self) -> int: ...
+    def arrived(self, part: Part) -> dict[str, str]: ...
+
+
 class Staging:
-    """Takes a payload in. Made by `Weights.begin`; ends by `Weights.commit` or `close`."""
+    """Takes a payload in. Made by `Weights.begin`; ends by `Weights.commit` or `close`. making: what further tensors are made
+    of the parts."""
 
     def __init__(
-        self, version: int, manifest: Sequence[TensorInfo], parts: list[Part], scratch: np.ndarray, on_close: Callable[[], None]
+        self,
+        version: int,
+        manifest: Sequence[TensorInfo],
+        parts: list[Part],
+        scratch: np.ndarray,
+        on_close: Callable[[], None],
+        making: Making | None = None,
     ) -> None:
         self.version = version
         self.manifest_digest = manifest_digest(manifest)
@@ -75,7 +93,10 @@ class Staging:
         self.seconds = 0.0
         """from `begin` to the last byte"""
         self._started = time.perf_counter()
+        self.stands_for = self.total if making is None else making.stands_for
+        """bytes of the tensors that are new then"""
         self._parts = parts
+        self._making = making
         self._scratch = scratch
         self._on_close = on_close
         self._closed = False
@@ -85,8 +106,13 @@ class Staging:
 
     @property
     def names(self) -> list[str]:
-        """List the model's names of the tensors that a commit writes."""
-        return [part.target for part in self._parts if part.target is not None]
+        """List the model's names of the tensors that a commit writes, once all is here."""
+        return list(self.digests)
+
+    @property
+    def bases(self) -> Mapping[str, torch.Tensor]:
+        """Return, of each tensor that an adapter changes, what it is added to."""
+        return {} if self._making is None else self._making.bases
 
     def feed(self, source: Source) -> int:
         """Take in the next bytes of the payload, at most a slice. Returns how many, 0 if the source has none now.
@@ -102,6 +128,11 @@ class Staging:
             self._failure = str(error)
             raise
         return self.received - before
+
+    def feed_all(self, source: Source) -> None:
+        """Take in the whole payload from a source that has it. Raises as `feed`."""
+        while not self.complete:
+            self.feed(source)
 
     def close(self) -> None:
         """Give the staging memory free. May be repeated."""
@@ -133,8 +164,11 @@ class Staging:
                 part.land(staged, start)
             if sent.hexdigest() != part.info.digest:
                 raise InvalidWeights("the bytes are not those of the manifest's digest: damaged, or changed", part.info.name)
-            if part.place is not None:
-                self.digests[str(part.target)] = (sent if part.place.dtype == part.dtype else cast).hexdigest()
+            if part.target is not None:
+                assert part.place is not None
+                self.digests[part.target] = (sent if part.place.dtype == part.dtype else cast).hexdigest()
+            if self._making is not None:
+                self.digests |= self._making.arrived(part)
         assert self.received == self.total
         yield True
 

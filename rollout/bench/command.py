@@ -15,7 +15,7 @@ from rich.console import Console
 
 from engine.config import EngineConfig, IsaName
 from rollout import models
-from rollout.bench import cuda_static, fidelity, host, products, refresh, score, sharing
+from rollout.bench import cuda_static, fidelity, host, lora, products, refresh, score, sharing
 from rollout.bench import plot as drawing
 from rollout.bench.against import parse
 from rollout.bench.floor import Machine
@@ -28,7 +28,7 @@ from rollout.bench.text import PromptText
 from rollout.bench.workloads import WORKLOADS, Workload, find
 from rollout.config import InputError
 
-SPECIAL = (host.NAME, products.NAME, refresh.NAME, fidelity.NAME, sharing.NAME, score.NAME, cuda_static.NAME)
+SPECIAL = (host.NAME, products.NAME, refresh.NAME, lora.NAME, fidelity.NAME, sharing.NAME, score.NAME, cuda_static.NAME)
 """measured in their own way; everything else is a row of WORKLOADS"""
 WITHOUT_MODEL = (host.NAME, products.NAME, cuda_static.NAME)
 
@@ -152,6 +152,10 @@ def measure_special(
     if refresh.NAME in names:
         rows = list(keep(refresh.measure(folder, engine.dtype, engine.threads, repeat, text), sink))
         refresh.print_summaries(console, [row for row in rows if "summary" in row])
+    if lora.NAME in names:
+        row = lora.measure(folder, engine, text, scale)
+        write_json(sink, row)
+        lora.print_summary(console, row)
     if fidelity.NAME in names:
         row = fidelity.measure(text, engine, folder, open_target, scale)
         write_json(sink, row)
@@ -172,8 +176,9 @@ def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, p
         raise InputError(f"--repeat {repeat}: must be at least 1")
     if not names:
         raise InputError(f"name a workload: {', '.join([*WORKLOADS, *SPECIAL])}")
-    if refresh.NAME in names and in_process:
-        raise InputError("refresh goes from process to process: leave --in-process out")
+    for name in (refresh.NAME, lora.NAME):
+        if name in names and in_process:
+            raise InputError(f"{name} goes from process to process: leave --in-process out")
     for name in set(names) - set(SPECIAL):
         find(name)
     if plot is not None:

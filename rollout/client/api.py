@@ -13,24 +13,23 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import overload
 
-from engine.types import Begun, Group, KVPolicy, Limits, Refreshed, Sample, Sampling
-from rollout.client.controls import Controls
+from engine.types import Begun, Group, Limits, Refreshed, Sample, Sampling
 from rollout.client.generation import Generation
 from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
-from rollout.client.refresh import NamedTensors, Pusher, RefreshHandle, answer
+from rollout.client.refresh import RefreshHandle, answer
 from rollout.client.scoring import score_all
 from rollout.client.submission import Prompt, check_budget, group_of, rest_of, resumed_group, sendable
+from rollout.client.weights import Refreshing
 from transport.errors import ServiceLost
 from transport.messages import Control, Welcome
 from transport.sockets import ClientEnd, ClientTransport
-from transport.weights import Via
 from transport.weights.group import own_address
 
 __all__ = ["Begun", "Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
 
 
-class RolloutClient(Controls):
+class RolloutClient(Refreshing):
     """Connects to a rollout service. Thread-safe; one background thread does all the talking, heartbeats included, so a trainer
     may be busy for as long as it likes.
 
@@ -76,8 +75,7 @@ class RolloutClient(Controls):
         self._serials = itertools.count(1)
         self.require_version = require_version
         link = Link(end, secrets.token_hex(16), name, link_timeout_s, stall_timeout_s, budget)
-        super().__init__(link)
-        self._pusher = Pusher(self._link, refresh_host or own_address(end.address))
+        super().__init__(link, refresh_host or own_address(end.address))
         try:
             wait_for_welcome(self._link, end, connect_timeout_s)
         except BaseException:
@@ -225,48 +223,6 @@ class RolloutClient(Controls):
         end, ServiceLost, RequestTimeout."""
         with Generation(self._submit, self._id) as generation:
             return score_all(generation, lambda: self._id(None), prompts, completions, sampling, timeout)
-
-    def refresh(
-        self,
-        named_tensors: NamedTensors,
-        *,
-        version: int | None = None,
-        kv: KVPolicy = "keep",
-        via: Via = "auto",
-        partial: bool = False,
-        timeout: float = 600.0,
-    ) -> Refreshed:
-        """Refresh the service's weights, in place and all or nothing, while it goes on generating. Returns when they are live.
-
-        Args:
-            named_tensors: the model, its state dict or any iterable of (name, tensor), on any device, of any
-                float dtype (cast to the model's). Or the path of a folder of safetensors that the service sees as well.
-            version: above the live one; None = the next.
-            kv: running samples "keep" their KV and go on over it (their version spans say so), "recompute" it under the new
-                weights, or end ("abort").
-            via: "shm" (same host: written once, read there), "inline" (any host), "files" (a folder), "cuda_ipc" (same host:
-                read where it lies on the GPU), "gloo" or "nccl" (torch.distributed, any host; nccl from one GPU to another).
-                "auto" takes cuda_ipc for tensors on GPUs that a service on CUDA sees as well, shm where both ends see the same
-                memory, else inline.
-            partial: tensors that are not given stay as they are; without it a missing one is an error.
-
-        Raises WeightsRefused naming the tensor, Busy naming the owner while another refresh is staged, SourceUnreachable,
-        RequestTimeout, ServiceLost. The old weights serve on then; after the last two `weights_status` tells which ones do."""
-        return self.refresh_async(named_tensors, version=version, kv=kv, via=via, partial=partial, timeout=timeout).result()
-
-    def refresh_async(
-        self,
-        named_tensors: NamedTensors,
-        *,
-        version: int | None = None,
-        kv: KVPolicy = "keep",
-        via: Via = "auto",
-        partial: bool = False,
-        timeout: float = 600.0,
-    ) -> RefreshHandle:
-        """Begin a `refresh`; returns when the tensors have been read. With shm they may change from then on. With all others
-        they must not until the handle is done: if they do, the refresh is refused, because the digests no longer fit."""
-        return self._pusher.start(named_tensors, version, kv, via, partial, timeout)
 
     def close(self) -> None:
         """End the session: the service aborts what is still open, waiting callers get ClientClosed. May be repeated."""

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union, get_args
 import msgspec
 import numpy as np
 
-from engine.types import KVPolicy, Limits, Refreshed, manifest_digest
+from engine.types import Adapter, KVPolicy, Limits, Refreshed, manifest_digest
 from rollout.client.link import Link
 from rollout.logs import logger
 from transport import messages as m
 from transport.errors import InvalidRequest, RequestTimeout, SourceUnreachable, WeightsRefused
 from transport.weights import Sender, Via, ways
-from transport.weights.manifest import pack_manifest
+from transport.weights.manifest import pack_manifest, pack_targets
 from transport.weights.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ class Wanted(NamedTuple):
     version: int | None
     kv: KVPolicy
     partial: bool
+    adapter: Adapter | None = None
+    """what the tensors are for, if they are those of an adapter"""
 
     def check(self) -> None:
         """Check the arguments. Raises InvalidRequest naming one."""
@@ -86,11 +88,8 @@ class Pusher:
         self._turn = threading.Lock()
         self._ways = ways(host)
 
-    def start(
-        self, named_tensors: NamedTensors, version: int | None, kv: KVPolicy, via: Via, partial: bool, timeout: float
-    ) -> RefreshHandle:
+    def start(self, named_tensors: NamedTensors, wanted: Wanted, via: Via, timeout: float) -> RefreshHandle:
         """Read the tensors, then go on in a thread of its own. What is wrong with them is raised here already."""
-        wanted = Wanted(version, kv, partial)
         wanted.check()
         if via not in self._ways:
             raise InvalidRequest(f"via={via!r}: must be one of {', '.join(self._ways)}")
@@ -184,9 +183,10 @@ class Transaction:
     def _commit(self) -> Refreshed:
         sender, wanted, request = self._sender, self._wanted, self._link.request
         manifest, whole = pack_manifest(sender.manifest), manifest_digest(sender.manifest)
-        self._begun: Future[m.Lease] = request(
-            lambda id: m.Begin(id, self._push_id, manifest, sender.offer, wanted.version, wanted.partial, wanted.kv)
-        )
+        adapter = wanted.adapter
+        targets, base = (None, None) if adapter is None else (pack_targets(adapter.targets), adapter.base)
+        fields = self._push_id, manifest, sender.offer, wanted.version, wanted.partial, wanted.kv, targets, base
+        self._begun: Future[m.Lease] = request(lambda id: m.Begin(id, *fields))
         sender.before_commit(self)
         committed: Future[m.Applied] = request(lambda id: m.Commit(id, self._push_id, whole))
         self._answer(self._begun, "lease")

@@ -68,7 +68,7 @@ class GroupRollouts:
 
     TRL calls it with every prompt repeated `num_generations` times, on each process with that process's slice; a group that
     straddles two processes is then two groups, each of the size of its part. Before a generation the weights of the trainer
-    are pushed in place, once a step.
+    are pushed in place, once a step; with `peft_config` the LoRA adapter alone (`RolloutClient.refresh_lora`).
 
     Reward functions get two more columns: `weight_version` (of a completion's first token) and `finish_reason`.
 
@@ -123,12 +123,19 @@ class GroupRollouts:
         if step == self._pushed:
             return
         accelerator = trainer.accelerator
-        weights = full_parameters(accelerator.unwrap_model(trainer.model))
+        model = accelerator.unwrap_model(trainer.model)
+        adapted = hasattr(model, "peft_config")
+        weights = iter(()) if adapted else full_parameters(model)
+        if adapted and any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+            raise ValueError("a sharded PEFT model: its adapter is sent whole; train it without FSDP, or without peft_config")
         if accelerator.is_main_process:
             if self._ahead is None:
                 self._ahead = max(0, int(self._client.status()["version"]) - step)
             version = self._ahead + step + 1
-            self._client.refresh(weights, version=version, kv=self._kv, via=self._via, timeout=self._timeout)
+            if adapted:
+                self._client.refresh_lora(model, version=version, kv=self._kv, via=self._via, timeout=self._timeout)
+            else:
+                self._client.refresh(weights, version=version, kv=self._kv, via=self._via, timeout=self._timeout)
         else:
             for _ in weights:  # gathering a sharded parameter takes every process
                 pass
@@ -168,11 +175,7 @@ def template_of(trainer: Any) -> dict[str, Any]:
 
 def full_parameters(model: Any) -> Iterator[tuple[str, Any]]:
     """(name, whole tensor) of each parameter and persistent buffer under its checkpoint name; sharded ones are gathered one at
-    a time.
-
-    Raises ValueError for a PEFT model."""
-    if hasattr(model, "peft_config"):
-        raise ValueError("a PEFT model: the service holds whole weights; merge the adapter, or train without peft_config")
+    a time."""
     for name, parameter in model.named_parameters():
         yield checkpoint_name(name), whole(parameter)
     yield from full_buffers(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from engine.types import Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
+from engine.types import Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
 
 
 class ModelInfo(Protocol):
@@ -34,10 +34,20 @@ class StagingLike(Protocol):
     def close(self) -> None: ...
 
 
+class BaseLike(Protocol):
+    """What the service needs of `engine.weights.lora.Base`."""
+
+    @property
+    def digest(self) -> str: ...
+
+
 class WeightsLike(Protocol):
     """What the service needs of `engine.weights.live.Weights`."""
 
     dropped: bool
+
+    @property
+    def base(self) -> BaseLike: ...
 
     @property
     def digest(self) -> str: ...
@@ -73,7 +83,14 @@ class EngineLike(Protocol):
     def status(self) -> dict[str, object]: ...
     @property
     def weights(self) -> WeightsLike: ...
-    def stage(self, manifest: Sequence[TensorInfo], *, version: int | None = None, partial: bool = False) -> StagingLike: ...
+    def stage(
+        self,
+        manifest: Sequence[TensorInfo],
+        *,
+        version: int | None = None,
+        partial: bool = False,
+        adapter: Adapter | None = None,
+    ) -> StagingLike: ...
     def commit(self, staging: Any, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed: ...
     def drain(self) -> bool: ...
     def pause(self) -> None: ...

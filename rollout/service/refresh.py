@@ -18,18 +18,19 @@ from typing import Any
 
 import msgspec
 
-from engine.types import Refreshed
+from engine.types import Adapter, Refreshed
+from engine.types import WrongBase as OtherBase
 from rollout.logs import logger
 from rollout.service.as_json import to_json
 from rollout.service.engine_api import EngineLike, StagingLike
 from rollout.service.live_reads import LiveReads
 from rollout.service.session import Session
 from transport import messages as m
-from transport.errors import Busy, GroupFailed, RolloutError, WeightsRefused
+from transport.errors import Busy, GroupFailed, RolloutError, WeightsRefused, WrongBase
 from transport.frames import pack
 from transport.weights import Payload, open_payload
 from transport.weights.inline import WINDOW_BYTES
-from transport.weights.manifest import unpack_manifest
+from transport.weights.manifest import unpack_manifest, unpack_targets
 from transport.weights.shm import SegmentView
 
 DOSE_S = 0.1
@@ -180,6 +181,7 @@ class Refreshes:
             status = {
                 "version": self._engine.version,
                 "digest": self._engine.weights.digest,
+                "base_digest": self._engine.weights.base.digest,
                 **live_digest,
                 "staged": self._staged(),
             }
@@ -214,7 +216,7 @@ class Refreshes:
             raise Busy(f"{_owner(owner.session)} is staging version {owner.staging.version}; try again when it is done")
         manifest = unpack_manifest(begin.manifest, 2 * self._engine.weights.names + 64)
         try:
-            staging = self._engine.stage(manifest, version=begin.version, partial=begin.partial)
+            staging = self._engine.stage(manifest, version=begin.version, partial=begin.partial, **self._adapter(begin))
         except Exception as error:
             raise _typed(error) from None
         try:
@@ -224,6 +226,12 @@ class Refreshes:
             raise
         push = self._open = OngoingRefresh(begin, session, staging, payload, now)
         push.reply(self._lease(push, begin.request_id))
+
+    def _adapter(self, begin: m.Begin) -> dict[str, Adapter]:
+        """Return what a refresh with LoRA factors tells the engine besides."""
+        if begin.adapter is None:
+            return {}
+        return {"adapter": Adapter(begin.base, unpack_targets(begin.adapter, self._engine.weights.names))}
 
     def _lease(self, push: OngoingRefresh, request_id: int) -> m.Lease:
         return m.Lease(request_id, push.staging.version, self._lease_s, WINDOW_BYTES)
@@ -302,6 +310,8 @@ def _typed(error: Exception) -> RolloutError:
     fault, and has been undone."""
     if isinstance(error, RolloutError):
         return error
+    if isinstance(error, OtherBase):
+        return WrongBase(str(error))
     if isinstance(error, ValueError):
         return WeightsRefused(str(error))
     log.exception("refresh failed")

@@ -47,7 +47,11 @@ class Client:
             for name, tensor in model.named_parameters():
                 own[name].copy_(tensor)
         self.engine.scheduler.refresh(version, kv)
-        return SimpleNamespace(version=version, seconds=0.0, paused_seconds=0.0)
+        return SimpleNamespace(version=version, seconds=0.0, paused_seconds=0.0, bytes=2, sent_bytes=2)
+
+    def refresh_lora(self, model: Any, *, version: int, kv: str) -> Any:
+        self.refresh(copy.deepcopy(model).merge_and_unload(), version=version, kv=kv)
+        return SimpleNamespace(version=version, seconds=0.0, paused_seconds=0.0, bytes=2, sent_bytes=1)
 
 
 class Even:
@@ -87,6 +91,17 @@ def test_it_learns(rows: list[dict[str, float]]) -> None:
 
 def test_without_refresh_it_does_not() -> None:
     assert abs(gain(run(dataclasses.replace(OPTIONS, refresh=False)))) < 0.1
+
+
+def test_adapters_learn_and_travel_alone() -> None:
+    pytest.importorskip("peft")
+    options = dataclasses.replace(OPTIONS, steps=40, lora=True, lora_rank=16, lora_learning_rate=6e-3)
+    model = grpo.with_adapters(options, tiny("llama"))
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    rows = list(grpo.train(options, Client(tiny("llama")), Even(), model))  # type: ignore[arg-type]
+    assert gain(rows) > 0.12 and {row["train/sent_fraction"] for row in rows} == {0.5}
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+    assert all(row["train/mismatch"] < 1e-4 for row in rows[:-1]), "base + adapter is what samples"
 
 
 def test_versions_and_lag(rows: list[dict[str, float]]) -> None:

@@ -46,6 +46,9 @@ class FakeClient:
         self.version = version
         self.events.append(("refresh", version))
 
+    def refresh_lora(self, adapter: Any, *, version: int, kv: str, via: str, timeout: float) -> None:
+        self.refresh([("adapter", adapter)], version=version, kv=kv, via=via, timeout=timeout)
+
     def submit(self, prompt: list[int], sampling: Sampling) -> Handle:
         handle = Handle(Group(f"#{len(self.handles)}", np.array(prompt, np.int32), sampling), [], b"")
         self.handles.append(handle)
@@ -198,10 +201,19 @@ def test_what_the_service_cannot_do_is_refused(field: str, value: Any) -> None:
         integration.GroupRollouts(FakeClient())(["a"], it)  # type: ignore[arg-type]
 
 
-def test_tools_images_and_adapters_are_refused() -> None:
+def test_an_adapter_travels_alone() -> None:
+    client = FakeClient()
+    rollouts = integration.GroupRollouts(client)  # type: ignore[arg-type]
+    model = SimpleNamespace(peft_config={}, parameters=lambda: [SimpleNamespace()])
+    out = rollouts(["a"], trainer(model=model, state=SimpleNamespace(global_step=4)))
+    assert client.names == ["adapter"] and out["weight_version"] == [5]
+    sharded = SimpleNamespace(peft_config={}, parameters=lambda: [SimpleNamespace(full_tensor=lambda: "whole")])
+    with pytest.raises(ValueError, match="sharded PEFT"):
+        rollouts(["a"], trainer(model=sharded, state=SimpleNamespace(global_step=5)))
+
+
+def test_tools_and_images_are_refused() -> None:
     rollouts = integration.GroupRollouts(FakeClient())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="PEFT"):
-        rollouts(["a"], trainer(model=SimpleNamespace(peft_config={})))
     with pytest.raises(ValueError, match="tools"):
         rollouts(["a"], trainer(tools=[print]))
     with pytest.raises(ValueError, match="text"):

@@ -37,3 +37,18 @@ def test_bench_refresh_prints_the_ratios(
 def test_refresh_needs_two_processes() -> None:
     with pytest.raises(InputError, match="in-process"):
         run(("refresh",), model="x", in_process=True, scale=1, repeat=1, json_file=None, dtype="float32", threads=1)
+
+
+def test_lora_equals_pefts_merge(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    out = tmp_path / "rows.jsonl"
+    options = {"in_process": False, "scale": 0.1, "repeat": 1, "dtype": "bfloat16", "threads": 1}
+    assert run(("lora",), model=str(tiny_model), json_file=str(out), **options) == 0  # type: ignore[arg-type]
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert row["max_abs_delta"] == 0.0 and row["same_digest"] and row["tokens"] == 16 * 32
+    assert 0 < row["sent_bytes"] < row["model_bytes"] and "digests equal" in capsys.readouterr().out
+
+
+def test_lora_goes_between_processes() -> None:
+    with pytest.raises(InputError, match="process to process"):
+        run(("lora",), model="x", in_process=True, scale=1, repeat=1, json_file=None, dtype="float32", threads=1)

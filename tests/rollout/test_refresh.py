@@ -157,6 +157,7 @@ def test_begin_chunks_commit(stage: Stage) -> None:
     assert msgspec.json.decode(stage.b.ask(m.WeightsRequest, True).status) == {
         "version": 1,
         "digest": digest_of(1),
+        "base_digest": digest_of(1),
         "live_digest": digest_of(1),
         "staged": None,
     }

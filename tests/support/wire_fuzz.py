@@ -58,6 +58,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     m.Heartbeat(),
     m.Goodbye(),
     m.Begin(1, "ab" * 16, np.arange(9, dtype=np.uint8), InlineOffer(), 7, True, "recompute"),
+    m.Begin(1, "ab" * 16, np.arange(9, dtype=np.uint8), InlineOffer(), adapter=np.arange(5, dtype=np.uint8), base="ab" * 32),
     m.Begin(1, "ab" * 16, np.zeros(0, np.uint8), ShmOffer(1, 2, 3, 4, "00")),
     m.Begin(1, "ab" * 16, np.zeros(0, np.uint8), FilesOffer("/checkpoints/7")),
     m.Begin(1, "ab" * 16, np.zeros(0, np.uint8), DistributedOffer("gloo", "127.0.0.1", 1, "cd" * 16, 4, "ef" * 32)),

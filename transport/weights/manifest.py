@@ -1,17 +1,20 @@
-"""A manifest on the wire: one frame of its own, since a large model's is longer than a header may be."""
+"""Lists on the wire that are longer than a header may be, each in a frame of its own: a manifest, the targets of an adapter."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
-from engine.types import TensorInfo
+from engine.types import LoraTarget, TensorInfo
 from transport.errors import InvalidRequest
 from transport.frames import MALFORMED
 
-_decoder = msgspec.msgpack.Decoder(list[TensorInfo])
+_tensors = msgspec.msgpack.Decoder(list[TensorInfo])
+_targets = msgspec.msgpack.Decoder(list[LoraTarget])
+T = TypeVar("T")
 
 ENTRY_BYTES = 1024
 """most that one entry may take, on average"""
@@ -33,18 +36,32 @@ def pack_manifest(manifest: Sequence[TensorInfo]) -> np.ndarray:
 def unpack_manifest(data: np.ndarray, most: int) -> list[TensorInfo]:
     """Decode a manifest. Raises InvalidRequest for anything else, and for more than `most` entries or ENTRY_BYTES for each of
     these, before any of it is decoded."""
-    if data.dtype != np.uint8 or data.ndim != 1:
-        raise InvalidRequest(f"the manifest is {data.dtype} of shape {data.shape}: must be uint8 [bytes]")
-    if len(data) > 5 + most * ENTRY_BYTES:
-        raise InvalidRequest(f"a manifest of {len(data)} bytes: at most {ENTRY_BYTES} for each of the model's {most} tensors")
-    entries = _length(data[:5].tobytes())
-    if entries > most:
-        raise InvalidRequest(f"the manifest lists {entries} tensors, the model has {most}")
-    try:
-        manifest = _decoder.decode(data.data)
-    except MALFORMED as error:
-        raise InvalidRequest(f"not a manifest: {str(error)[:300]}") from None
+    manifest = _unpack(data, most, _tensors, "manifest")
     for info in manifest:
         if any(length < 0 for length in info.shape):
             raise InvalidRequest(f"tensor {info.name!r:.200}: a negative length in its shape")
     return manifest
+
+
+def pack_targets(targets: Sequence[LoraTarget]) -> np.ndarray:
+    """Encode the targets of an adapter as [bytes] uint8: MessagePack of [[weight, a, b, scale, transposed] …]."""
+    return np.frombuffer(msgspec.msgpack.encode(targets), np.uint8)
+
+
+def unpack_targets(data: np.ndarray, most: int) -> list[LoraTarget]:
+    """Decode the targets of an adapter. Raises as `unpack_manifest`."""
+    return _unpack(data, most, _targets, "list of targets")
+
+
+def _unpack(data: np.ndarray, most: int, decoder: msgspec.msgpack.Decoder[list[T]], what: str) -> list[T]:
+    if data.dtype != np.uint8 or data.ndim != 1:
+        raise InvalidRequest(f"the {what} is {data.dtype} of shape {data.shape}: must be uint8 [bytes]")
+    if len(data) > 5 + most * ENTRY_BYTES:
+        raise InvalidRequest(f"a {what} of {len(data)} bytes: at most {ENTRY_BYTES} for each of the model's {most} tensors")
+    entries = _length(data[:5].tobytes())
+    if entries > most:
+        raise InvalidRequest(f"the {what} lists {entries} tensors, the model has {most}")
+    try:
+        return decoder.decode(data.data)
+    except MALFORMED as error:
+        raise InvalidRequest(f"not a {what}: {str(error)[:300]}") from None

@@ -1,0 +1,203 @@
+"""LoRA: staged weights are base + scale · B A, made here of what travels: A and B.
+
+    base      the checkpoint, or what refreshes of whole tensors have put in its place
+    kept      of each tensor that the live adapter has changed its base, in host memory; of all others live is base
+    merging   for each target, when its A and B are here:  staged ← base, staged += (B A) · scale
+              tensors of the adapter before, which this one does not change:  staged ← base
+
+The sum is PEFT's own merge on a CPU, in the order and rounding of peft 0.21's `Linear.merge` (`safe_merge=False`): one product
+and one addition by torch over the whole matrix. In blocks of rows the product has other bits, so it is not cut.
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from engine.types import Adapter, LoraTarget, TensorInfo, WrongBase
+from engine.weights.inventory import Digests, Inventory
+from engine.weights.staging import Part, finite
+from engine.weights.tensors import InvalidWeights, digest_of, dtype_name, tensor_bytes
+
+FACTORS = ("float64", "float32", "float16", "bfloat16")
+"""dtypes of A and B, and of what they are added to"""
+
+
+class Base:
+    """What adapters are added to. Changed by `commit` only, after the exchange."""
+
+    def __init__(self, inventory: Inventory, digests: Digests) -> None:
+        self._inventory = inventory
+        self._live = digests
+        self._kept: dict[str, torch.Tensor] = {}
+        self._digests: dict[str, str] = {}
+        """of those that are kept"""
+
+    @property
+    def digest(self) -> str:
+        """`manifest_digest` of all tensors without the live adapter."""
+        return self._live.with_others(self._digests)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that the kept tensors take."""
+        return sum(tensor.nbytes for tensor in self._kept.values())
+
+    @property
+    def changed(self) -> Collection[str]:
+        """Names of the tensors that the live adapter has changed."""
+        return self._kept.keys()
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the base of a tensor in host memory, which the caller may keep."""
+        kept = self._kept.get(name)
+        return self._inventory.tensors[name].detach().to("cpu", copy=True) if kept is None else kept
+
+    def check(self, digest: str | None) -> None:
+        """Compare the base with the one that an adapter was trained on; None: unknown. Raises WrongBase."""
+        if digest is not None and digest != self.digest:
+            raise WrongBase(
+                f"the adapter was trained on weights with digest {digest:.12}…, the base here has {self.digest:.12}… (the "
+                "checkpoint, or the last refresh of whole tensors): load the same checkpoint in the same dtype at both ends, "
+                "or refresh with the merged model"
+            )
+
+    def commit(self, written: Collection[str], bases: Mapping[str, torch.Tensor]) -> None:
+        """Note that these tensors were written; `bases`: those of them that an adapter changed. Before the live digests are."""
+        for name in written:
+            if name in bases:
+                self._digests.setdefault(name, self._live.of(name))
+                self._kept[name] = bases[name]
+            else:
+                self._digests.pop(name, None)
+                self._kept.pop(name, None)
+
+    def clear(self) -> None:
+        """Forget all, when the weights are dropped."""
+        self._kept.clear()
+        self._digests.clear()
+
+
+class Merging:
+    """One refresh of an adapter. Raises WrongBase, InvalidWeights naming the tensor for an adapter that does not fit.
+
+    place: finds the staged twin of a tensor."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        manifest: Sequence[TensorInfo],
+        inventory: Inventory,
+        base: Base,
+        place: Callable[[str], torch.Tensor],
+    ) -> None:
+        self.bases: dict[str, torch.Tensor] = {}
+        """of the tensors that this adapter changes"""
+        self.stands_for = inventory.nbytes
+        """bytes of the tensors that are base + adapter then: all of the model's"""
+        self._inventory, self._base, self._place = inventory, base, place
+        self._factors: dict[str, torch.Tensor] = {}
+        """A and B that are here and wait for each other"""
+        infos = {info.name: info for info in manifest}
+        if not adapter.targets:
+            raise InvalidWeights("the adapter has no targets: train one with LoRA layers, or refresh with whole tensors")
+        if len(infos) < len(manifest):
+            raise InvalidWeights("a tensor comes twice: list each name once")
+        self._targets = {factor: target for target in adapter.targets for factor in (target.a, target.b)}
+        for target in adapter.targets:
+            self._check(target, infos)
+        whole = {info.name: inventory.check(info) for info in manifest if info.name not in self._targets}
+        written = Counter([target.weight for target in adapter.targets] + list(whole.values()))
+        self._check_written(written)
+        base.check(adapter.base)
+        self.parts = [self._part(info, whole.get(info.name)) for info in manifest]
+        self._left = len(self.parts)
+        self._back = base.changed - written.keys()
+        """tensors of the adapter before, which go back to their base"""
+
+    def arrived(self, part: Part) -> dict[str, str]:
+        """Do what the bytes of this part have made possible. Returns the digests of the staged tensors that it wrote."""
+        self._left -= 1
+        digests: dict[str, str] = {}
+        if target := self._targets.get(part.info.name):
+            assert part.place is not None
+            self._factors[part.info.name] = part.place.view(part.info.shape)
+            if target.a in self._factors and target.b in self._factors:
+                digests[target.weight] = self._merge(target)
+        else:
+            assert part.target is not None
+            self.bases[part.target] = self._base.read(part.target)
+        if not self._left:
+            digests |= {name: digest_of(tensor_bytes(self._place(name).copy_(self._base.read(name)))) for name in self._back}
+        return digests
+
+    def _merge(self, target: LoraTarget) -> str:
+        a, b = self._factors.pop(target.a), self._factors.pop(target.b)
+        base = self.bases[target.weight] = self._base.read(target.weight)
+        staged = merge_into(self._place(target.weight), base, a, b, target)
+        if not finite(staged):
+            raise InvalidWeights("base + scale · B A overflows its dtype", target.weight)
+        return digest_of(tensor_bytes(staged))
+
+    def _part(self, info: TensorInfo, whole: str | None) -> Part:
+        dtype = getattr(torch, info.dtype)
+        place = torch.empty(math.prod(info.shape), dtype=dtype) if whole is None else self._place(whole).view(-1)
+        return Part(info, dtype, whole, place)
+
+    def _check(self, target: LoraTarget, infos: Mapping[str, TensorInfo]) -> None:
+        """Check that A and B have come, once, and that B A has the shape of the weight."""
+        name, first = target.weight, self._inventory.first_name.get(target.weight)
+        if first is None:
+            raise InvalidWeights("the model has no tensor of this name", name)
+        live = self._inventory.tensors[first]
+        if dtype_name(live) not in FACTORS:
+            raise InvalidWeights(f"it is {dtype_name(live)}: an adapter is added to {', '.join(FACTORS)}", name)
+        if self._targets[target.a] is not target or self._targets[target.b] is not target or target.a == target.b:
+            raise InvalidWeights("its A or B belongs to another tensor as well: each is for one weight", name)
+        a, b = infos.get(target.a), infos.get(target.b)
+        if a is None or b is None:
+            raise InvalidWeights(f"its A or B does not come: {target.a!r} and {target.b!r} must be in the manifest", name)
+        if a.dtype != b.dtype or a.dtype not in FACTORS:
+            raise InvalidWeights(f"A is {a.dtype}, B is {b.dtype}: both must have one of {', '.join(FACTORS)}", name)
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
+            raise InvalidWeights(f"A is {a.shape}, B is {b.shape}: must be [rank, in] and [out, rank]", name)
+        product = (a.shape[1], b.shape[0]) if target.transposed else (b.shape[0], a.shape[1])
+        if product != tuple(live.shape):
+            raise InvalidWeights(f"B A is {product}, the model's is {tuple(live.shape)}", name)
+        if not math.isfinite(target.scale):
+            raise InvalidWeights(f"its scale is {target.scale}: must be finite", name)
+
+    def _check_written(self, written: Mapping[str, int]) -> None:
+        for name, times in written.items():
+            if times > 1:
+                raise InvalidWeights("the adapter changes it twice: merge its parts into one", name)
+            tied = [other for other, first in self._inventory.first_name.items() if first == self._inventory.first_name[name]]
+            if len(tied) > 1:
+                raise InvalidWeights(
+                    f"the model ties {' and '.join(tied)}: an adapter on one would change both. Leave it out of target_modules "
+                    "and modules_to_save, or refresh with the merged model",
+                    name,
+                )
+            if not self._inventory.tensors[name].is_contiguous():
+                raise InvalidWeights("it does not lie contiguously in this engine and cannot be refreshed", name)
+
+
+def merge_into(staged: torch.Tensor, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, target: LoraTarget) -> torch.Tensor:
+    """Write base + scale · B A into `staged`, [out, in] or, transposed, [in, out]; returns it. a: [rank, in], b: [out, rank].
+    Factors of two bytes are multiplied in fp32 and the product is rounded to their dtype; a product wider than the weight is
+    added before the one rounding to it."""
+    narrow: Any = b.dtype if b.dtype.itemsize == 2 else None
+    if narrow is not None:
+        a, b = a.float(), b.float()
+    change = b @ a
+    change = (change.T if target.transposed else change) * target.scale
+    if narrow is not None:
+        change = change.to(narrow)
+    staged.copy_(base)
+    staged += change
+    return staged
