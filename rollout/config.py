@@ -43,6 +43,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """loopback or ipc without keys; port 0 or * takes a free one"""
     keys: str | None = None
     """key file that `rollout keys init` made: clients need a key, on this host as well"""
+    journal: str | None = None
+    """file in which open groups and samples outlive the process; None: clients are told that a restart has lost them"""
     client_grace_s: float = 10.0
     """a client not heard from for this many seconds has its groups aborted"""
     max_outbox_bytes: int = 268_435_456

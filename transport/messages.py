@@ -184,7 +184,7 @@ class Welcome(msgspec.Struct, frozen=True, eq=False, tag="welcome"):
     hello: int
     """number of the Hello that this answers; an older one's is out of date"""
     incarnation: str
-    """random hex, new at each start of the service"""
+    """random hex, new at each start of the service, or with a journal its own"""
     model: str
     vocab_size: int
     """rows of the embedding: token ids are 0 to vocab_size - 1"""
@@ -200,6 +200,8 @@ class Welcome(msgspec.Struct, frozen=True, eq=False, tag="welcome"):
     again"""
     arithmetic: str = ""
     """name/version of what computes; equal ones, with equal weights, tokens and seeds, give equal samples"""
+    starts: int = 0
+    """of an incarnation with a journal, this one included; 0: there is no journal, and nothing outlives a restart"""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):

@@ -17,9 +17,10 @@ from engine.types import Begun, Group, Limits, Refreshed, Sample, Sampling
 from rollout.client.generation import Generation
 from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
+from rollout.client.patience import Patience
 from rollout.client.refresh import RefreshHandle, answer
 from rollout.client.scoring import score_all
-from rollout.client.submission import Prompt, check_budget, group_of, rest_of, resumed_group, sendable
+from rollout.client.submission import Prompt, check_budget, group_of, rest_of, resumed_group, seeded, sendable
 from rollout.client.weights import Refreshing
 from transport.errors import ServiceLost
 from transport.messages import Control, Welcome
@@ -52,6 +53,10 @@ class RolloutClient(Refreshing):
             `max_tokens` of each of their children that has not come back. Groups over it wait here, those of a higher priority
             first, then in order; they start under whatever weights are live then. None = no bound but the service's limits.
             A group that is over it alone is refused by `submit`.
+        restart_timeout_s: takes the place of `link_timeout_s`, if longer, where a service that comes back goes on with what it
+            had (`rollout serve --journal`), and with `resubmit`.
+        resubmit: a service that comes back without its groups gets those that were open again, with the same seeds, as soon as
+            its weights are as new as they were; without it, and for other calls, ServiceRestarted.
     """
 
     def __init__(
@@ -66,6 +71,8 @@ class RolloutClient(Refreshing):
         require_version: int = 0,
         refresh_host: str | None = None,
         budget: int | None = None,
+        restart_timeout_s: float = 300.0,
+        resubmit: bool = False,
     ) -> None:
         if budget is not None and budget < 1:
             raise ValueError(f"budget={budget}: must be None (no bound) or a positive number of tokens")
@@ -74,7 +81,9 @@ class RolloutClient(Refreshing):
         self._ids = itertools.count()
         self._serials = itertools.count(1)
         self.require_version = require_version
-        link = Link(end, secrets.token_hex(16), name, link_timeout_s, stall_timeout_s, budget)
+        self._resubmit = resubmit
+        patience = Patience(link_timeout_s, stall_timeout_s, restart_timeout_s, resubmit)
+        link = Link(end, secrets.token_hex(16), name, patience, budget)
         super().__init__(link, refresh_host or own_address(end.address))
         try:
             wait_for_welcome(self._link, end, connect_timeout_s)
@@ -159,6 +168,7 @@ class RolloutClient(Refreshing):
 
     def _submit(self, group: Group, on_change: OnChange | None = None) -> Handle:
         serial, limits = next(self._serials), self.info.limits
+        group = seeded(group) if self._resubmit else group
         handle = sendable(group, serial=serial, require_version=self.require_version, limits=limits)
         check_budget(handle, self._budget)
         handle.on_cancel, handle.on_change = self._link.cancel, on_change

@@ -38,6 +38,8 @@ class Handle:
         self.frames = frames
         """its Submit, kept so that it can be repeated"""
         self.digest = digest
+        self.needs_version = 0
+        """of the service's weights, before it is sent: that of the service which has lost it"""
         self.cancelled = False
         """the client has asked for its end"""
         self.cancelled_children: set[int] = set()

@@ -27,6 +27,7 @@ from rollout.client.connection import Connection
 from rollout.client.handle import Handle
 from rollout.client.open_groups import aborts_of_children
 from rollout.client.outgoing import Outgoing, portions
+from rollout.client.patience import Patience, restarted
 from rollout.client.waiters import Waiters, copy_of
 from rollout.logs import logger
 from transport import messages as m
@@ -38,7 +39,6 @@ from transport.errors import (
     ProtocolError,
     RolloutError,
     ServiceLost,
-    ServiceRestarted,
     from_wire,
 )
 from transport.frames import Decoder, Frame, pack
@@ -58,8 +58,7 @@ class Link:
         transport: ClientTransport,
         session: str,
         name: str,
-        link_timeout_s: float,
-        stall_timeout_s: float,
+        patience: Patience,
         budget: int | None = None,
     ) -> None:
         self.welcome: m.Welcome | None = None
@@ -67,8 +66,7 @@ class Link:
         self._transport = transport
         self._session = session
         self._name = name
-        self._link_timeout_s = link_timeout_s
-        self._stall_timeout_s = stall_timeout_s
+        self._patience = patience
         self._decoder: Decoder[m.ServiceMessage] = Decoder(m.ServiceMessage, m.answer_limits(Limits()))
         self._closing = False
         self._calls = Calls(transport.wake)
@@ -142,18 +140,15 @@ class Link:
                 self._send_hello()
             elif connection.heartbeat_due(now):
                 self._send(m.Heartbeat())
-            if now - connection.last_received_at > self._stall_timeout_s:
+            if now - connection.last_received_at > (stall_s := self._patience.stall_s):
                 connection.last_received_at = now
-                silent = f"its loop said nothing for {self._stall_timeout_s} s"
-                self._start_over(ServiceLost(f"{transport.address} is connected, but {silent}"))
+                self._start_over(ServiceLost(f"{transport.address} is connected, but its loop said nothing for {stall_s} s"))
         else:
             waited_s = connection.disconnected(now)
             if transport.refusal:
                 self._fail_all(KeyRefused(transport.refusal))
-            elif waited_s > self._link_timeout_s:
-                self._fail_all(
-                    ServiceLost(f"{transport.address} is dead or unreachable: no connection for {self._link_timeout_s} s")
-                )
+            elif waited_s > (patience_s := self._patience.seconds(self.welcome)):
+                self._fail_all(ServiceLost(f"{transport.address} is dead or unreachable: no connection for {patience_s} s"))
             if not self._waiters:
                 connection.nobody_waits(now)
 
@@ -234,6 +229,7 @@ class Link:
                     self._fail_all(ServiceLost(f"the service is closing: {message.reason}"))
                 case m.Alive():
                     self._outgoing.taken(message.taken_bytes)
+                    self._groups.version = message.version
         except (ValueError, TypeError, RecursionError, ProtocolError) as error:
             reason = error.message if isinstance(error, ProtocolError) else str(error)
             log.error("unreadable message from the service reason=%r", reason)
@@ -245,10 +241,10 @@ class Link:
             raise ProtocolError(f"Welcome of protocol {welcome.protocol}; this client speaks {m.PROTOCOL}")
         if self._connection.ready or welcome.hello != self._connection.hello_number:
             return  # the answer to a repeated or an outdated Hello
-        if self.welcome is not None and self.welcome.incarnation != welcome.incarnation:
-            # unsent groups were never in the old one, but their caller chose it, its model and its weights
-            self._fail_all(ServiceRestarted(f"{self._transport.address} was restarted; what ran there is gone"))
-        self.welcome = welcome
+        if self.welcome is not None and restarted(self.welcome, welcome):
+            for request_id in self._waiters.restarted(self.welcome, welcome, self._transport.address, self._patience.resubmit):
+                self._outgoing.answered(request_id)
+        self.welcome, self._groups.version = welcome, welcome.version
         self._decoder = Decoder(m.ServiceMessage, m.answer_limits(welcome.limits))
         self._connection.welcomed(time.monotonic())
         self._outgoing.start(paced=m.TAKEN in welcome.capabilities)

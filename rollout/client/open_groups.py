@@ -30,6 +30,8 @@ class OpenGroups:
         self._unsent: list[tuple[int, int, Handle]] = []
         """heap of (-priority, order, group)"""
         self._order = count()
+        self.version = 0
+        """of the service's weights, as it last said"""
         self._budget = budget
         self._sent_samples = self._sent_tokens = 0
 
@@ -55,6 +57,8 @@ class OpenGroups:
         if not self._unsent:
             return None
         handle = self._unsent[0][-1]
+        if self.version < handle.needs_version:
+            return None
         room = len(self.sent) < limits.max_groups_per_client
         room = room and self._sent_samples + handle.n <= limits.max_samples_per_client
         room = room and (self._budget is None or self._sent_tokens + handle.in_flight <= self._budget)
@@ -132,6 +136,21 @@ class OpenGroups:
         for handle in missing:
             handle.restart()
         return [handle.frames for handle in missing]
+
+    def restarted(self, held: np.ndarray | None, limits: Limits) -> None:
+        """Go on after a restart of the service, which has the groups that it names in Welcome (`held`). The others are taken
+        back, to be sent again once the weights are as new as they were: children that are here already come twice, and the
+        same, which changes nothing. What was not sent waits for these weights as well."""
+        for handle in self.missing(held):
+            self.remove(handle)
+            if handle.cancelled:
+                handle.abort_unsent(limits.max_n)
+            else:
+                self.add(handle)
+        for handle in self._all.values():
+            handle.restart()
+            if handle.group_id not in self.sent:
+                handle.needs_version = max(handle.needs_version, self.version)
 
 
 def aborts_of_children(handles: Iterable[Handle], limits: Limits) -> Iterator[Abort]:

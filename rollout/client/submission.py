@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+import secrets
 from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 
-from engine.types import Begun, Group, Limits, Sample, Sampling
+from engine.types import SEED_LIMIT, Begun, Group, Limits, Sample, Sampling
 from rollout.client.handle import Handle
 from transport.begun import pack_begun
 from transport.errors import InvalidRequest, LimitExceeded
@@ -70,6 +71,14 @@ def rest_of(group_id: str, handle: Handle) -> Group:
     sampling = msgspec.structs.replace(sampling, seed=handle.seed, finish_after=left)
     begun = [child for child in handle.begun() if child.index in indices]
     return group_of(group_id, handle.group.prompt, sampling, indices, begun)
+
+
+def seeded(group: Group) -> Group:
+    """Give a group a seed, if it has none: sent again it is the same."""
+    if group.sampling.seed is not None:
+        return group
+    sampling = msgspec.structs.replace(group.sampling, seed=secrets.randbelow(SEED_LIMIT))
+    return msgspec.structs.replace(group, sampling=sampling)
 
 
 def sendable(group: Group, *, serial: int, require_version: int, limits: Limits) -> Handle:

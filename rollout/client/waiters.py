@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 from rollout.client.open_groups import OpenGroups
 from rollout.client.open_requests import OpenRequests
-from transport.errors import RolloutError, ServiceLost
+from transport.errors import RolloutError, ServiceLost, ServiceRestarted
 from transport.messages import Welcome
 
 
@@ -21,16 +21,28 @@ class Waiters:
     def __bool__(self) -> bool:
         return bool(self.groups) or bool(self.requests)
 
-    def fail(self, error: RolloutError) -> list[int]:
+    def fail(self, error: RolloutError, groups: bool = True) -> list[int]:
         """Raise this error for everybody, each in an object of its own: tracebacks are written into it. Who waits for the first
-        Welcome waits on where the service is only lost. Returns the ids of the requests."""
-        for handle in self.groups.clear():
+        Welcome waits on where the service is only lost. `groups`: those who wait for a group included.
+
+        Returns the ids of the requests."""
+        for handle in self.groups.clear() if groups else []:
             handle.fail(copy_of(error, handle.group_id))
         failed = self.requests.ids
         for request_id in failed:
             self.requests.answer(request_id, copy_of(error))
         if not self.first_welcome.done() and not isinstance(error, ServiceLost):
             self.first_welcome.set_exception(copy_of(error))
+        return failed
+
+    def restarted(self, old: Welcome, new: Welcome, address: str, resubmit: bool) -> list[int]:
+        """Make good what a restart has lost: with a journal little, else all, an error unless `resubmit`. Returns the ids
+        of the requests that have failed."""
+        failed = []
+        if old.incarnation != new.incarnation:
+            # unsent groups were never in the old one, but their caller chose it, its model and its weights
+            failed = self.fail(ServiceRestarted(f"{address} was restarted; what ran there is gone"), groups=not resubmit)
+        self.groups.restarted(new.groups, new.limits)
         return failed
 
 

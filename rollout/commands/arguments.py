@@ -24,6 +24,8 @@ class ServeArgs(msgspec.Struct, kw_only=True):
     """TOML file with tables [engine], [service], [limits], [tracking]"""
     model: str | None = None
     """short for --engine.model"""
+    journal: str | None = None
+    """short for --service.journal"""
     ready_file: str | None = None
     """file that appears, holding the endpoint, once the service listens"""
     exit_on_stdin_close: bool = False
@@ -214,6 +216,12 @@ def config_file(argv: list[str]) -> str | None:
 
 def with_offload(config: Config, offload: WeightOffload | None) -> Config:
     return msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, weight_offload=offload))
+
+
+def with_journal(config: Config, journal: str | None) -> Config:
+    if journal is None:
+        return config
+    return msgspec.structs.replace(config, service=msgspec.structs.replace(config.service, journal=journal))
 
 
 def with_model(config: Config, model: str | None) -> Config:

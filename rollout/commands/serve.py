@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.types import Mode
-from rollout.commands.arguments import ServeArgs, with_model
+from rollout.commands.arguments import ServeArgs, with_journal, with_model
 from rollout.config import CannotServe, Config, InputError, TrackingConfig
 from rollout.metrics.sinks import Sink, open_sinks
 from rollout.metrics.tracker import Tracker
@@ -24,6 +24,7 @@ from transport.sockets import ServiceEnd
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from rollout.service.journal import Journal
     from rollout.service.loop import Service
 
 
@@ -32,7 +33,7 @@ def run(args: ServeArgs) -> int:
 
     Raises InputError for a configuration that this model or machine cannot serve, CannotServe for the model itself.
     """
-    config = with_model(args.settings, args.model)
+    config = with_journal(with_model(args.settings, args.model), args.journal)
     stop = Stopper()
     engine, service = start(config)
     stop.service_stop = service.stop
@@ -58,9 +59,11 @@ def start(config: Config) -> tuple[Engine, Service]:
     """Load the model and listen. What it opened is closed again if it raises: InputError, CannotServe."""
     with ExitStack() as started:
         try:
-            ServiceEnd(
-                config.service.endpoint, config.limits, config.service.keys
-            ).close()  # a port in use is told before a model is loaded
+            # a port in use, keys and a journal that cannot be used are told before a model is loaded
+            ServiceEnd(config.service.endpoint, config.limits, config.service.keys).close()
+            journal = open_journal(config)
+            if journal is not None:
+                started.callback(journal.close)
             sinks = open_sinks(config.tracking)
             for sink in sinks:
                 started.callback(sink.close)
@@ -71,6 +74,7 @@ def start(config: Config) -> tuple[Engine, Service]:
                 engine,
                 config.service.endpoint,
                 keys=config.service.keys,
+                journal=journal,
                 limits=config.limits,
                 client_grace_s=config.service.client_grace_s,
                 max_outbox_bytes=config.service.max_outbox_bytes,
@@ -82,6 +86,13 @@ def start(config: Config) -> tuple[Engine, Service]:
             raise InputError(str(error)) from error
         started.pop_all()  # the service closes them
     return engine, service
+
+
+def open_journal(config: Config) -> Journal | None:
+    """Open the journal, if there is to be one. Raises InputError."""
+    from rollout.service.journal import Journal
+
+    return None if config.service.journal is None else Journal(config.service.journal, config.engine.model)
 
 
 def load(config: Config) -> Engine:

@@ -61,7 +61,7 @@ def check_room(session: Session, group_id: str, n: int, limits: Limits, max_outb
         )
 
 
-def welcome(hello: m.Hello, session: Session, engine: EngineLike, incarnation: str, limits: Limits) -> m.Welcome:
+def welcome(hello: m.Hello, session: Session, engine: EngineLike, incarnation: str, starts: int, limits: Limits) -> m.Welcome:
     """Answer a Hello: what a client needs to know of the service, and which of its groups are here."""
     return m.Welcome(
         protocol=m.PROTOCOL,
@@ -75,5 +75,6 @@ def welcome(hello: m.Hello, session: Session, engine: EngineLike, incarnation: s
         limits=limits,
         capabilities=(m.TAKEN, *capabilities(engine.model.device)),
         arithmetic=engine.arithmetic,
+        starts=starts,
         groups=m.digests(held.digest for held in session.groups.values()),
     )

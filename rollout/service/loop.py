@@ -27,7 +27,10 @@ from rollout.service.closing import say_closing
 from rollout.service.controls import Controls
 from rollout.service.engine_api import EngineLike
 from rollout.service.inbox import Inbox
+from rollout.service.journal import Journal
+from rollout.service.record import Record
 from rollout.service.refresh import Refreshes
+from rollout.service.restoring import restore
 from rollout.service.running import Running, described
 from rollout.service.session import Session, Sessions
 from rollout.service.watchdog import Watch
@@ -59,6 +62,7 @@ class Service:
         endpoint: tcp://127.0.0.1:PORT (0 or *: any free one), tcp://[::1]:PORT or ipc://PATH; with `keys` any tcp://HOST:PORT.
             ValueError for an address that other hosts can reach without keys, and for one that cannot be bound.
         keys: the service's key file (`rollout keys init`), also for clients of this host; None: whoever connects may do all.
+        journal: with it sessions outlive the process; closed with the service.
         limits: what clients may ask for; the engine's own by default.
         transport: another end instead of a socket, e.g. `transport.loopback.LoopbackService()`.
         client_grace_s: a client not heard from for so long has its groups aborted and is forgotten. At least MIN_GRACE_S.
@@ -76,6 +80,7 @@ class Service:
         endpoint: str | None = None,
         *,
         keys: str | None = None,
+        journal: Journal | None = None,
         limits: Limits | None = None,
         transport: ServiceTransport | None = None,
         client_grace_s: float = 10.0,
@@ -89,7 +94,9 @@ class Service:
             raise ValueError("give an endpoint or a transport, one of the two")
         if client_grace_s < MIN_GRACE_S:
             raise ValueError(f"client_grace_s={client_grace_s}: at least {MIN_GRACE_S}, clients send a heartbeat every second")
-        self.incarnation = secrets.token_hex(8)
+        self._record = Record() if journal is None else journal
+        self.incarnation = secrets.token_hex(8) if journal is None else journal.incarnation
+        self._starts = 0 if journal is None else journal.starts
         self._engine = engine
         self._limits = limits or engine.limits
         self._transport = transport if transport is not None else ServiceEnd(str(endpoint), self._limits, keys)
@@ -97,7 +104,7 @@ class Service:
         self._linger_s = linger_s
 
         self._access = Access(self._transport.keys)
-        self._sessions = Sessions(self._limits.max_clients)
+        self._sessions = Sessions(self._limits.max_clients, self._record)
         self._inbox = Inbox(self._transport, self._limits, self._access, self._sessions, self._handle)
         self._refreshes = Refreshes(engine, lease_s)
         self._controls = Controls(engine)
@@ -107,6 +114,8 @@ class Service:
         self._stop_reason: str | None = None
         self._started = time.monotonic()
         self._clock = LoopClock(self._started, client_grace_s)
+        if journal is not None:
+            restore(journal, self._sessions, self._running, engine, self._limits)
 
     @property
     def endpoint(self) -> str:
@@ -144,11 +153,13 @@ class Service:
         self._transport.expect(self._refreshes.window_bytes)
         self.watch.at("send")
         self._flush()  # answers need not wait for the step
+        self._running.unpark()
         if self._engine.has_work:
             self.watch.at("step")
             self._running.step(self._sessions)
-            self.watch.at("send")
-            self._flush()
+        self.watch.at("send")
+        self._record.commit(self._engine.version)  # before samples that clients may have and the journal has not
+        self._flush()
         self.watch.at("timers")
         self._check_timers()
 
@@ -208,7 +219,7 @@ class Service:
             self._running.drop(session, held)
         session.last_received_at = session.last_sent_at = self._clock.now
         session.paced = m.TAKEN in hello.capabilities
-        answer = pack(welcome(hello, session, self._engine, self.incarnation, self._limits))
+        answer = pack(welcome(hello, session, self._engine, self.incarnation, self._starts, self._limits))
         self._sessions.connect(session, peer, hello.number, answer)
 
     def _forget(self, session: Session, reason: str) -> None:
@@ -257,6 +268,8 @@ class Service:
                 "steps": self._running.steps,
                 "malformed": self._inbox.malformed,
                 "keys": self._access.describe(),
+                "starts": self._starts,
+                "parked_groups": self._running.parked,
                 "clients": [session.status(self._clock.now) for session in self._sessions],
             },
         }
@@ -272,6 +285,8 @@ class Service:
             say_closing(self._sessions, self._transport, self._inbox.decoder, reason, deadline)
         finally:
             self._refreshes.close()
+            self._record.commit(self._engine.version)
+            self._record.close()
             self._transport.close(max(0.1, deadline - time.monotonic()))
             self._tracker.close(self._engine_status)
 

@@ -7,19 +7,20 @@ Ending a thousand samples takes time, and one turn of the loop has little of it:
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from time import perf_counter
 
 import msgspec
 
-from engine.types import Limits, Sample
+from engine.types import SEED_LIMIT, Group, Limits, Sample
 from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
 from rollout.service.admission import check_room, checked_group
 from rollout.service.engine_api import EngineLike
 from rollout.service.session import HeldGroup, Session, without_tokens
 from transport import messages as m
-from transport.errors import GroupFailed, IdConflict, InvalidRequest, StaleWeights
+from transport.errors import GroupFailed, IdConflict, InvalidRequest, RolloutError, StaleWeights
 from transport.frames import pack
 
 log = logger("rollout.service.loop")
@@ -37,6 +38,8 @@ class Running:
         """by the engine's name"""
         self._ending: dict[tuple[str, int | None], None] = {}
         """engine's names of groups that are to end, or of one child each, in the order in which that was asked for"""
+        self._parked: dict[str, tuple[Session, Group, int]] = {}
+        """groups of before a restart that wait for weights of this version, by the engine's name"""
         self._made = 0
         self.steps = 0
         self.step_s = 0.0
@@ -64,18 +67,51 @@ class Running:
             return
         check_room(session, group_id, len(group.wanted), self._limits, self._max_outbox_bytes)
         self._made += 1
+        if session.record.lasting:
+            group = seeded(group)
+        self._hand_over(session, group, group_id)
+        held = HeldGroup(group_id, group.id, digest, group.wanted)
+        session.hold(held)
+        session.record.accepted(session.key, session.id, group.id, pack(submit), group.sampling.seed, engine.version)
+        self._groups[group.id] = (session, held)
+
+    def _hand_over(self, session: Session, group: Group, group_id: str) -> None:
+        """Give the engine a group. Raises InvalidRequest, GroupFailed."""
         try:
-            engine.submit(group, client=str(session.number))
+            self._engine.submit(group, client=str(session.number))
         except ValueError as error:
             raise InvalidRequest(str(error), group_id) from None
         except Exception as error:
             log.exception("engine.submit failed")
             raise GroupFailed(f"the engine failed on this group: {described(error)}", group_id) from None
-        held = HeldGroup(group_id, group.id, digest, group.wanted)
-        session.hold(held)
         session.streaming.hold(group_id, group)
-        self._groups[group.id] = (session, held)
         self._tracker.begin(group)
+
+    @property
+    def parked(self) -> int:
+        """Groups of before a restart that wait for weights."""
+        return len(self._parked)
+
+    def park(self, session: Session, held: HeldGroup, group: Group, version: int) -> None:
+        """Take a group of before a restart: it runs on as soon as weights of that version, or newer ones, are live."""
+        self._made = max(self._made, int(group.id.rpartition(".")[2]))
+        self._groups[group.id] = (session, held)
+        self._parked[group.id] = (session, group, version)
+
+    def unpark(self) -> None:
+        """Give the engine the groups whose weights are there."""
+        for engine_id in [id for id, (_, _, version) in self._parked.items() if version <= self._engine.version]:
+            self._unpark(engine_id)
+
+    def _unpark(self, engine_id: str) -> None:
+        session, group, _ = self._parked.pop(engine_id)
+        held = self._groups[engine_id][1]
+        try:
+            self._hand_over(session, group, held.group_id)
+        except RolloutError as error:
+            del self._groups[engine_id]
+            session.drop(held.group_id)
+            session.reply(pack(m.Refused(error.kind, error.message, held.group_id)))
 
     def step(self, sessions: Iterable[Session]) -> None:
         """Step the engine and deliver what ended.
@@ -121,7 +157,9 @@ class Running:
 
     def drop(self, session: Session, held: HeldGroup) -> None:
         """End a group that nobody wants any more; its samples are thrown away."""
-        if self._groups.pop(held.engine_id, None):
+        if self._parked.pop(held.engine_id, None):
+            del self._groups[held.engine_id]
+        elif self._groups.pop(held.engine_id, None):
             self._ending[held.engine_id, None] = None
             self._tracker.forget(held.engine_id)
         session.drop(held.group_id)
@@ -141,7 +179,7 @@ class Running:
 
     def fail_all(self, reason: str) -> None:
         """End every group as "error", with what the engine still has of it."""
-        for session, held in list(self._groups.values()):
+        for session, held in [kept for id, kept in self._groups.items() if id not in self._parked]:
             try:
                 ended = self._engine.abort(held.engine_id)
             except Exception:
@@ -156,7 +194,9 @@ class Running:
                 session.reply(pack(m.Refused(GroupFailed.kind, reason, held.group_id)))
 
     def _end(self, held: HeldGroup, index: int | None = None) -> None:
-        if held.running:
+        if held.engine_id in self._parked:  # the engine makes what comes back of it
+            self._unpark(held.engine_id)
+        if held.engine_id in self._groups:
             self._ending[held.engine_id, index] = None
 
     def _deliver(self, sample: Sample) -> None:
@@ -172,6 +212,14 @@ class Running:
         session.deliver(held, sample)
         if not held.running:
             del self._groups[held.engine_id]
+
+
+def seeded(group: Group) -> Group:
+    """Give a group a seed, if it has none: whoever runs it again gets the same samples."""
+    if group.sampling.seed is not None:
+        return group
+    sampling = msgspec.structs.replace(group.sampling, seed=secrets.randbelow(SEED_LIMIT))
+    return msgspec.structs.replace(group, sampling=sampling)
 
 
 def described(error: BaseException) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from engine.types import Sample
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike
+from rollout.service.record import Record
 from rollout.service.streaming import Streaming
 from transport.errors import Busy
 from transport.frames import Frame, frame_bytes, pack
@@ -57,9 +58,10 @@ class HeldGroup:
 class Session:
     """One client. `peer` is its connection at the moment, None while it has none. `key`: of its client, "" without keys."""
 
-    def __init__(self, id: str, name: str, number: int, key: str = "") -> None:
+    def __init__(self, id: str, name: str, number: int, key: str = "", record: Record | None = None) -> None:
         self.id = id
         self.key = key
+        self.record = Record() if record is None else record
         self.name = name
         self.number = number
         self.peer: bytes | None = None
@@ -126,6 +128,7 @@ class Session:
     def drop(self, group_id: str) -> None:
         """Forget a group and its samples."""
         held = self.groups.pop(group_id)
+        self.record.dropped(held.engine_id)
         self.streaming.drop(group_id)
         self.samples -= held.n
         self.unacked_bytes -= sum(map(frame_bytes, held.unacked.values()))
@@ -142,8 +145,13 @@ class Session:
         held.ended += 1
         if not held.running:
             self.streaming.drop(held.group_id)
-        held.unacked[sample.index] = frames
-        self._queue.append(((held, sample.index), frames))
+        self.record.ended(held.engine_id, sample.index, sample.finish_reason, frames)
+        self.keep(held, sample.index, frames)
+
+    def keep(self, held: HeldGroup, index: int, frames: list[Frame]) -> None:
+        """Queue the SampleDone of a child that has ended."""
+        held.unacked[index] = frames
+        self._queue.append(((held, index), frames))
         self.unacked_bytes += frame_bytes(frames)
 
     def stream(self, engine: EngineLike) -> None:
@@ -160,6 +168,7 @@ class Session:
                 continue
             self.unacked_bytes -= frame_bytes(frames)
             held.acked += 1
+            self.record.acked(held.engine_id, index)
             if held.acked == held.n:
                 self.drop(group_id)
 
@@ -188,8 +197,9 @@ class Session:
 class Sessions:
     """All clients, by key and session id, and by connection."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, record: Record | None = None) -> None:
         self._most = most
+        self._record = Record() if record is None else record
         self._by_id: dict[tuple[str, str], Session] = {}
         self._by_peer: dict[bytes, Session] = {}
         self._made = 0
@@ -207,8 +217,19 @@ class Sessions:
             if len(self._by_id) >= self._most:
                 raise Busy(f"{len(self._by_id)} clients are connected, the most allowed (Limits.max_clients)")
             self._made += 1
-            self._by_id[key, id] = Session(id, name, self._made, key)
+            self._by_id[key, id] = Session(id, name, self._made, key, self._record)
+            self._record.opened(key, id, name, self._made)
             log.info("client connected client=%d name=%r", self._made, name)
+        return self._by_id[key, id]
+
+    def bring_back(self, key: str, id: str, name: str, number: int) -> Session:
+        """Make a session again that was open before a restart, under the number that it had."""
+        self._made = max(self._made, number)
+        session = self._by_id[key, id] = Session(id, name, number, key, self._record)
+        return session
+
+    def of(self, key: str, id: str) -> Session:
+        """Return the session of this id that the key has. KeyError if there is none."""
         return self._by_id[key, id]
 
     def connect(self, session: Session, peer: bytes, hello: int, welcome: list[Frame]) -> None:
@@ -229,6 +250,7 @@ class Sessions:
 
     def close(self, session: Session) -> None:
         del self._by_id[session.key, session.id]
+        self._record.closed(session.key, session.id)
         if session.peer is not None:
             del self._by_peer[session.peer]
 

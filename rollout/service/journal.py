@@ -1,0 +1,222 @@
+"""The journal: open groups with their seeds, and samples that were not acked, in a file that outlives the process.
+
+    turn of the loop: opened, accepted, ended, acked, dropped … ──→ one transaction, before the samples in it are sent
+
+The file is sqlite's, with a write-ahead log. What is in it when the process dies is what its clients may know of, so a service
+that starts on it again goes on where the last one stopped. A group without a seed gets one when it is accepted: a child that
+runs again is the same one.
+
+Synchronous NORMAL: a commit is a write to the log without an fsync, some 50 µs. It survives the end of the process however that
+comes, SIGKILL included, since the page cache is the kernel's. When the machine itself dies the last commits may be lost, but
+the file is whole, and clients that live on submit again what is missing. FULL would hold the loop for an fsync each turn, for
+the one case in which a trainer on the same machine has died as well. What fsyncs there are (moving the log into the file) are
+done by a thread of their own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from engine.types import FinishReason
+from rollout.config import InputError
+from rollout.logs import logger
+from rollout.service.record import Record
+from transport.frames import Frame
+
+FILE_VERSION = 1
+CHECKPOINT_S = 1.0
+
+TABLES = """
+CREATE TABLE meta(name TEXT PRIMARY KEY, value);
+CREATE TABLE sessions(key TEXT, id TEXT, name TEXT, number INTEGER, PRIMARY KEY(key, id));
+CREATE TABLE groups(engine_id TEXT PRIMARY KEY, key TEXT, session TEXT, submit BLOB, seed INTEGER, version INTEGER, at REAL);
+CREATE TABLE samples(engine_id TEXT, child INTEGER, reason TEXT, frames BLOB, PRIMARY KEY(engine_id, child)) WITHOUT ROWID;
+CREATE INDEX groups_of ON groups(key, session);
+"""
+
+log = logger("rollout.service.loop")
+
+
+class KeptSession(NamedTuple):
+    key: str
+    id: str
+    name: str
+    number: int
+
+
+class KeptGroup(NamedTuple):
+    key: str
+    session: str
+    engine_id: str
+    submit: list[Frame]
+    seed: int | None
+    version: int
+    """of the weights that were live"""
+    age_s: float
+    """since it was accepted, the time in which no service ran included"""
+    ended: dict[int, tuple[FinishReason, list[Frame] | None]]
+    """children that have ended, by index: how, and the SampleDone, unless it was acked"""
+
+
+class Journal(Record):
+    """One file, one service at a time. `model`: what is served.
+
+    Raises InputError for a file that is no journal, of another version or model, or in use."""
+
+    lasting = True
+
+    def __init__(self, path: str, model: str) -> None:
+        self._path = path
+        self._writes: list[tuple[str, tuple[Any, ...]]] = []
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock: int | None = _locked(path)
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # prompts are nobody else's
+            self._db = _connect(path)
+            self._open(model)
+        except (OSError, sqlite3.Error) as error:
+            self.close()
+            raise InputError(f"journal {path}: {error}") from None
+        except InputError:
+            self.close()
+            raise
+        self._thread = threading.Thread(target=self._checkpoint, name="rollout-journal", daemon=True)
+        self._thread.start()
+
+    def _open(self, model: str) -> None:
+        db = self._db
+        if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            db.executescript(f"BEGIN; {TABLES} COMMIT;")
+            new = {"version": FILE_VERSION, "model": model, "incarnation": secrets.token_hex(8), "weights": 0, "starts": 0}
+            db.executemany("INSERT INTO meta VALUES(?, ?)", new.items())
+        meta = dict(db.execute("SELECT name, value FROM meta"))
+        if meta.get("version") != FILE_VERSION:
+            raise InputError(f"journal {self._path} has version {meta.get('version')}: this rollout writes {FILE_VERSION}")
+        if meta["model"] != model:
+            raise InputError(f"journal {self._path} is of the model {meta['model']}, this one is {model}: take another file")
+        self.incarnation: str = meta["incarnation"]
+        self.starts: int = meta["starts"] + 1
+        self._weights: int = meta["weights"]
+        db.execute("UPDATE meta SET value = ? WHERE name = 'starts'", (self.starts,))
+
+    # what is kept
+
+    def opened(self, key: str, session: str, name: str, number: int) -> None:
+        self._writes.append(("INSERT OR REPLACE INTO sessions VALUES(?, ?, ?, ?)", (key, session, name, number)))
+
+    def closed(self, key: str, session: str) -> None:
+        whose = "(SELECT engine_id FROM groups WHERE key = ? AND session = ?)"
+        self._writes.append((f"DELETE FROM samples WHERE engine_id IN {whose}", (key, session)))
+        self._writes.append(("DELETE FROM groups WHERE key = ? AND session = ?", (key, session)))
+        self._writes.append(("DELETE FROM sessions WHERE key = ? AND id = ?", (key, session)))
+
+    def accepted(self, key: str, session: str, engine_id: str, submit: Sequence[Frame], seed: int | None, version: int) -> None:
+        row = engine_id, key, session, _packed(submit), seed, version, time.time()
+        self._writes.append(("INSERT INTO groups VALUES(?, ?, ?, ?, ?, ?, ?)", row))
+
+    def ended(self, engine_id: str, index: int, reason: FinishReason, sample: Sequence[Frame]) -> None:
+        self._writes.append(("INSERT OR REPLACE INTO samples VALUES(?, ?, ?, ?)", (engine_id, index, reason, _packed(sample))))
+
+    def acked(self, engine_id: str, index: int) -> None:
+        self._writes.append(("UPDATE samples SET frames = NULL WHERE engine_id = ? AND child = ?", (engine_id, index)))
+
+    def dropped(self, engine_id: str) -> None:
+        self._writes.append(("DELETE FROM samples WHERE engine_id = ?", (engine_id,)))
+        self._writes.append(("DELETE FROM groups WHERE engine_id = ?", (engine_id,)))
+
+    def commit(self, version: int) -> None:
+        """Write as `Record.commit` says. Raises sqlite3.Error: a service that can keep nothing must not go on as if it did."""
+        if version != self._weights:
+            self._weights = version
+            self._writes.append(("UPDATE meta SET value = ? WHERE name = 'weights'", (version,)))
+        if not self._writes:
+            return
+        writes, self._writes = self._writes, []
+        self._db.execute("BEGIN IMMEDIATE")
+        for statement, values in writes:
+            self._db.execute(statement, values)
+        self._db.execute("COMMIT")
+
+    # what was kept
+
+    def sessions(self) -> Iterator[KeptSession]:
+        """Yield the sessions that were open, in the order of their numbers."""
+        for row in self._db.execute("SELECT key, id, name, number FROM sessions ORDER BY number").fetchall():
+            yield KeptSession(*row)
+
+    def groups(self) -> Iterator[KeptGroup]:
+        """Yield the groups of these sessions, in the order of their acceptance."""
+        rows = self._db.execute(
+            "SELECT key, session, engine_id, submit, seed, version, at FROM groups ORDER BY rowid"
+        ).fetchall()
+        for key, session, engine_id, submit, seed, version, at in rows:
+            ended = {
+                child: (reason, None if frames is None else _unpacked(frames))
+                for child, reason, frames in self._db.execute(
+                    "SELECT child, reason, frames FROM samples WHERE engine_id = ?", (engine_id,)
+                )
+            }
+            age_s = max(0.0, time.time() - at)
+            yield KeptGroup(key, session, engine_id, _unpacked(submit), seed, version, age_s, ended)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+        if hasattr(self, "_db"):
+            self._db.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _checkpoint(self) -> None:
+        """Move the log into the file, for as long as the journal is open; nobody waits for that."""
+        db = _connect(self._path)
+        try:
+            while not self._closed.wait(CHECKPOINT_S):
+                try:
+                    db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+                except sqlite3.Error as error:
+                    log.warning("journal not moved into its file path=%s reason=%s", self._path, error)
+        finally:
+            db.close()
+
+
+def _connect(path: str) -> sqlite3.Connection:
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=0"):
+        db.execute(f"PRAGMA {pragma}").fetchall()
+    return db
+
+
+def _locked(path: str) -> int:
+    """Take the journal for this process, until that ends. A file beside it: whoever closes a file gives up sqlite's own locks
+    on it. Raises InputError."""
+    try:
+        descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise InputError(f"journal {path}: {error.strerror}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise InputError(f"journal {path}: another service writes it") from None
+    return descriptor
+
+
+def _packed(frames: Sequence[Frame]) -> bytes:
+    return msgspec.msgpack.encode([bytes(frame) for frame in frames])
+
+
+def _unpacked(data: bytes) -> list[Frame]:
+    return list(msgspec.msgpack.decode(data, type=list[bytes]))

@@ -1,0 +1,39 @@
+"""What a session writes down of itself, so that it may outlive the process: nothing, unless there is a journal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.types import FinishReason
+from transport.frames import Frame
+
+
+class Record:
+    """This one keeps nothing. `rollout.service.journal` has the one that does."""
+
+    lasting = False
+    """sessions are there again after a restart"""
+
+    def opened(self, key: str, session: str, name: str, number: int) -> None:
+        """Keep a session; `number`: the service's for it."""
+
+    def closed(self, key: str, session: str) -> None:
+        """Forget a session and its groups."""
+
+    def accepted(self, key: str, session: str, engine_id: str, submit: Sequence[Frame], seed: int | None, version: int) -> None:
+        """Keep a group. `submit`: as it came; `version`: oldest weights that it may be sampled from after a restart."""
+
+    def ended(self, engine_id: str, index: int, reason: FinishReason, sample: Sequence[Frame]) -> None:
+        """Keep a child that has ended, until it is acked."""
+
+    def acked(self, engine_id: str, index: int) -> None:
+        """Forget the content of a child that the client has."""
+
+    def dropped(self, engine_id: str) -> None:
+        """Forget a group."""
+
+    def commit(self, version: int) -> None:
+        """Write what came since the last call, all or nothing; `version`: of the live weights."""
+
+    def close(self) -> None:
+        """Close the file. May be repeated."""

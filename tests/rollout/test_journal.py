@@ -1,0 +1,317 @@
+"""A service that is killed goes on where it was: with its journal, or with what its clients submit again."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.types import Sample, Sampling
+from rollout.client.api import RolloutClient
+from rollout.config import InputError
+from rollout.service.journal import Journal
+from rollout.service.loop import Service
+from rollout.service.record import Record
+from tests.support.lasting import ROOT, Process, SeededEngine, expected
+from tests.support.waiting import until
+from tests.support.wire import Bench, Peer, submit
+from transport import messages as m
+from transport.errors import ServiceRestarted
+from transport.loopback import LoopbackService
+
+WAIT = 60.0
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def one(journal: bool, **options: Any) -> Process:
+        started.append(Process(tmp_path, tmp_path / "journal" if journal else None, **options))
+        return started[-1].start()
+
+    yield one
+    for process in started:
+        process.kill()
+
+
+def check(samples: list[Sample], prompt: int, count: int) -> None:
+    """Each is what one uninterrupted service makes of that seed, and all have the same."""
+    (seed,) = {sample.seed for sample in samples}
+    for sample in samples:
+        assert sample.token_ids.tolist() == expected(prompt, sample.index, count, seed), sample.finish_reason
+
+
+def test_killed_again_and_again_nothing_is_lost_doubled_or_changed(start: Callable[..., Process]) -> None:
+    """Groups of many lengths; kills at random times. The client hears of nothing."""
+    process, rng = start(journal=True), random.Random(18)
+    came: list[tuple[str, int]] = []
+    with RolloutClient(process.endpoint, link_timeout_s=WAIT) as client:
+        handles = {}
+        for number in range(40):
+            count = rng.choice([1, 30, 200, 800])
+            handle = client.submit([number], Sampling(n=4, max_tokens=count), group_id=f"g{number}")
+            handle.listen(lambda handle, sample: came.append((handle.group_id, -1 if sample is None else sample.index)))
+            handles[number] = handle, count
+        for _ in range(5):
+            time.sleep(rng.random() * 0.4)
+            process.kill()
+            process.start()
+        for number, (handle, count) in handles.items():
+            samples = handle.result(WAIT)
+            assert [sample.index for sample in samples] == [0, 1, 2, 3]
+            check(samples, number, count)
+        assert len(came) == len(set(came)) == 160
+        status = client.status()["service"]
+        assert status["starts"] == 6 and client.info.starts == 6
+        assert client.submit([1], Sampling(max_tokens=2)).result(WAIT)
+        until(lambda: client.status()["service"]["clients"][0]["groups"] == 0)
+
+
+def test_without_the_journal_clients_are_told(start: Callable[..., Process]) -> None:
+    process = start(journal=False)
+    with RolloutClient(process.endpoint, link_timeout_s=WAIT) as client:
+        handle = client.submit([5], Sampling(n=2, max_tokens=40_000))
+        client.status()
+        process.kill()
+        process.start()
+        with pytest.raises(ServiceRestarted):
+            handle.result(WAIT)
+
+
+def test_resubmit_sends_what_was_open_once_the_weights_are_there(start: Callable[..., Process]) -> None:
+    process = start(journal=False)
+    process.refresh()
+    with RolloutClient(process.endpoint, resubmit=True, restart_timeout_s=WAIT) as client:
+        until(lambda: client.status()["version"] == 1)
+        handles = [client.submit([number], Sampling(n=3, max_tokens=300 * (1 + number))) for number in range(3)]
+        first = next(handles[0].samples(WAIT))
+        request = client._link.request(lambda id: m.Control(id, "drain"))
+        process.kill()
+        process.start(version=0)
+        with pytest.raises(ServiceRestarted):  # a request is not known to be harmless twice
+            request.result(WAIT)
+        until(lambda: client.info.version == 0)
+        for _ in range(5):
+            assert client.status()["running"] == 0  # the old weights get nothing
+        assert not handles[2].done
+        process.refresh()
+        for number, handle in enumerate(handles):
+            samples = handle.result(WAIT)
+            check(samples, number, 300 * (1 + number))
+            assert all(sample.weight_versions[0][1] >= 1 for sample in samples)
+        assert first.seed == handles[0].result()[0].seed
+
+
+def test_groups_of_a_journal_wait_for_the_weights_that_they_had(start: Callable[..., Process]) -> None:
+    process = start(journal=True)
+    process.refresh()
+    with RolloutClient(process.endpoint, link_timeout_s=WAIT) as client:
+        until(lambda: client.status()["version"] == 1)
+        handle = client.submit([5], Sampling(n=2, max_tokens=2000))
+        client.status()
+        client.status()  # the turn in which it came is over, and written
+        process.kill()
+        late = client.submit([8], Sampling(n=2, max_tokens=5))  # the caller knows of no restart
+        process.start(version=0)
+        assert client.status(WAIT)["service"]["parked_groups"] == 1
+        assert client.info.version == 0 and not late.done
+        process.refresh()
+        check(handle.result(WAIT), 5, 2000)
+        check(late.result(WAIT), 8, 5)
+        assert {sample.weight_versions[0][1] for sample in handle.result() + late.result()} == {1}
+
+
+# by hand: a service that is gone without a word is one that is never closed
+
+
+class Lives:
+    """One service after the other on one journal, each on a loopback of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bench: Bench
+
+    def start(self, version: int = 0) -> Peer:
+        self.bench = Bench(SeededEngine(version=version), journal=Journal(str(self.path), "seeded"))
+        return self.bench.connect("1" * 32)
+
+    def kill(self) -> None:
+        journal: Any = self.bench.service._record
+        journal.close()  # what was not committed is lost; sqlite's and our locks go with a process
+
+
+@pytest.fixture
+def lives(tmp_path: Path) -> Iterator[Lives]:
+    lives = Lives(tmp_path / "journal")
+    yield lives
+    lives.kill()
+
+
+def test_acked_children_are_not_made_again(lives: Lives) -> None:
+    group = submit(n=3, max_tokens=2)
+    peer = lives.start()
+    peer.hello()
+    peer.send(group)
+    lives.bench.settle()
+    peer.send(m.Ack([("g", 0)]))
+    lives.bench.turn()
+    first = {sample.index: sample.token_ids.tolist() for sample in peer.samples()}
+    lives.kill()
+    peer = lives.start()
+    welcome = peer.hello([group])
+    assert welcome.starts == 2 and bytes(welcome.groups) == m.digest(group)
+    lives.bench.turn()
+    again = {sample.index: sample.token_ids.tolist() for sample in peer.samples()}
+    assert again == {index: tokens for index, tokens in first.items() if index != 0} and len(again) == 2
+    assert not lives.bench.engine.groups
+    peer.send(m.Ack([("g", 1), ("g", 2)]))
+    lives.bench.turn()
+    assert rows(lives.path, "groups") == rows(lives.path, "samples") == 0
+
+
+def rows(path: Path, table: str) -> int:
+    with sqlite3.connect(path) as db:
+        (count,) = db.execute(f"SELECT count(*) FROM {table}").fetchone()
+    db.close()
+    return int(count)
+
+
+@pytest.mark.parametrize("finish_after", [None, 2])
+def test_children_that_run_are_run_again_with_their_seed(lives: Lives, finish_after: int | None) -> None:
+    peer = lives.start()
+    peer.hello()
+    begun = submit(n=4, max_tokens=5, finish_after=finish_after)
+    peer.send(begun)
+    lives.bench.turn(3)
+    (group,) = [children[0].group for children in lives.bench.engine.groups.values()]
+    lives.kill()
+    peer = lives.start()
+    peer.hello([begun])
+    lives.bench.turn()
+    (again,) = [children[0].group for children in lives.bench.engine.groups.values()]
+    assert again.sampling == group.sampling and again.sampling.seed is not None and tuple(again.wanted) == (0, 1, 2, 3)
+    lives.bench.settle()
+    check(peer.samples(), 3, 5)
+
+
+def test_what_counts_towards_finish_after_and_a_deadline_is_kept(lives: Lives) -> None:
+    from engine.types import Group
+    from rollout.service.journal import KeptGroup
+    from rollout.service.restoring import rest
+
+    group = Group("1.1", np.array([1], np.int32), Sampling(n=5, finish_after=3, deadline_s=100.0))
+    ended: Any = {0: ("stop", None), 2: ("length", None), 4: ("aborted", None)}
+    left = rest(group, KeptGroup("", "s", "1.1", [], 7, 0, 40.0, ended))
+    assert left.wanted == (1, 3) and left.sampling.finish_after == 1
+    assert left.sampling.deadline_s == pytest.approx(60.0) and left.sampling.seed == 7
+    lives.start()
+
+
+def test_ended_sessions_leave_nothing(lives: Lives) -> None:
+    peer = lives.start()
+    peer.hello()
+    peer.send(submit(n=2, max_tokens=100))
+    lives.bench.turn()
+    assert rows(lives.path, "groups") == rows(lives.path, "sessions") == 1
+    peer.send(m.Goodbye())
+    lives.bench.turn()
+    assert rows(lives.path, "groups") == rows(lives.path, "sessions") == rows(lives.path, "samples") == 0
+
+
+def test_parked_groups_can_be_aborted_and_dropped(lives: Lives) -> None:
+    peer, group, other = lives.start(version=3), submit(max_tokens=100), submit("h", max_tokens=100)
+    peer.hello()
+    peer.send(group, other)
+    lives.bench.turn()
+    lives.kill()
+    peer = lives.start(version=0)
+    peer.hello([group])  # the other one is not wanted any more
+    lives.bench.turn()
+    assert lives.bench.service.status()["service"]["parked_groups"] == 1 and not lives.bench.engine.groups
+    peer.send(m.Abort(["g"]))
+    lives.bench.turn(2)
+    (sample,) = peer.samples()
+    assert sample.finish_reason == "aborted" and sample.group_id == "g"
+
+
+def test_samples_are_sent_after_they_are_written(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = lives.start()
+    peer.hello()
+    peer.send(submit(n=2, max_tokens=1))
+    order: list[str] = []
+    commit, send = Journal.commit, LoopbackService.send
+
+    def written(self: Journal, version: int) -> None:
+        if self._writes:
+            order.append("written")
+        commit(self, version)
+
+    def sent(self: LoopbackService, peer: bytes, frames: Any) -> bool:
+        order.append("sent")
+        return send(self, peer, frames)
+
+    monkeypatch.setattr(Journal, "commit", written)
+    monkeypatch.setattr(LoopbackService, "send", sent)
+    lives.bench.turn()
+    assert order == ["written", "sent", "sent"]  # one transaction a turn
+
+
+def test_a_turn_without_news_writes_nothing(lives: Lives) -> None:
+    lives.start().hello()
+    lives.bench.turn()
+    changes = lives.bench.service._record._db.total_changes  # type: ignore[attr-defined]
+    lives.bench.turn(20)
+    assert lives.bench.service._record._db.total_changes == changes  # type: ignore[attr-defined]
+
+
+# the file
+
+
+def test_one_service_at_a_time(lives: Lives) -> None:
+    lives.start()
+    with pytest.raises(InputError, match="another service writes it"):
+        Journal(str(lives.path), "seeded")
+    program = "import sys; from rollout.service.journal import Journal; Journal(sys.argv[1], 'seeded')"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(lives.path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert "another service writes it" in done.stderr
+
+
+def test_files_that_are_no_journal_of_ours(lives: Lives, tmp_path: Path) -> None:
+    lives.start()
+    assert stat.S_IMODE(lives.path.stat().st_mode) == 0o600
+    lives.kill()
+    with pytest.raises(InputError, match="is of the model seeded"):
+        Journal(str(lives.path), "another")
+    with sqlite3.connect(lives.path) as db:
+        db.execute("UPDATE meta SET value = 9 WHERE name = 'version'")
+    db.close()
+    with pytest.raises(InputError, match="has version 9: this rollout writes 1"):
+        Journal(str(lives.path), "seeded")
+    (tmp_path / "text").write_text("not a database at all, but long enough to be looked at" * 10)
+    with pytest.raises(InputError, match="file is not a database"):
+        Journal(str(tmp_path / "text"), "seeded")
+    with pytest.raises(InputError, match="No such file or directory"):
+        Journal("/nowhere/journal", "seeded")
+    lives.path = tmp_path / "new"
+    lives.start()
+
+
+def test_a_service_without_a_journal_keeps_nothing() -> None:
+    record = Record()
+    assert not record.lasting
+    service = Service(SeededEngine(), transport=LoopbackService())
+    assert service.status()["service"]["starts"] == 0
+    service.stop()
+    service.run()
