@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import overload
 
 from engine.types import Begun, Group, Limits, Refreshed, Sample, Sampling
@@ -53,10 +52,9 @@ class RolloutClient(Refreshing):
             `max_tokens` of each of their children that has not come back. Groups over it wait here, those of a higher priority
             first, then in order; they start under whatever weights are live then. None = no bound but the service's limits.
             A group that is over it alone is refused by `submit`.
-        restart_timeout_s: takes the place of `link_timeout_s`, if longer, where a service that comes back goes on with what it
-            had (`rollout serve --journal`), and with `resubmit`.
-        resubmit: a service that comes back without its groups gets those that were open again, with the same seeds, as soon as
-            its weights are as new as they were; without it, and for other calls, ServiceRestarted.
+        restart_timeout_s: in place of `link_timeout_s`, if longer, with `resubmit` or where the service has a journal.
+        resubmit: a service that comes back without its groups gets the open ones again, with the same seeds, once its weights
+            are as new as they were. Without it, and for other calls: ServiceRestarted.
     """
 
     def __init__(
@@ -236,14 +234,8 @@ class RolloutClient(Refreshing):
 
     def close(self) -> None:
         """End the session: the service aborts what is still open, waiting callers get ClientClosed. May be repeated."""
-        self._link.close()
+        super().close()
         self._pusher.close()
-
-    def __enter__(self) -> RolloutClient:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 def end_of(address: str | None, transport: ClientTransport | None) -> ClientTransport:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast, get_args
+from types import TracebackType
+from typing import Any, Literal, Self, cast, get_args
 
 from engine.types import Tag
 from rollout.client.link import Link
@@ -17,6 +18,16 @@ class Controls:
 
     def __init__(self, link: Link) -> None:
         self._link = link
+
+    def close(self) -> None:
+        """End the session. May be repeated."""
+        self._link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
 
     def status(self, timeout: float = 10.0) -> dict[str, Any]:
         """Ask for the service's status. Raises RequestTimeout, ServiceLost."""
