@@ -67,6 +67,8 @@ def status(engine: Shown) -> dict[str, Any]:
             "block_bytes": engine.kv.block_bytes,
             "stale_token_frac": stale_token_frac(sequences, size, version),
             **_block_counts(scheduler.store),
+            "kept_children": len(scheduler.children.kept),
+            "kept_blocks": len(scheduler.children.kept.blocks),
         },
         **{name: count for name, count in msgspec.to_builtins(engine.counters).items() if not name.startswith("_")},
     }

@@ -77,11 +77,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """`Sampling.max_kv_lag` and `Sampling.max_version_lag`"""
     max_top_logprobs: int = 20
     """`Sampling.top_logprobs`"""
+    max_keep_s: int = 3600
+    """`Sampling.keep_s`: seconds for which KV of a child that has ended is kept"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""
         for name in self.__struct_fields__:
-            least = 2 if name == "max_frames" else 0 if name == "max_kv_lag" else 1
+            least = 2 if name == "max_frames" else 0 if name in ("max_kv_lag", "max_keep_s") else 1
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
 
@@ -134,6 +136,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """tokens of children that run are sent whenever so many are new; 0 = with their samples only"""
     top_logprobs: int = 0
     """also return the ids and log-probs of so many most probable tokens of each distribution that was drawn from"""
+    keep_s: float = 0.0
+    """seconds for which the KV of a child that has ended is kept for a turn that continues it (`Group.after`), at most
+    `Limits.max_keep_s`; 0 = until its room is needed, and whole blocks only. All that is kept is at most half of the KV pools:
+    docs/decisions/turns.md"""
 
     def validate(self, limits: Limits, vocab_size: int) -> None:
         """Raises ValueError naming the field, its value and what would be accepted."""
@@ -165,6 +171,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"min_len_to_cut={self.min_len_to_cut} without finish_after: nothing is cut; set finish_after")
         if self.deadline_s is not None and not 0.0 < self.deadline_s < math.inf:
             raise ValueError(f"deadline_s={self.deadline_s}: must be None or a positive, finite number of seconds")
+        if not 0.0 <= self.keep_s <= limits.max_keep_s:
+            raise ValueError(f"keep_s={self.keep_s}: must be between 0 and {limits.max_keep_s} (Limits.max_keep_s)")
         if abs(self.priority) > MAX_PRIORITY:
             raise ValueError(f"priority={self.priority}: must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
         if self.stream_every < 0:
@@ -323,6 +331,10 @@ class Group(msgspec.Struct, frozen=True, eq=False):
     score: bool = False
     """nothing is drawn: the children come back as "scored" with the log-probs of the tokens in `begun`, those that they would
     have if they were drawn with this sampling"""
+    after: tuple[str, int] | None = None
+    """(group id, index) of the child that this group continues, where the prompt is that child's prompt and tokens and more: a
+    hint, that KV of this turn may be taken over whichever weights computed it. The child of an unknown id, or of another
+    client's group, changes nothing"""
 
     @property
     def wanted(self) -> Sequence[int]:

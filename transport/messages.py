@@ -69,11 +69,13 @@ class Submit(msgspec.Struct, frozen=True, eq=False, tag="submit", forbid_unknown
     """children that have tokens already and go on from there"""
     score: bool = False
     """those of `begun` are the tokens whose log-probs are wanted; nothing is drawn"""
+    after: tuple[str, int] | None = None
+    """(group id, index) of the child of this session that the group continues: a hint, see `Group.after`"""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
-    """End these groups, and these single children of others; what is unfinished of them comes back as "aborted". Unknown ids
-    are nothing to do."""
+    """End these groups, and these single children of others; what is unfinished of them comes back as "aborted", what is kept
+    of them is given up. Unknown ids are nothing to do."""
 
     group_ids: list[str]
     children: list[tuple[str, int]] = []
@@ -312,7 +314,7 @@ def digest(submit: Submit) -> bytes:
     """Take DIGEST_BYTES bytes that two Submits share only if they ask for the same (BLAKE2b; a NaN equals itself)."""
     arrays = [submit.prompt, *(() if submit.begun is None else submit.begun.arrays())]
     kinds = [(array.dtype.name, array.shape) for array in arrays]
-    fields = (submit.group_id, submit.serial, submit.sampling, submit.indices, kinds, submit.score)
+    fields = (submit.group_id, submit.serial, submit.sampling, submit.indices, submit.after, kinds, submit.score)
     state = hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=DIGEST_BYTES)
     for array in arrays:
         state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

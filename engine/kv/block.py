@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-Versions = tuple[tuple[int, int], ...]
-"""(first token, weight version) spans of what computed KV, ascending in both"""
+from engine.kv.versions import Versions
 
 
 class OutOfBlocks(Exception):

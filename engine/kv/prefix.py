@@ -14,7 +14,8 @@ import numpy as np
 import xxhash
 
 if TYPE_CHECKING:
-    from engine.kv.block import Block, Versions
+    from engine.kv.block import Block
+    from engine.kv.versions import Versions
 
 
 def content_key(parent: bytes | None, tokens: np.ndarray) -> bytes:
@@ -73,9 +74,12 @@ class PrefixIndex:
             if not alike:
                 del self._alike[block.content]
 
-    def find(self, parent: bytes | None, tokens: np.ndarray, oldest: int) -> Block | None:
-        """Find the block that continues `parent` with `tokens` and has nothing of a version below `oldest`: the newest of
-        them."""
-        alike = self._alike.get(content_key(parent, tokens), ())
+    def find(self, parent: bytes | None, tokens: np.ndarray, oldest: int, own: Versions = ()) -> Block | None:
+        """Find the block that continues `parent` with `tokens`: the one that just the versions `own` computed, however old they
+        are, else the newest of those that have nothing of a version below `oldest`."""
+        content = content_key(parent, tokens)
+        if own and (block := self._blocks.get(block_key(content, own))) is not None:
+            return block
+        alike = self._alike.get(content, ())
         fresh = (block for block in alike if block.version >= oldest)
         return max(fresh, key=lambda block: [version for _, version in block.versions], default=None)

@@ -9,6 +9,7 @@ from engine.config import EngineConfig
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
+from engine.scheduling.kept import KeptKV
 from engine.scheduling.preemption import Pressure
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import Sequence
@@ -28,6 +29,7 @@ class Admission:
         waiting: WaitingQueue,
         shares: Shares,
         counters: Counters,
+        kept: KeptKV,
     ) -> None:
         self.config = config
         self.store = store
@@ -37,7 +39,7 @@ class Admission:
         self.waiting = waiting
         self.shares = shares
         self.counters = counters
-        self.pressure = Pressure(config, store, counters)
+        self.pressure = Pressure(config, store, counters, kept)
         self.admitting = True
         """False: groups that have not begun stay where they are"""
         self.clients: Collection[str] = ()

@@ -45,8 +45,10 @@ class BlockTables:
         parent = seq.blocks[-1].key if seq.blocks else None
         if seq.cached % size or seq.cached + size >= seq.length or (seq.blocks and parent is None):
             return None
-        oldest = seq.state.readable_from(version)
-        return self.store.index.find(parent, seq.tokens(seq.cached, size), oldest)
+        oldest, own = seq.state.readable_from(version), seq.state.own
+        whole = own is not None and seq.cached + size <= own.tokens
+        versions = own.of_block(seq.cached // size, size) if own is not None and whole else ()
+        return self.store.index.find(parent, seq.tokens(seq.cached, size), oldest, versions)
 
     def _found(self, seq: Sequence) -> None:
         seq.cached += self.block_size
@@ -85,11 +87,22 @@ class BlockTables:
         self.truncate(seq, -(-cached // self.block_size))
 
     def drop_older(self, seq: Sequence, oldest: int) -> None:
-        """Release what was computed by weights before version `oldest`, and all that follows it."""
+        """Release what was computed by weights before version `oldest`, and all that follows it. KV of the turn that the
+        sequence continues may be older."""
         for i, block in enumerate(seq.blocks):
-            if block.version < oldest:
+            if block.version < oldest and not self._is_own(seq, i, oldest):
                 self.truncate(seq, i)
                 return
+
+    def _is_own(self, seq: Sequence, i: int, oldest: int) -> bool:
+        """True if block `i` is that of the turn which the sequence continues, with nothing older than `oldest` behind it."""
+        own, block, size = seq.state.own, seq.blocks[i], self.block_size
+        if own is None:
+            return False
+        known, cached = own.tokens - i * size, min(seq.cached - i * size, size)
+        before = tuple(span for span in block.versions if span[0] < known)
+        behind = [version for first, version in block.versions if first <= known][-1:]
+        return before == own.of_block(i, size) != () and (cached <= known or behind[0] >= oldest)
 
     def cut_lost(self, seq: Sequence) -> None:
         """Release the first block that was dropped while the sequence waited, and all that follows it."""

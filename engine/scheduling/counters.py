@@ -41,6 +41,8 @@ class Counters:
     """computed a second time"""
     prefix_hit_tokens: int = 0
     """taken over from the prefix index"""
+    kept_tokens: int = 0
+    """taken over from the turn that a group continues, which was kept"""
     forks: int = 0
     fork_saved_tokens: int = 0
     """prompt tokens that children did not have to prefill"""

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from heapq import heapify, heappop, heappush
 
 from engine.config import EngineConfig
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
+from engine.scheduling.kept import KeptKV
 from engine.scheduling.plan import Top
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.scheduling.shares import Shares
+from engine.scheduling.timers import Timers
+from engine.scheduling.turns import Turns
 from engine.scheduling.waiting import WaitingQueue
 from engine.types import Begun, Chunk, FinishReason, Group, Sample
+
+CONTINUED = frozenset(("stop", "length", "cut", "deadline"))
+"""how a child ends that another turn may follow"""
 
 
 class Groups:
@@ -39,11 +44,12 @@ class Groups:
         self.waiting = waiting
         self.shares = shares
         self.counters = counters
+        self.kept = KeptKV(store, tables)
+        self.turns = Turns(config.block_size)
         self.of_id: dict[str, GroupState] = {}
         self._clock = clock
         self._submitted = 0
-        self._deadlines: list[tuple[float, int, str]] = []
-        """heap of (time, number of the group, its id)"""
+        self._deadlines: Timers[GroupState] = Timers(lambda state: self.of_id.get(state.group.id) is state)
 
     def submit(self, group: Group, client: str, seed: int, eos: frozenset[int]) -> list[Sample]:
         """Queue a group. Returns the children that are complete already. Raises ValueError if the id is taken, one child
@@ -65,12 +71,16 @@ class Groups:
         if not state.fresh and not state.resumed:
             return samples
         self.of_id[group.id] = state
+        turn = self.turns.find(group.after, client)
+        if turn is not None:
+            state.order, state.own = (turn.since, state.number), turn.kv
         for index in state.fresh[:1] or state.resumed:
-            state.sequences[index] = Sequence(state, index)
-            self.waiting.put(state.sequences[index])
+            state.sequences[index] = seq = Sequence(state, index)
+            if turn is not None:
+                self.counters.kept_tokens += self.kept.hand_over(group.after, seq)
+            self.waiting.put(seq)
         if group.sampling.deadline_s is not None:
-            heappush(self._deadlines, (state.arrived + group.sampling.deadline_s, state.number, group.id))
-            self._forget_deadlines()
+            self._deadlines.add(state.arrived + group.sampling.deadline_s, state)
         self.shares.arrived(client, state.arrived)
         return samples
 
@@ -83,7 +93,8 @@ class Groups:
 
     def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
         """End the children that are not finished, or one of them. Returns them with what they have; [] for an unknown id or
-        index. A child of a group that has not forked ends when it does, unless none is left then."""
+        index. A child of a group that has not forked ends when it does, unless none is left then. KV is not kept any more."""
+        self.kept.release(group_id, index)
         state = self.of_id.get(group_id)
         if state is None:
             return []
@@ -113,25 +124,16 @@ class Groups:
 
     @property
     def overdue(self) -> bool:
-        """True if a group may be past its deadline."""
-        return bool(self._deadlines) and self._deadlines[0][0] <= self._clock()
+        """True if a group may be past its deadline, or a child have been kept long enough."""
+        now = self._clock()
+        return self._deadlines.due(now) or self.kept.due(now)
 
     def expire(self) -> list[Sample]:
-        """End the groups that are past their deadline. Returns their unfinished children with what they have."""
-        samples: list[Sample] = []
-        while self.overdue:
-            _, number, group_id = heappop(self._deadlines)
-            state = self.of_id.get(group_id)
-            if state is not None and state.number == number:
-                samples += self.end_all(state, "deadline")
-        return samples
-
-    def _forget_deadlines(self) -> None:
-        """Drop the deadlines of groups that have ended, once these are most of them."""
-        if len(self._deadlines) > 2 * len(self.of_id) + 64:
-            live = {state.number for state in self.of_id.values()}
-            self._deadlines = [each for each in self._deadlines if each[1] in live]
-            heapify(self._deadlines)
+        """End the groups that are past their deadline, and give up KV that was kept long enough. Returns the unfinished
+        children of these groups with what they have."""
+        now = self._clock()
+        self.kept.expire(now)
+        return [sample for state in self._deadlines.take(now) for sample in self.end_all(state, "deadline")]
 
     def refresh(self, version: int, kv: str) -> list[Sample]:
         """Apply `kv` to live groups once the weights are another version: "keep" their KV, "recompute" it, or "abort" them.
@@ -139,10 +141,15 @@ class Groups:
         yet, or of a child that goes on, keeps KV as old as that allows. Returns the samples that this ends."""
         assert kv in ("keep", "recompute", "abort")
         samples: list[Sample] = []
+        if kv != "keep":
+            self.kept.release_all()
+            self.turns.forget_kv(version)
         for state in list(self.of_id.values()):
             if kv == "abort" and state.begun:
                 samples += self.end_all(state, "aborted")
                 continue
+            if kv != "keep":
+                state.own = None
             if kv == "recompute" and state.begun:
                 state.oldest_kv = version
             for seq in list(state.sequences.values()):
@@ -224,11 +231,9 @@ class Groups:
             self.running_table.leave(seq)
         else:
             self.waiting.remove(seq)
-        for block in reversed(seq.blocks):  # so that the least recently used end of a chain is its tail, not its root
-            self.store.disown(block, used=seq_ran)
-        seq.blocks.clear()
         seq.ended = True
         state, now = seq.state, self._clock()
+        self._leave_blocks(seq, seq_ran, now, continues=reason in CONTINUED)
         state.finished += reason in ("stop", "length")
         del state.sequences[seq.index]
         if not state.sequences:
@@ -236,6 +241,19 @@ class Groups:
             self.shares.left(state.client, now)
         self.counters.ended[reason] += 1
         return seq.sample(reason, now - state.arrived, error)
+
+    def _leave_blocks(self, seq: Sequence, ran: bool, now: float, continues: bool) -> None:
+        """Keep the blocks of a child that ends, if its group wants that, or give them up. `continues`: a turn may follow."""
+        if continues and not ran:
+            self.tables.cut_lost(seq)
+        if continues and seq.output and seq.cached:
+            self.turns.note(seq)
+            if keep_s := seq.state.group.sampling.keep_s:
+                self.kept.keep(seq, now + keep_s, ran)
+                return
+        for block in reversed(seq.blocks):  # so that the least recently used end of a chain is its tail, not its root
+            self.store.disown(block, used=ran)
+        seq.blocks.clear()
 
     def end_all(self, state: GroupState, reason: FinishReason, error: str | None = None) -> list[Sample]:
         """End every child that is not finished; before the fork that is all n of them."""

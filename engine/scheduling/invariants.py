@@ -25,6 +25,10 @@ def check(scheduler: Scheduler) -> None:
             assert (seq.pending_draw is not None) == bool(seq.pending)
             assert seq.last_token == [*state.group.prompt[-1:].tolist(), *seq.output[-1:]][-1]
             assert seq.cached <= seq.length and len(seq.blocks) == -(-seq.cached // scheduler.block_size)
+    for seq in scheduler.children.kept:
+        owners.update(seq.blocks)
+        assert seq.ended and not seq.running and len(seq.blocks) == -(-seq.cached // scheduler.block_size)
+    assert scheduler.children.kept.blocks == Counter(block for seq in scheduler.children.kept for block in seq.blocks)
     assert len(running) + len(waiting) == sum(len(state.sequences) for state in scheduler.groups.values())
     scheduler.running_table.check()
     check_store(scheduler.store, owners, users)

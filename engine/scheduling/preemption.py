@@ -20,6 +20,7 @@ from engine.config import EngineConfig
 from engine.kv.block import Block
 from engine.kv.store import BlockStore
 from engine.scheduling.counters import Counters
+from engine.scheduling.kept import KeptKV
 from engine.scheduling.sequence import Sequence
 
 COMPUTED_PER_DRAWN = 8
@@ -29,10 +30,11 @@ COMPUTED_PER_DRAWN = 8
 class Pressure:
     """Policy over the scheduler's `BlockStore`; keeps no state of its own."""
 
-    def __init__(self, config: EngineConfig, store: BlockStore, counters: Counters) -> None:
+    def __init__(self, config: EngineConfig, store: BlockStore, counters: Counters, kept: KeptKV) -> None:
         self.config = config
         self.store = store
         self.counters = counters
+        self.kept = kept
 
     def need(self, seq: Sequence) -> int:
         """Return how many blocks a running sequence must get to compute its next token."""
@@ -171,22 +173,28 @@ class Pressure:
         return max(0, -(-cached // size) - len(seq.blocks)) + bool(copied)
 
     def reclaim_idle(self, need: int, keep: Collection[Block] = ()) -> bool:
-        """Evict blocks whose owners all wait until `need` slots are available: those with the fewest owners first, since what
-        many own would be computed again by each of them, and of these the newest. Returns whether they are."""
+        """Evict blocks whose owners all wait until `need` slots are available. Returns whether they are. First those of ended
+        children leave for host memory; then those with the fewest owners go, since what many own would be computed again by
+        each of them, and of these the newest; last ended children are given up."""
+        self.kept.offload(need, keep)
         while (short := need - self.store.available) > 0:
-            idle = (block for block in reversed(self.store.idle) if block not in keep)
-            leaving = [
-                *islice((block for block in idle if block.owners == 1), short)
-            ]  # nearly always enough: not all are sorted
-            if not leaving:
-                others = (block for block in reversed(self.store.idle) if block not in keep)
-                leaving = sorted(others, key=lambda block: block.owners)[:short]
-            if not leaving:
-                return False
+            leaving = self._leaving(short, keep)
             for block in leaving:
                 if not self.store.offload(block):
                     self.store.drop(block)
+            if not leaving and not self.kept.give_way(keep):
+                return False
         return True
+
+    def _leaving(self, short: int, keep: Collection[Block]) -> list[Block]:
+        """Choose at most `short` idle blocks that no ended child keeps."""
+        kept = self.kept.blocks
+        idle = (block for block in reversed(self.store.idle) if block not in keep and block not in kept)
+        leaving = [*islice((block for block in idle if block.owners == 1), short)]  # nearly always enough: not all are sorted
+        if leaving:
+            return leaving
+        others = (block for block in reversed(self.store.idle) if block not in keep and block not in kept)
+        return sorted(others, key=lambda block: block.owners)[:short]
 
     def offload(self, seq: Sequence) -> bool:
         """Move the idle blocks of a stopped sequence to host memory. False if they do not fit there, or if prefilling them

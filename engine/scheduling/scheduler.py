@@ -67,8 +67,8 @@ class Scheduler:
         self.shares = shares = Shares(config.foreground_s)
         self.tables = tables = BlockTables(config, store, counters)
         self.rows = Rows(config, store, tables)
-        self.admission = Admission(config, store, tables, running, waiting, shares, counters)
         self.children = Groups(config, store, tables, running, waiting, shares, counters, clock)
+        self.admission = Admission(config, store, tables, running, waiting, shares, counters, self.children.kept)
         self.groups = self.children.of_id
         self.version = 0
         """of the weights"""
@@ -80,8 +80,7 @@ class Scheduler:
 
     # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def submit(self, group: Group, client: str, seed: int, eos: frozenset[int]) -> list[Sample]:
-        """Queue a group. Returns the children that are complete already. Raises ValueError if the id is taken, one child
-        could never fit into the pool, or as many are complete as end the group."""
+        """Queue a group. Returns the children that are complete already; see `Groups.submit`."""
         return self.children.submit(group, client, seed, eos)
 
     def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
@@ -89,12 +88,12 @@ class Scheduler:
         return self.children.abort(group_id, index)
 
     def expire(self) -> list[Sample]:
-        """End the groups that are past their deadline. Returns their unfinished children with what they have."""
+        """End what has had its time; see `Groups.expire`. Returns the unfinished children with what they have."""
         return self.children.expire()
 
     @property
     def overdue(self) -> bool:
-        """True if a group may be past its deadline."""
+        """True if something may have had its time."""
         return self.children.overdue
 
     @property
@@ -242,6 +241,7 @@ class Scheduler:
         """End every group that runs with an error, clear the prefix index and drop the KV of those that wait: a launched step
         failed, and any of them may have taken over KV that it wrote. The plan is void."""
         del self._rows[plan.step]
+        self.children.kept.release_all()
         self.store.forget_all()
         for seq in self.waiting:
             self.tables.truncate(seq, 0)

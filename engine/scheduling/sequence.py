@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from engine.kv.block import Block
+from engine.kv.versions import KVVersions
 from engine.scheduling.tracked import Tracked
 from engine.types import Begun, Chunk, FinishReason, Group, Sample
 
@@ -18,6 +19,8 @@ class GroupState:
         "group",
         "client",
         "number",
+        "order",
+        "own",
         "seed",
         "arrived",
         "sequences",
@@ -39,6 +42,10 @@ class GroupState:
         self.client = client
         self.number = number
         """counts up with submission: a smaller one is older"""
+        self.order = number, number
+        """sorts oldest first: (number of the group that its conversation began with, its own)"""
+        self.own: KVVersions | None = None
+        """what computed the KV of the turn that it continues: it may take that over, however old"""
         self.seed = seed
         self.arrived = arrived
         self.eos = frozenset[int]() if group.score else eos
@@ -177,10 +184,10 @@ class Sequence:
         """[max_blocks] int32, a view of that place"""
 
     @property
-    def rank(self) -> tuple[int, int, int, int]:
+    def rank(self) -> tuple[int, tuple[int, int], int, int]:
         """Who goes first where KV is scarce: the group of the highest priority, of these the oldest, and in it the child that
-        has come least far, since a group is done with its last child."""
-        return -self.state.group.sampling.priority, self.state.number, len(self.output), self.index
+        has come least far, since a group is done with its last child. A turn is as old as its conversation."""
+        return -self.state.group.sampling.priority, self.state.order, len(self.output), self.index
 
     @property
     def drew(self) -> bool:

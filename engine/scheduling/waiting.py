@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 
 from engine.scheduling.sequence import Sequence
 
-Place = tuple[int, bool, bool, int, int, int]
+Place = tuple[int, bool, bool, tuple[int, int], int, int]
 """Within a client, by priority. Of equal ones those that are held go first, as they would run; then those that have begun
 (preempted, reset, forked): their KV or their siblings hold memory already. Then by rank."""
 
@@ -37,8 +37,8 @@ class WaitingQueue:
 
     def put(self, sequence: Sequence) -> None:
         """Add a sequence, at the place that it has now within its client."""
-        priority, number, drawn, index = sequence.rank
-        self._places[sequence] = (priority, not sequence.held, not sequence.begun, number, drawn, index)
+        priority, order, drawn, index = sequence.rank
+        self._places[sequence] = (priority, not sequence.held, not sequence.begun, order, drawn, index)
         insort(self._clients.setdefault(sequence.state.client, []), sequence, key=self._places.__getitem__)
 
     def clients(self, begun: bool = False) -> list[str]:

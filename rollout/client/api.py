@@ -19,7 +19,7 @@ from rollout.client.link import Link
 from rollout.client.patience import Patience
 from rollout.client.refresh import RefreshHandle, answer
 from rollout.client.scoring import score_all
-from rollout.client.submission import Prompt, check_budget, group_of, rest_of, resumed_group, seeded, sendable
+from rollout.client.submission import Prompt, Samples, check_budget, group_of, resumption, seeded, sendable
 from rollout.client.weights import Refreshing
 from transport.errors import ServiceLost
 from transport.messages import Control, Welcome
@@ -126,16 +126,17 @@ class RolloutClient(Refreshing):
 
     @overload
     def resume(
-        self, samples: Sample | Sequence[Sample], prompt: Prompt, sampling: Sampling, group_id: str | None = None
+        self, samples: Samples, prompt: Prompt, sampling: Sampling, group_id: str | None = None, *, append: Prompt | None = None
     ) -> Handle: ...
 
     def resume(
         self,
-        samples: Sample | Sequence[Sample] | Handle | None = None,
+        samples: Samples | Handle | None = None,
         prompt: Prompt = (),
         sampling: Sampling | None = None,
         group_id: str | None = None,
         *,
+        append: Prompt | None = None,
         timeout: float = 60.0,
     ) -> Handle | None:
         """Without samples, undo `pause` and `drain`. With samples, go on with children that were cut short ("cut", "deadline",
@@ -151,15 +152,15 @@ class RolloutClient(Refreshing):
                 sampling. `finish_after` counts those that have come back, a deadline begins again.
             prompt, sampling: as that group had them. `sampling.seed` may be None; the samples have the seed.
             group_id: as for `submit`.
+            append: begin the next turn of a conversation instead: a group of its own behind one sample, however that ended, and
+                these tokens. `sampling` is the turn's own, its seed too. KV of the sample is reused (`Sampling.keep_s`).
 
         Raises InvalidRequest for children that have ended by themselves, or that are not of one group; otherwise as `submit`.
         """
         if samples is None:
             answer(self._link.request(lambda id: Control(id, "resume")), timeout, "resumption")
             return None
-        if isinstance(samples, Handle):
-            return self._submit(rest_of(self._id(group_id), samples))
-        return self._submit(resumed_group(self._id(group_id), samples, prompt, sampling))
+        return self._submit(resumption(self._id(group_id), samples, prompt, sampling, append))
 
     def _id(self, group_id: str | None) -> str:
         return group_id if group_id is not None else f"#{next(self._ids)}"

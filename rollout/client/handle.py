@@ -55,6 +55,11 @@ class Handle:
         self._ended = False
 
     @property
+    def keeps(self) -> bool:
+        """KV of its children may be kept after their end."""
+        return self.group.sampling.keep_s > 0
+
+    @property
     def done(self) -> bool:
         """All samples are here, or it failed."""
         return self._ended
@@ -97,7 +102,8 @@ class Handle:
 
     def cancel(self, indices: Iterable[int] | None = None) -> None:
         """Ask for the early end of all children, or of those at `indices`: what is not finished of them comes back as "aborted"
-        with the tokens it has. Raises InvalidRequest for an index that the group does not have."""
+        with the tokens it has, and KV that is kept of those that are (`Sampling.keep_s`) is given up. Raises InvalidRequest for
+        an index that the group does not have."""
         some = None if indices is None else frozenset(indices)
         wrong = sorted(index for index in some or () if index not in self.group.wanted)
         if wrong:

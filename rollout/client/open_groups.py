@@ -72,8 +72,11 @@ class OpenGroups:
 
     def cancel(self, handle: Handle, indices: frozenset[int] | None, limits: Limits) -> Iterator[Abort]:
         """Note that the end of a group, or of some of its children, is asked for. Yields what to send. A group that was not
-        sent ends at once."""
+        sent ends at once; of one that has ended goes what is kept."""
         if not self.has(handle):
+            if handle.keeps and handle.group_id not in self._all:
+                handle.cancelled_children |= set(handle.group.wanted) if indices is None else indices
+                yield from aborts_of_children([handle], limits)
             return
         sent = handle.group_id in self.sent
         if indices is not None:

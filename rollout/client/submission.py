@@ -18,6 +18,7 @@ from transport.messages import Submit, digest
 
 Prompt = Sequence[int] | np.ndarray
 """[prompt_tokens] token ids"""
+Samples = Sample | Sequence[Sample]
 
 
 def group_of(
@@ -81,6 +82,36 @@ def seeded(group: Group) -> Group:
     return msgspec.structs.replace(group, sampling=sampling)
 
 
+def resumption(
+    group_id: str, samples: Samples | Handle, prompt: Prompt, sampling: Sampling | None, append: Prompt | None
+) -> Group:
+    """Make the group that goes on with what has ended: its next turn where something is to be appended. Raises
+    InvalidRequest."""
+    if append is not None:
+        return next_turn(group_id, samples, prompt, sampling, append)
+    if isinstance(samples, Handle):
+        return rest_of(group_id, samples)
+    return resumed_group(group_id, samples, prompt, sampling)
+
+
+def next_turn(group_id: str, sample: Samples | Handle, prompt: Prompt, sampling: Sampling | None, append: Prompt) -> Group:
+    """Make the group that continues a child behind its last token: its prompt is `prompt`, the child's tokens and `append`.
+    Raises InvalidRequest."""
+    if not isinstance(sample, Sample):
+        raise InvalidRequest(f"append with a {type(sample).__name__}: a turn continues one sample; give that")
+    before, more = token_array(prompt), token_array(append)
+    if sample.finish_reason == "error":
+        raise InvalidRequest(f"child {sample.index} of {sample.group_id!r} failed ({sample.error}): it has no next turn")
+    if len(before) != sample.prompt_tokens:
+        raise InvalidRequest(
+            f"prompt of {len(before)} tokens, the sample was drawn behind {sample.prompt_tokens}: give the prompt of its group"
+        )
+    if not len(more):
+        raise InvalidRequest("append is empty: give the tokens that follow the sample's, or leave it out")
+    group = group_of(group_id, np.concatenate([before, sample.token_ids, more]), sampling)
+    return msgspec.structs.replace(group, after=(sample.group_id, sample.index))
+
+
 def sendable(group: Group, *, serial: int, require_version: int, limits: Limits) -> Handle:
     """Make the handle of a group, with its frames. Checks types and sizes, without which it could not even be sent; values are
     the service's to check.
@@ -88,8 +119,9 @@ def sendable(group: Group, *, serial: int, require_version: int, limits: Limits)
     Raises InvalidRequest, LimitExceeded."""
     try:
         packed = pack_begun(group.begun)
+        hint, score = group.after, group.score
         submit = Submit(
-            group.id, group.prompt, group.sampling, serial, require_version, group.indices, packed, score=group.score
+            group.id, group.prompt, group.sampling, serial, require_version, group.indices, packed, score=score, after=hint
         )
         check_types(submit)
         frames, content = pack(submit), digest(submit)

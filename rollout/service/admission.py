@@ -29,8 +29,11 @@ def check_hello(hello: m.Hello, limits: Limits) -> set[bytes]:
     return {row.tobytes() for row in groups}
 
 
-def checked_group(submit: m.Submit, engine_id: str, limits: Limits, vocab_size: int, context: int) -> Group:
-    """Make the group that a client asks for, under the engine's name for it. Raises LimitExceeded, InvalidRequest."""
+def checked_group(
+    submit: m.Submit, engine_id: str, after: tuple[str, int] | None, limits: Limits, vocab_size: int, context: int
+) -> Group:
+    """Make the group that a client asks for, under the engine's names for it and for the child that it continues. Raises
+    LimitExceeded, InvalidRequest."""
     size = len(submit.group_id.encode())
     if size > limits.max_id_bytes:  # without the id: it is not echoed
         raise LimitExceeded(f"a group id of {size} bytes: at most {limits.max_id_bytes} (Limits.max_id_bytes)")
@@ -38,7 +41,7 @@ def checked_group(submit: m.Submit, engine_id: str, limits: Limits, vocab_size: 
         raise InvalidRequest(f"group id of 0 bytes: must be 1 to {limits.max_id_bytes} bytes (Limits.max_id_bytes)", "")
     try:
         begun = unpack_begun(submit.begun, limits.max_n)
-        group = Group(engine_id, submit.prompt, submit.sampling, submit.indices, begun, score=submit.score)
+        group = Group(engine_id, submit.prompt, submit.sampling, submit.indices, begun, submit.score, after)
         group.validate(limits, vocab_size, context)
     except InvalidRequest as error:
         raise InvalidRequest(error.message, submit.group_id) from None

@@ -225,8 +225,7 @@ class Service:
     def _forget(self, session: Session, reason: str) -> None:
         fields = session.number, session.name, session.running, reason
         log.info("client forgotten client=%d name=%r running_samples=%d reason=%r", *fields)
-        for held in list(session.groups.values()):
-            self._running.drop(session, held)
+        self._running.forget(session)
         self._refreshes.forget(session)
         self._controls.forget(session)
         self._sessions.close(session)

@@ -37,7 +37,7 @@ def restore(journal: Journal, sessions: Sessions, running: Running, engine: Engi
         try:
             submit = decoder.unpack(group.submit)
             assert isinstance(submit, m.Submit)
-            whole = checked_group(submit, group.engine_id, limits, engine.vocab_size, engine.context)
+            whole = checked_group(submit, group.engine_id, None, limits, engine.vocab_size, engine.context)
         except RolloutError as error:
             journal.dropped(group.engine_id)
             log.warning("group of the journal not taken any more engine_id=%s reason=%r", group.engine_id, error.message)

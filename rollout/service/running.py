@@ -18,6 +18,7 @@ from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
 from rollout.service.admission import check_room, checked_group
 from rollout.service.engine_api import EngineLike
+from rollout.service.names import Name
 from rollout.service.session import HeldGroup, Session, without_tokens
 from transport import messages as m
 from transport.errors import GroupFailed, IdConflict, InvalidRequest, RolloutError, StaleWeights
@@ -57,7 +58,8 @@ class Running:
         """Hand a group to the engine. Raises the typed error that goes back to the client."""
         group_id, engine = submit.group_id, self._engine
         engine_id = f"{session.number}.{self._made + 1}"
-        group = checked_group(submit, engine_id, self._limits, engine.vocab_size, engine.context)
+        after = session.names.turn(submit.after)
+        group = checked_group(submit, engine_id, after, self._limits, engine.vocab_size, engine.context)
         if engine.version < submit.require_version:
             raise StaleWeights(f"the weights are version {engine.version}, {submit.require_version} is required", group_id)
         digest, held = m.digest(submit), session.groups.get(group_id)
@@ -85,6 +87,8 @@ class Running:
             log.exception("engine.submit failed")
             raise GroupFailed(f"the engine failed on this group: {described(error)}", group_id) from None
         session.streaming.hold(group_id, group)
+        name = Name(group.id, keeps=group.sampling.keep_s > 0)
+        self._give_up(session.names.add(group_id, name, self._limits.max_samples_per_client))
         self._tracker.begin(group)
 
     @property
@@ -144,16 +148,31 @@ class Running:
                     self._end(held)
 
     def abort(self, session: Session, group_id: str, index: int | None = None) -> None:
-        """End a group of this id, or one child of it, if there is such; the client gets its samples."""
+        """End a group of this id, or one child of it, if there is such; the client gets its samples. What is kept of children
+        that have ended is given up."""
         held = session.groups.get(group_id)
-        if held is not None and (index is None or index in held.wanted):
-            self._end(held, index)
+        if held is not None and held.running:
+            if index is None or index in held.wanted:
+                self._end(held, index)
+        else:
+            self._give_up(session.names.keeping(group_id), index)
 
     def abort_all(self, sessions: Iterable[Session]) -> None:
         """End every group; the clients get their samples."""
         for session in sessions:
             for held in session.groups.values():
                 self._end(held)
+            self._give_up(session.names.keeping())
+
+    def forget(self, session: Session) -> None:
+        """End all that a client has here, KV that is kept for it included; its samples are thrown away."""
+        for held in list(session.groups.values()):
+            self.drop(session, held)
+        self._give_up(session.names.keeping())
+
+    def _give_up(self, engine_ids: Iterable[str], index: int | None = None) -> None:
+        for engine_id in engine_ids:
+            self._ending[engine_id, index] = None
 
     def drop(self, session: Session, held: HeldGroup) -> None:
         """End a group that nobody wants any more; its samples are thrown away."""

@@ -18,6 +18,7 @@ import numpy as np
 from engine.types import Sample
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike
+from rollout.service.names import Names
 from rollout.service.record import Record
 from rollout.service.streaming import Streaming
 from transport.errors import Busy
@@ -77,6 +78,7 @@ class Session:
         self._reported_bytes = 0
         """how much of that the client was told"""
         self.streaming = Streaming()
+        self.names = Names()
         self.groups: dict[str, HeldGroup] = {}
         self.samples = 0
         """sum of n over `groups`"""

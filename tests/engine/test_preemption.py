@@ -8,7 +8,9 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.kv.store import BlockStore
+from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
+from engine.scheduling.kept import KeptKV
 from engine.scheduling.preemption import Pressure
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.types import Group, Sampling
@@ -20,7 +22,9 @@ class Setting:
     def __init__(self, device_blocks: int, sequences: int, host_blocks: int = 0, clients: str = "", **config: int) -> None:
         options = {"block_size": 4, "lookahead_blocks": 1, "min_run_tokens": 0, **config}
         self.store = BlockStore(device_blocks, host_blocks)
-        self.pressure = Pressure(EngineConfig(**options), self.store, Counters())  # type: ignore[arg-type]
+        config, counters = EngineConfig(**options), Counters()  # type: ignore[arg-type]
+        kept = KeptKV(self.store, BlockTables(config, self.store, counters))
+        self.pressure = Pressure(config, self.store, counters, kept)
         self.running = [self._sequence(number, clients[number : number + 1]) for number in range(sequences)]
 
     def _sequence(self, number: int, client: str) -> Sequence:

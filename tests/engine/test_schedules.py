@@ -13,15 +13,18 @@ import pytest
 
 import engine.kv.prefix
 import engine.scheduling.block_tables
+import engine.scheduling.kept
 import engine.scheduling.sharing
 from engine.kv.block import Block, BlockPool, Moves, OutOfBlocks
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.kept import KeptKV
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.scheduling.tracked import Tracked
+from engine.scheduling.turns import Turn, TurnId, Turns
 from engine.types import Begun
-from tests.support.harness import Harness, random_schedule, tight_schedule
+from tests.support.harness import Harness, conversations, random_schedule, tight_schedule
 
 
 def over_seeds(schedule: Callable[[int], Any], first: int, count: int) -> None:
@@ -52,6 +55,13 @@ def test_random_schedules() -> None:
 def test_random_schedules_long() -> None:
     over_seeds(random_schedule, random.SystemRandom().randrange(2**48), 100_000)
     over_seeds(tight_schedule, random.SystemRandom().randrange(2**48), 5_000)
+    over_seeds(conversations, random.SystemRandom().randrange(2**48), 30_000)
+
+
+@pytest.mark.timeout(900)
+def test_random_conversations() -> None:
+    """300 schedules of turns: a turn reads KV of the one that it continues, and no other that is older than it may be."""
+    over_seeds(conversations, 0, 300)
 
 
 @pytest.mark.timeout(900)
@@ -276,6 +286,55 @@ def patch_begun_top(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tracked, "of", lambda sampling, begun: of(sampling, None))
 
 
+def patch_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a turn may read what another conversation of its client may"""
+
+    def find(self: Turns, after: TurnId | None, client: str) -> Turn | None:
+        return next((turn for turn in self._turns.values() if turn.client == client), None) if after else None
+
+    monkeypatch.setattr(Turns, "find", find)
+
+
+def patch_any_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a turn of another client is found"""
+    find = Turns.find
+    monkeypatch.setattr(
+        Turns, "find", lambda self, after, client: find(self, after, getattr(self._turns.get(after), "client", ""))
+    )
+
+
+def patch_own_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a turn reads its old KV after a refresh that has KV computed again"""
+    monkeypatch.setattr(Turns, "forget_kv", lambda self, version: None)
+
+
+def patch_own_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """what a turn has computed itself is its own, however old"""
+    monkeypatch.setattr(BlockTables, "_is_own", lambda self, seq, i, oldest: seq.state.own is not None)
+
+
+def patch_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a turn takes kept KV over whose tokens are not its own"""
+    monkeypatch.setattr(engine.scheduling.kept.np, "array_equal", lambda one, other: True)
+
+
+def patch_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kept blocks are lent to a turn that writes them, and kept on"""
+    hand_over = KeptKV.hand_over
+
+    def lend(self: KeptKV, key: TurnId | None, to: Sequence) -> int:
+        seq = self._children.get(key) if key else None
+        blocks, cached = ([*seq.blocks], seq.cached) if seq else ([], 0)
+        tokens = hand_over(self, key, to)
+        if seq is not None and key is not None and tokens:
+            seq.blocks, seq.cached, self._children[key] = blocks, cached, seq
+            self._of_group.setdefault(key[0], set()).add(key[1])
+            self.blocks.update(blocks)
+        return tokens
+
+    monkeypatch.setattr(KeptKV, "hand_over", lend)
+
+
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_release,
     patch_share,
@@ -299,6 +358,12 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_uncut,
     patch_top,
     patch_begun_top,
+    patch_own,
+    patch_any_client,
+    patch_own_recomputed,
+    patch_own_tail,
+    patch_hand_over,
+    patch_keep,
 ]
 
 
@@ -309,3 +374,4 @@ def test_mutants_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], monkey
     with pytest.raises((AssertionError, KeyError, IndexError, AttributeError, TypeError, OutOfBlocks)):
         for seed in range(400):
             random_schedule(seed)
+            conversations(seed)

@@ -234,3 +234,107 @@ def test_a_score_that_somebody_ends_is_an_error(clients: tuple[RolloutClient, Ro
     clients[1].pause()
     with pytest.raises(GroupFailed, match="ended as 'deadline'"):
         clients[0].score([PROMPT], [[[1, 2]]], Sampling(deadline_s=0.01), timeout=WAIT)
+
+
+# ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+TURN = Sampling(max_tokens=6, ignore_eos=True, seed=5, keep_s=600.0)
+"""in the toy's blocks of 4: 5 tokens of prompt and 5 of 6 outputs have KV, 2 whole blocks of it"""
+
+
+def prefilled(client: RolloutClient, handle: Any) -> int:
+    """Wait for a group; returns how many tokens the service has prefilled since its start."""
+    handle.result(WAIT)
+    return int(client.status(WAIT)["prefill_tokens"])
+
+
+def test_a_turn_continues_one_sample() -> None:
+    """The whole prompt travels, and only the last token and what follows it is computed."""
+    end, engine = LoopbackService(), toy_engine()
+    with serving(engine, end), RolloutClient(transport=end.connect()) as client:
+        first = client.submit(PROMPT, TURN)
+        before = prefilled(client, first)
+        (sample,) = first.result(WAIT)
+        again = client.resume(sample, PROMPT, msgspec.structs.replace(TURN, keep_s=0.0), append=[7, 8, 9])
+        assert again.group.prompt.tolist() == [*PROMPT, *sample.token_ids.tolist(), 7, 8, 9] and again.group.after == ("#0", 0)
+        assert prefilled(client, again) - before == 4
+        status = client.status(WAIT)
+        assert status["kept_tokens"] == 10 and status["kv"]["kept_children"] == 0
+        alone = run(toy_engine(), [Group("g", again.group.prompt, again.group.sampling)])
+        assert again.result(WAIT)[0].token_ids.tolist() == alone["g", 0].token_ids.tolist()
+
+
+def test_somebody_elses_turn_cannot_be_told_from_none() -> None:
+    """What another client has is not found under its name, nor is it given up; the owner's turn finds it then."""
+    computed = []
+    for name in ("conversation", "nothing"):
+        end, engine = LoopbackService(), toy_engine()
+        with (
+            serving(engine, end),
+            RolloutClient(transport=end.connect()) as one,
+            RolloutClient(transport=end.connect()) as other,
+        ):
+            (sample,) = one.submit(PROMPT, TURN, "conversation").result(WAIT)
+            named = msgspec.structs.replace(sample, group_id=name)
+            computed.append(prefilled(other, other.resume(named, PROMPT, TURN, "stranger", append=[7, 8, 9])))
+            other.submit([1], TURN, "conversation").cancel()
+            assert one.status(WAIT)["kept_tokens"] == 0
+            one.resume(sample, PROMPT, TURN, "conversation", append=[7, 8, 9]).result(WAIT)
+            assert one.status(WAIT)["kept_tokens"] == 10, "an id that is used again means its last owner until then"
+    assert computed == [11, 11], "5 and, behind two blocks of the prefix index, 6"
+
+
+def test_what_is_kept_is_given_up_when_asked_and_with_its_client() -> None:
+    end, engine = LoopbackService(), toy_engine()
+
+    def kept() -> int:
+        return len(engine.scheduler.children.kept)
+
+    with serving(engine, end):
+        with RolloutClient(transport=end.connect()) as client:
+            handles = [client.submit([*PROMPT, i], msgspec.structs.replace(TURN, n=2), f"g{i}") for i in range(4)]
+            for handle in handles:
+                handle.result(WAIT)
+            assert kept() == 8
+            handles[0].cancel()
+            handles[1].cancel([1])
+            until(lambda: kept() == 5)
+            client.submit(PROMPT, TURN, "g2").result(WAIT)
+            until(lambda: kept() == 4)
+        until(lambda: kept() == 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "reason"),
+    [
+        ({"finish_reason": "error", "error": "NaN"}, {}, "no next turn"),
+        ({"prompt_tokens": 4}, {}, "give the prompt of its group"),
+        ({}, {"append": []}, "append is empty"),
+        ({}, {"append": [0.5]}, "integer token ids"),
+        ({}, {"append": [10**6]}, "token id 1000000"),
+        ({}, {"sampling": Sampling(keep_s=1e9)}, "max_keep_s"),
+        ({}, {"sampling": Sampling(keep_s=-1.0)}, "keep_s=-1.0"),
+        ({}, {"sampling": Sampling(max_tokens=10_000)}, "context"),
+    ],
+)
+def test_a_turn_that_cannot_be_is_refused(
+    changed: dict[str, Any], options: dict[str, Any], reason: str, clients: tuple[RolloutClient, RolloutClient]
+) -> None:
+    """And what was kept for it still is."""
+    client = clients[0]
+    (sample,) = client.submit(PROMPT, TURN).result(WAIT)
+    with pytest.raises(InvalidRequest, match=reason):
+        arguments = {"sampling": TURN, "append": [7], **options}
+        client.resume(msgspec.structs.replace(sample, **changed), PROMPT, **arguments).result(WAIT)
+    assert client.status(WAIT)["kv"]["kept_children"] == 1
+    with pytest.raises(InvalidRequest, match="continues one sample"):
+        client.resume([sample], PROMPT, TURN, append=[7])
+
+
+@pytest.mark.parametrize("after", [("other", 0), ("", 0), ("g", 2**40), ("g", -1), ("x" * 5000, 0)])
+def test_a_hint_that_names_nothing_changes_nothing(after: tuple[str, int]) -> None:
+    bench = Bench()
+    peer = bench.client().send(submit("g", max_tokens=3, keep_s=60.0))
+    bench.settle()
+    peer.send(msgspec.structs.replace(submit("h", max_tokens=3), after=after))
+    bench.settle()
+    assert [sample.group_id for sample in peer.samples()] == ["g", "h"] and not peer.take(m.Refused)

@@ -45,12 +45,16 @@ def logprob(ids: tuple[int, ...], token: int) -> float:
     return -float(hash((ids, token)) % 1000)
 
 
+def eos_of(group: Group) -> frozenset[int]:
+    return frozenset() if group.sampling.ignore_eos else frozenset({EOS})
+
+
 def expected(group: Group) -> list[list[int]]:
     """What each child must be."""
     children = []
     for index in range(group.sampling.n):
         tokens: list[int] = []
-        while len(tokens) < group.sampling.max_tokens and (not tokens or tokens[-1] != EOS):
+        while len(tokens) < group.sampling.max_tokens and (not tokens or tokens[-1] not in eos_of(group)):
             tokens.append(draw((*group.prompt.tolist(), *tokens), group.sampling.seed or 0, index))
         children.append(tokens)
     return children
@@ -102,6 +106,11 @@ class Harness:
         self.groups: dict[str, Group] = {}
         self.oldest: dict[str, int] = {}
         """oldest version whose KV a group may read, from when it began"""
+        self.clients: dict[str, str] = {}
+        self.own: dict[str, list[Cell | None]] = {}
+        """KV of the turn that a group continues, which it may read whatever its age"""
+        self.turns: dict[tuple[str, int], list[Cell | None]] = {}
+        """KV of the children that ended"""
         self.got: dict[tuple[str, int], Sample] = {}
         self.overlap = overlap
         self.flight: tuple[Plan, Drawn] | None = None
@@ -116,6 +125,17 @@ class Harness:
             self.stamped.setdefault(block.key, list(self.device[block.device]))
 
         self.scheduler.store.index.add = stamp  # type: ignore[method-assign]
+        note = self.scheduler.children.turns.note
+
+        def look(seq: Any) -> None:
+            note(seq)
+            cells = [each for block in seq.blocks for each in self.cells(block)]
+            self.turns[seq.state.group.id, seq.index] = cells[: seq.cached]
+
+        self.scheduler.children.turns.note = look  # type: ignore[method-assign]
+
+    def cells(self, block: Any) -> list[Cell | None]:
+        return self.host[block.host] if block.device is None else self.device[block.device]
 
     def submit(
         self,
@@ -125,22 +145,30 @@ class Harness:
         indices: list[int] | None = None,
         begun: dict[int, int] | None = None,
         score: bool = False,
+        after: tuple[str, int] | None = None,
         **sampling: Any,
     ) -> bool:
         """`begun`: tokens that children have already, at most; all but the last one that they will have. `score`: tokens are
         given, others than would be drawn."""
-        group = Group(id, np.array(prompt, np.int32), Sampling(**sampling), None if indices is None else tuple(indices))
+        wanted = None if indices is None else tuple(indices)
+        group = Group(id, np.array(prompt, np.int32), Sampling(**sampling), wanted, after=after)
         if score:
             group = with_given(group)
         elif begun:
             group = with_begun(group, begun)
         group.validate(Limits(), VOCAB, 10_000)
         try:
-            self.scheduler.submit(group, client, group.sampling.seed or 0, frozenset({EOS}))
+            self.scheduler.submit(group, client, group.sampling.seed or 0, eos_of(group))
         except ValueError:
             return False
-        self.groups[id] = group
+        self.groups[id], self.clients[id] = group, client
+        if after is not None and self.clients.get(after[0]) == client:
+            self.own[id] = self.turns.get(after, [])
         return True
+
+    def history(self, child: tuple[str, int]) -> list[int]:
+        """Prompt and output of a child that has ended."""
+        return [*self.groups[child[0]].prompt.tolist(), *self.got[child].token_ids.tolist()]
 
     def take(self, samples: list[Sample]) -> None:
         for sample in samples:
@@ -151,6 +179,9 @@ class Harness:
         self.land()
         version = self.scheduler.version + 1
         self.take(self.scheduler.refresh(version, kv))
+        if kv != "keep":
+            self.own.clear()
+            self.turns.clear()
         for id, oldest in self.oldest.items():
             state = self.scheduler.groups.get(id)
             if kv == "recompute":  # whatever lag a new sample allows
@@ -160,6 +191,7 @@ class Harness:
 
     def step(self, fail_copy: int | None = None) -> None:
         """`fail_copy`: the copies stop after that many of them."""
+        self.take(self.scheduler.expire())
         if self.flight and self.scheduler.must_preempt:
             self.land()
         plan = sent(self.scheduler.plan())
@@ -237,7 +269,9 @@ class Harness:
             assert None not in cells, "a row reads KV that was never written"
             state = seq.state
             oldest = self.oldest[state.group.id]
-            assert all(each[1] >= oldest for each in cells if each), "a row reads KV of older weights than it may"
+            turn = [*self.own.get(state.group.id, []), *[None] * len(cells)]
+            fresh = all(each[1] >= oldest or each == own for each, own in zip(cells, turn, strict=False) if each)
+            assert fresh, "a row reads KV of older weights than it may"
             before = zip([None, *cells], cells, strict=False)
             assert all(each == cell(last, *each[:2]) for last, each in before if each), "KV computed behind other KV"
             seen = tuple(each[0] for each in cells if each)
@@ -291,11 +325,12 @@ class Harness:
                 elif sample.finish_reason in ("aborted", "stale", "cut"):
                     assert want[: len(got)] == got
                 else:
-                    assert got == want and sample.finish_reason == ("stop" if want[-1] == EOS else "length")
+                    assert got == want and sample.finish_reason == ("stop" if want[-1] in eos_of(group) else "length")
                 check_top(sample, group.sampling.top_logprobs)
             self.check_cut(group, [self.got[id, index] for index in wanted])
         assert len(self.got) == sum(len(group.wanted) for group in self.groups.values())
         store = self.scheduler.store
+        self.scheduler.children.kept.release_all()
         store.forget_cached()
         assert store.device.free == store.device.size and store.host.free == store.host.size and not len(store.index)
 
@@ -369,9 +404,33 @@ def policies(r: random.Random, n: int) -> dict[str, Any]:
     }
 
 
+KEEP_S = [0.0, 0.5, 1000.0, 1000.0]
+
+
+def random_turn(h: Harness, r: random.Random, number: int, lag: int, most: int = 6) -> None:
+    """Continue a child with less than `most` tokens: mostly its client does and says so; sometimes another one, or nobody names
+    it, or the history is another."""
+    after = r.choice(list(h.got))
+    prompt = [*h.history(after), *(r.randrange(1, VOCAB) for _ in range(r.randrange(most)))]
+    if r.random() < 0.2:
+        prompt[r.randrange(len(prompt))] = r.randrange(1, VOCAB)
+    h.submit(
+        f"t{number}",
+        prompt,
+        client=h.clients[after[0]] if r.random() < 0.8 else "other",
+        begun={0: r.randrange(4)} if r.random() < 0.1 else None,
+        after=after if r.random() < 0.7 else None,
+        n=r.choice([1, 1, 3]),
+        max_tokens=r.choice([1, 3, 12]),
+        seed=number,
+        max_kv_lag=lag,
+        keep_s=r.choice(KEEP_S),
+    )
+
+
 def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness], None] = Harness.check) -> Harness:
     """Submit, abort, refresh, step and broken copies in random order and at random times, the invariants checked after each."""
-    r, time, scores = random.Random(seed), random.Random(seed), random.Random(seed)
+    r, time, scores, turns = (random.Random(seed) for _ in range(4))
     h = random_harness(r, time.choice([0.0, 0.1, 1.0]))
     base = [r.randrange(1, VOCAB) for _ in range(40)]
     breaks = r.random() < 0.4
@@ -380,7 +439,9 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
     for number in range(operations):
         h.now += time.choice([0.0, 0.0, 0.1, 10.0])
         kind = r.random()
-        if kind < 0.3:
+        if turns.random() < 0.15 and h.got:
+            random_turn(h, turns, number, turns.choice(lags))
+        elif kind < 0.3:
             prompt = base[: r.randrange(0, 30)] + [r.randrange(1, VOCAB) for _ in range(r.randrange(1, 6))]
             n = r.choice([1, 2, 3, 7])
             rules = policies(r, n) if seed % 2 else {}
@@ -394,6 +455,7 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
                 max_tokens=r.choice([1, 3, 12]),
                 seed=number,
                 max_kv_lag=r.choice(lags),
+                keep_s=turns.choice(KEEP_S),
                 **rules,
             )
         elif kind < 0.36 and h.groups:
@@ -407,6 +469,39 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
                 h.scheduler.counters.prefill_tokens_per_second = r.choice([0.0, 1.0, 1e6])
             h.step(r.randrange(4) if breaks and r.random() < 0.2 else None)
         on_check(h)
+    h.finish()
+    return h
+
+
+def conversations(seed: int) -> Harness:
+    """Turns, many of them over refreshes and with tools that say much, to the end."""
+    r = random.Random(seed)
+    h = Harness(
+        r.choice([24, 48, 128]),
+        r.choice([0, 10, 200]),
+        block_size=r.choice([2, 4, 8]),
+        max_num_seqs=r.choice([2, 8]),
+        max_batch_tokens=r.choice([8, 16]),
+        mirror_ahead=r.random() < 0.5,
+        prefix_cache=r.random() < 0.8,
+        min_run_tokens=r.choice([0, 4]),
+        overlap=r.random() < 0.5,
+    )
+    lags = r.choice([[0], [0, 1]])
+    for number in range(60):
+        h.now += r.choice([0.0, 0.0, 0.1, 1.0])
+        kind = r.random()
+        if kind < 0.1:
+            prompt = [r.randrange(1, 3) for _ in range(r.randrange(1, 12))]
+            sampling = {"n": r.choice([1, 2]), "max_tokens": r.choice([3, 12]), "max_kv_lag": r.choice(lags)}
+            h.submit(f"g{number}", prompt, client=r.choice("ab"), seed=number, keep_s=r.choice(KEEP_S), **sampling)
+        elif kind < 0.2 and h.got:
+            random_turn(h, r, number, r.choice(lags), most=30)
+        elif kind < 0.3:
+            h.refresh(r.choice(["keep", "keep", "keep", "recompute", "abort"]))
+        else:
+            h.step()
+        h.check()
     h.finish()
     return h
 

@@ -51,6 +51,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     m.Submit("", np.zeros(0, np.int32), Sampling()),
     m.Submit("g", np.array([5], np.int32), SAMPLING, 18, indices=(0, 2), begun=pack_begun(BEGUN)),
     m.Submit("g", np.array([5], np.int32), SAMPLING, 19, indices=(0, 2), begun=pack_begun(BEGUN), score=True),
+    m.Submit("g", np.array([5], np.int32), SAMPLING, 19, after=("grüppe/1", 3)),
     m.Abort(["a", "b"]),
     m.Ack([("a", 0), ("a", 1)]),
     m.Ack([], 7),
