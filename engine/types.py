@@ -391,7 +391,7 @@ class Group(msgspec.Struct, frozen=True, eq=False):
             raise ValueError(f"finish_after={self.sampling.finish_after} with score: all children end; leave it out")
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaults=True):
     """One finished child.
 
     Example:
