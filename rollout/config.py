@@ -83,6 +83,10 @@ class TrackingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """one line an interval on standard error"""
     jsonl: str | None = None
     """file to append one JSON object an interval to"""
+    metrics_port: int | None = None
+    """the last row as Prometheus reads it, at http://metrics_host:metrics_port/metrics; 0 = any free port, None = off"""
+    metrics_host: str = "127.0.0.1"
+    """nobody is asked for a key there"""
     wandb_project: str | None = None
     """turns wandb on"""
     wandb_run_id: str | None = None
@@ -103,6 +107,8 @@ class TrackingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("interval_s", "window_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be positive")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise ValueError(f"metrics_port={self.metrics_port}: must be 0 to 65535, or None")
         if self.audit_every < 0:
             raise ValueError(f"audit_every={self.audit_every}: must be 0 (off) or positive")
         if self.audit_max_tokens < 2:

@@ -10,7 +10,7 @@ import tyro
 from engine.config import IsaName, WeightOffload
 from engine.types import Sampling
 from rollout import config as configuration
-from rollout.config import DEFAULT_ENDPOINT, Config
+from rollout.config import DEFAULT_ENDPOINT, Config, InputError
 from transport.keys.files import DEFAULT_FILE, Role
 
 Settings = Annotated[Config, tyro.conf.arg(name="")]
@@ -26,6 +26,8 @@ class ServeArgs(msgspec.Struct, kw_only=True):
     """short for --engine.model"""
     journal: str | None = None
     """short for --service.journal"""
+    metrics_port: int | None = None
+    """short for --tracking.metrics-port"""
     ready_file: str | None = None
     """file that appears, holding the endpoint, once the service listens"""
     exit_on_stdin_close: bool = False
@@ -222,6 +224,15 @@ def with_journal(config: Config, journal: str | None) -> Config:
     if journal is None:
         return config
     return msgspec.structs.replace(config, service=msgspec.structs.replace(config.service, journal=journal))
+
+
+def with_metrics_port(config: Config, port: int | None) -> Config:
+    if port is None:
+        return config
+    try:
+        return msgspec.structs.replace(config, tracking=msgspec.structs.replace(config.tracking, metrics_port=port))
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def with_model(config: Config, model: str | None) -> Config:

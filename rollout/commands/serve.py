@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.types import Mode
-from rollout.commands.arguments import ServeArgs, with_journal, with_model
+from rollout.commands.arguments import ServeArgs, with_journal, with_metrics_port, with_model
 from rollout.config import CannotServe, Config, InputError, TrackingConfig
 from rollout.metrics.sinks import Sink, open_sinks
 from rollout.metrics.tracker import Tracker
@@ -33,7 +33,7 @@ def run(args: ServeArgs) -> int:
 
     Raises InputError for a configuration that this model or machine cannot serve, CannotServe for the model itself.
     """
-    config = with_journal(with_model(args.settings, args.model), args.journal)
+    config = with_metrics_port(with_journal(with_model(args.settings, args.model), args.journal), args.metrics_port)
     stop = Stopper()
     engine, service = start(config)
     stop.service_stop = service.stop

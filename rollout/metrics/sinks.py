@@ -1,4 +1,4 @@
-"""Where metrics go: the console, a JSONL file, wandb. A sink takes a row and is closed; it knows nothing of the service.
+"""Where metrics go: the console, a JSONL file, Prometheus, wandb. A sink takes a row and is closed; it knows of no service.
 
 What is configured and cannot start raises InputError at once. What fails later is the Tracker's to bear.
 """
@@ -37,6 +37,10 @@ def open_sinks(config: TrackingConfig) -> list[Sink]:
     try:
         if config.jsonl is not None:
             sinks.append(JsonlSink(config.jsonl))
+        if config.metrics_port is not None:
+            from rollout.metrics.prometheus import PrometheusSink
+
+            sinks.append(PrometheusSink(config.metrics_host, config.metrics_port))
         if config.wandb_project is not None:
             sinks.append(WandbSink(config))
         if config.console:
