@@ -15,7 +15,7 @@ from rich.console import Console
 
 from engine.config import EngineConfig, IsaName
 from rollout import models
-from rollout.bench import cuda_static, fidelity, host, lora, products, refresh, score, sharing
+from rollout.bench import cuda_static, fidelity, host, keys, lora, products, refresh, score, sharing
 from rollout.bench import plot as drawing
 from rollout.bench.against import parse
 from rollout.bench.floor import Machine
@@ -28,9 +28,19 @@ from rollout.bench.text import PromptText
 from rollout.bench.workloads import WORKLOADS, Workload, find
 from rollout.config import InputError
 
-SPECIAL = (host.NAME, products.NAME, refresh.NAME, lora.NAME, fidelity.NAME, sharing.NAME, score.NAME, cuda_static.NAME)
+SPECIAL = (
+    host.NAME,
+    keys.NAME,
+    products.NAME,
+    refresh.NAME,
+    lora.NAME,
+    fidelity.NAME,
+    sharing.NAME,
+    score.NAME,
+    cuda_static.NAME,
+)
 """measured in their own way; everything else is a row of WORKLOADS"""
-WITHOUT_MODEL = (host.NAME, products.NAME, cuda_static.NAME)
+WITHOUT_MODEL = (host.NAME, keys.NAME, products.NAME, cuda_static.NAME)
 
 
 def run(
@@ -108,6 +118,9 @@ def measure_without_model(names: tuple[str, ...], scale: float, threads: int | N
             host.print_row(out.console, row)
     if products.NAME in names:
         products.print_rows(out.console, list(keep(products.measure(scale, threads), out.sink)))
+    if keys.NAME in names:
+        for row in keep(keys.measure(scale), out.sink):
+            keys.print_row(out.console, row)
     if cuda_static.NAME in names:
         for row in keep(cuda_static.measure(), out.sink):
             cuda_static.print_row(out.console, row)
