@@ -2,8 +2,8 @@
 
     ServiceEnd ── samples of 2,048 tokens ──→ ClientEnd            ClientEnd ── chunks of 4 MiB ──→ ServiceEnd
 
-Both ends are those of the service and of its clients, over loopback, each in a thread of this process. CURVE computes in libzmq's
-I/O threads, one at either end. MB are 10⁶ bytes of arrays. The journal's turn takes a group, the end of
+Both ends are those of the service and of its clients, over loopback, each in a thread of this process. CURVE is computed in the
+I/O threads of libzmq, one at either end. MB are 10⁶ bytes of arrays. The journal's turn takes a group, the end of
 its sample, its ack and its end: one transaction, on the file system of the temporary folder.
 """
 
