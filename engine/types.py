@@ -485,7 +485,7 @@ class Refreshed(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     via: str
-    """how the tensors came: memory, shm, inline, files, cuda_ipc, gloo or nccl"""
+    """how the tensors came: memory, shm, inline, delta, files, cuda_ipc, gloo or nccl"""
     bytes: int
     """of the tensors that are new, as they were sent; with an adapter, of the whole model"""
     seconds: float
@@ -497,4 +497,6 @@ class Refreshed(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     """`manifest_digest` of all live weights in the model's dtype"""
     sent_bytes: int = 0
-    """that travelled: less than `bytes` for an adapter"""
+    """that travelled: less than `bytes` for an adapter, and via delta"""
+    reason: str = ""
+    """why they came this way, told by the client"""

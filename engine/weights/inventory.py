@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 import xxhash
 
@@ -29,6 +30,20 @@ class Inventory:
         self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         """also while the tensors hold nothing"""
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def dtype(self, name: str) -> str:
+        """Name the dtype of a tensor, by any of its names."""
+        return dtype_name(self.tensors[self.first_name[name]])
+
+    def size(self, name: str) -> tuple[int, int]:
+        """Return the bytes of a tensor, and of an element of it."""
+        tensor = self.tensors[self.first_name[name]]
+        return tensor.nbytes, tensor.element_size()
+
+    def read_slice(self, name: str, start: int, size: int) -> np.ndarray:
+        """Copy `size` live bytes of a tensor, from byte `start` on, to host memory: [bytes] uint8."""
+        live, (_, itemsize) = self.tensors[self.first_name[name]], self.size(name)
+        return tensor_bytes(live.detach().reshape(-1)[start // itemsize : (start + size) // itemsize]).copy()
 
     def targets(self, manifest: Sequence[TensorInfo], partial: bool) -> list[str | None]:
         """Find for each entry the tensor that it writes; None: it repeats one under its other name.

@@ -61,10 +61,10 @@ class Weights:
         self._module = module
         self._streamed = streamed
         self._lay_out = lay_out
-        self._inventory = Inventory(module, {} if streamed is None else streamed.masters)
-        self._digests = Digests(self._inventory)
-        self.base = Base(self._inventory, self._digests)
-        self._tensors = self._inventory.tensors
+        self.inventory = Inventory(module, {} if streamed is None else streamed.masters)
+        self._digests = Digests(self.inventory)
+        self.base = Base(self.inventory, self._digests)
+        self._tensors = self.inventory.tensors
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
         starts, self._size = side_by_side(self._tensors.values())
         self._places = dict(zip(self._tensors, starts, strict=True))
@@ -80,7 +80,7 @@ class Weights:
     @property
     def names(self) -> int:
         """How many names a manifest may list: those of tied parameters all count."""
-        return len(self._inventory.first_name)
+        return len(self.inventory.first_name)
 
     @property
     def staging(self) -> bool:
@@ -109,7 +109,7 @@ class Weights:
             self._streamed.release_memory(keep)
         away = None if self._memory.is_host or not keep else self._allocate()
         for name, tensor in self._tensors.items():
-            if name in self._inventory.offloaded:
+            if name in self.inventory.offloaded:
                 continue
             if not keep:
                 self._away[name] = tensor.data.new_empty(0)
@@ -127,9 +127,9 @@ class Weights:
             if kept.numel():
                 tensor.data = kept.to(tensor.device)
             elif not self._memory.is_host:
-                tensor.data = tensor.data.new_zeros(self._inventory.shapes[name])
+                tensor.data = tensor.data.new_zeros(self.inventory.shapes[name])
             else:
-                dropped[name] = tensor.data.new_empty(self._inventory.shapes[name], device="meta")
+                dropped[name] = tensor.data.new_empty(self.inventory.shapes[name], device="meta")
         starts, size = side_by_side(dropped.values())
         memory = host_buffer(size, pin=False)  # in huge pages, as they were
         for (name, like), start in zip(dropped.items(), starts, strict=True):
@@ -162,12 +162,12 @@ class Weights:
             raise InvalidWeights(f"version {version} is not above the live one, {self.version}: versions only grow")
         if self.dropped and (partial or adapter is not None):
             raise InvalidWeights("the weights were dropped by sleep(level=2): a refresh of all tensors must come first")
-        targets = self._inventory.targets(manifest, partial) if adapter is None else []
+        targets = self.inventory.targets(manifest, partial) if adapter is None else []
         if partial:
             self._digests.learn(self._tensors.keys() - set(targets))  # at the exchange it would lengthen the pause
         if self._buffer is None and not self.dropped:
             self._buffer = self._allocate()
-        merging = None if adapter is None else Merging(adapter, manifest, self._inventory, self.base, self._place)
+        merging = None if adapter is None else Merging(adapter, manifest, self.inventory, self.base, self._place)
         parts = self._parts(manifest, targets) if merging is None else merging.parts
         self._staging = Staging(version, manifest, parts, self._scratch.numpy(), self._close_staging, merging)
         return self._staging
@@ -250,7 +250,7 @@ class Weights:
         scratch: Any
         live: Any = self._tensors[name].detach().view(-1).view(torch.uint8)
         staged: Any = self._place(name).view(-1).view(torch.uint8)
-        if self._memory.is_host or name in self._inventory.offloaded:
+        if self._memory.is_host or name in self.inventory.offloaded:
             live, staged, scratch = live.numpy(), staged.numpy(), self._scratch.numpy()
         else:
             scratch = self._scratch_on_device()

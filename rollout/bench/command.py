@@ -15,7 +15,7 @@ from rich.console import Console
 
 from engine.config import EngineConfig, IsaName
 from rollout import models
-from rollout.bench import cuda_static, fidelity, host, keys, lora, products, refresh, score, sharing
+from rollout.bench import cuda_static, delta, fidelity, host, keys, lora, products, refresh, score, sharing
 from rollout.bench import plot as drawing
 from rollout.bench.against import parse
 from rollout.bench.floor import Machine
@@ -34,6 +34,7 @@ SPECIAL = (
     products.NAME,
     refresh.NAME,
     lora.NAME,
+    delta.NAME,
     fidelity.NAME,
     sharing.NAME,
     score.NAME,
@@ -165,10 +166,11 @@ def measure_special(
     if refresh.NAME in names:
         rows = list(keep(refresh.measure(folder, engine.dtype, engine.threads, repeat, text), sink))
         refresh.print_summaries(console, [row for row in rows if "summary" in row])
-    if lora.NAME in names:
-        row = lora.measure(folder, engine, text, scale)
-        write_json(sink, row)
-        lora.print_summary(console, row)
+    for bench in (lora, delta):
+        if bench.NAME in names:
+            row = bench.measure(folder, engine, text, scale)
+            write_json(sink, row)
+            bench.print_summary(console, row)
     if fidelity.NAME in names:
         row = fidelity.measure(text, engine, folder, open_target, scale)
         write_json(sink, row)
@@ -189,7 +191,7 @@ def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, p
         raise InputError(f"--repeat {repeat}: must be at least 1")
     if not names:
         raise InputError(f"name a workload: {', '.join([*WORKLOADS, *SPECIAL])}")
-    for name in (refresh.NAME, lora.NAME):
+    for name in (refresh.NAME, lora.NAME, delta.NAME):
         if name in names and in_process:
             raise InputError(f"{name} goes from process to process: leave --in-process out")
     for name in set(names) - set(SPECIAL):

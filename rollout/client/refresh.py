@@ -28,7 +28,7 @@ from engine.types import Adapter, KVPolicy, Limits, Refreshed, manifest_digest
 from rollout.client.link import Link
 from rollout.logs import logger
 from transport import messages as m
-from transport.errors import InvalidRequest, RequestTimeout, SourceUnreachable, WeightsRefused
+from transport.errors import InvalidRequest, RequestTimeout, RolloutError, SourceUnreachable, WeightsRefused
 from transport.weights import Sender, Via, ways
 from transport.weights.manifest import pack_manifest, pack_targets
 from transport.weights.tensors import Tensors
@@ -133,15 +133,21 @@ class Pusher:
         return sender
 
     def _push(self, sender: Sender, wanted: Wanted, started: float, end: float) -> Refreshed:
+        """Refresh by this way, or, where the service cannot take it, by the one that stands in for it."""
         try:
             refreshed = Transaction(self._link, sender, wanted, end).run()
-        except SourceUnreachable as error:
-            if sender.instead is None:
+        except RolloutError as error:
+            if sender.instead is None or not isinstance(error, sender.instead_of):
                 raise
             other = sender.instead(sender)
+            other.reason = f"{sender.via}: {error.message}"
             log.info("refresh offered again via=%s after=%s reason=%r", other.via, sender.via, error.message)
-            refreshed = Transaction(self._link, other, wanted, end).run()
-        return msgspec.structs.replace(refreshed, seconds=time.monotonic() - started)
+            try:
+                return self._push(other, wanted, started, end)
+            finally:
+                other.close()
+        sender.applied(refreshed)
+        return msgspec.structs.replace(refreshed, seconds=time.monotonic() - started, reason=sender.reason)
 
 
 class Transaction:

@@ -39,7 +39,9 @@ class Refreshing(Controls):
             via: "shm" (same host: written once, read there), "inline" (any host), "files" (a folder), "cuda_ipc" (same host:
                 read where it lies on the GPU), "gloo" or "nccl" (torch.distributed, any host; nccl from one GPU to another).
                 "auto" takes cuda_ipc for tensors on GPUs that a service on CUDA sees as well, shm where both ends see the same
-                memory, else inline.
+                memory, else inline. "delta" (any host; tensors or a folder) sends in messages what has changed since the last
+                refresh by "delta", of which this client keeps a copy in host memory; where there is none that the service
+                still has, or where it does not pay, "auto" sends all, and `Refreshed.reason` says why.
             partial: tensors that are not given stay as they are; without it a missing one is an error.
 
         Raises WeightsRefused naming the tensor, Busy naming the owner while another refresh is staged, SourceUnreachable,

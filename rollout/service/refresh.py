@@ -84,6 +84,7 @@ class Refreshes:
         self._engine = engine
         self._lease_s = lease_s
         self._open: OngoingRefresh | None = None
+        self._last: Refreshed | None = None
         self._segment = SegmentView()
         self._ended: OrderedDict[str, OngoingRefresh] = OrderedDict()
         self._reads = LiveReads(engine)
@@ -148,7 +149,7 @@ class Refreshes:
         try:
             self._dose(busy, lambda end: self._stage(push, end))
             if push.staging.complete and push.commits:
-                push.applied = self._engine.commit(push.staging, push.kv, push.payload.via)
+                push.applied = self._last = self._commit_now(push)
                 log_applied(push.applied, push.session)
                 self._close(push)
                 for request_id in push.commits:
@@ -184,6 +185,7 @@ class Refreshes:
                 "base_digest": self._engine.weights.base.digest,
                 **live_digest,
                 "staged": self._staged(),
+                "last": None if self._last is None else msgspec.to_builtins(self._last),
             }
             session.reply(pack(m.StatusReply(request.request_id, to_json(status))))
 
@@ -204,6 +206,10 @@ class Refreshes:
             "total": push.staging.total,
         }
 
+    def _commit_now(self, push: OngoingRefresh) -> Refreshed:
+        applied, sent = self._engine.commit(push.staging, push.kv, push.payload.via), push.payload.sent_bytes
+        return applied if sent is None else msgspec.structs.replace(applied, sent_bytes=sent)
+
     # requests
 
     def _find(self, session: Session, push_id: str) -> OngoingRefresh | None:
@@ -220,7 +226,9 @@ class Refreshes:
         except Exception as error:
             raise _typed(error) from None
         try:
-            payload = open_payload(begin.offer, manifest, staging.total, self._segment, self._engine.model.device)
+            weights: Any = self._engine.weights
+            live = weights if hasattr(weights, "inventory") else None  # an engine of many has none of its own
+            payload = open_payload(begin.offer, manifest, staging.total, self._segment, self._engine.model.device, live)
         except BaseException:
             staging.close()
             raise
@@ -238,7 +246,7 @@ class Refreshes:
 
     def _chunk(self, push: OngoingRefresh, chunk: m.Chunk) -> None:
         end = push.payload.put(chunk.offset, chunk.data)
-        if end <= push.staging.received:
+        if end <= push.payload.read_bytes:
             push.reply(m.Staged(chunk.request_id))
         else:
             push.chunks.append((end, chunk.request_id))
@@ -272,7 +280,7 @@ class Refreshes:
     def _stage(self, push: OngoingRefresh, end: float) -> None:
         staging = push.staging
         while not staging.complete and staging.feed(push.payload.read):
-            while push.chunks and push.chunks[0][0] <= staging.received:
+            while push.chunks and push.chunks[0][0] <= push.payload.read_bytes:
                 push.reply(m.Staged(push.chunks.popleft()[1]))
             if time.perf_counter() >= end:
                 break
@@ -300,8 +308,8 @@ class Refreshes:
 
 def log_applied(done: Refreshed, session: Session) -> None:
     log.info(
-        "refresh applied version=%d via=%s bytes=%d seconds=%.3f paused_seconds=%.3f client=%d",
-        done.version, done.via, done.bytes, done.seconds, done.paused_seconds, session.number,
+        "refresh applied version=%d via=%s bytes=%d sent_bytes=%d seconds=%.3f paused_seconds=%.3f client=%d",
+        done.version, done.via, done.bytes, done.sent_bytes, done.seconds, done.paused_seconds, session.number,
     )  # fmt: skip
 
 

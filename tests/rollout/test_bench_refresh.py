@@ -49,6 +49,16 @@ def test_lora_equals_pefts_merge(tiny_model: Path, tmp_path: Path, capsys: pytes
     assert 0 < row["sent_bytes"] < row["model_bytes"] and "digests equal" in capsys.readouterr().out
 
 
-def test_lora_goes_between_processes() -> None:
+def test_delta_sends_what_has_changed(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.jsonl"
+    options = {"in_process": False, "scale": 0.1, "repeat": 1, "dtype": "bfloat16", "threads": 1}
+    assert run(("delta",), model=str(tiny_model), json_file=str(out), **options) == 0  # type: ignore[arg-type]
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert row["via"] == "delta" and row["same_digest"] and "digests equal" in capsys.readouterr().out
+    assert 0 < row["one_step_fraction"] < row["bytes_fraction"] <= 0.2
+
+
+@pytest.mark.parametrize("name", ["lora", "delta"])
+def test_what_goes_between_processes(name: str) -> None:
     with pytest.raises(InputError, match="process to process"):
-        run(("lora",), model="x", in_process=True, scale=1, repeat=1, json_file=None, dtype="float32", threads=1)
+        run((name,), model="x", in_process=True, scale=1, repeat=1, json_file=None, dtype="float32", threads=1)

@@ -14,6 +14,7 @@ from transport.begun import pack_begun
 from transport.frames import DTYPES, pack
 from transport.progress import pack_progress
 from transport.weights.cuda_ipc import CudaIpcOffer
+from transport.weights.delta import DeltaOffer
 from transport.weights.distributed import DistributedOffer
 from transport.weights.files import FilesOffer
 from transport.weights.inline import InlineOffer
@@ -61,6 +62,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     m.Begin(1, "ab" * 16, np.arange(9, dtype=np.uint8), InlineOffer(), 7, True, "recompute"),
     m.Begin(1, "ab" * 16, np.arange(9, dtype=np.uint8), InlineOffer(), adapter=np.arange(5, dtype=np.uint8), base="ab" * 32),
     m.Begin(1, "ab" * 16, np.zeros(0, np.uint8), ShmOffer(1, 2, 3, 4, "00")),
+    m.Begin(1, "ab" * 16, np.zeros(0, np.uint8), DeltaOffer(7, "ab" * 32, 4096)),
     m.Begin(1, "ab" * 16, np.zeros(0, np.uint8), FilesOffer("/checkpoints/7")),
     m.Begin(1, "ab" * 16, np.zeros(0, np.uint8), DistributedOffer("gloo", "127.0.0.1", 1, "cd" * 16, 4, "ef" * 32)),
     m.Begin(1, "ab" * 16, np.zeros(0, np.uint8), CudaIpcOffer(np.arange(9, dtype=np.uint8), np.zeros((2, 3), np.int64))),

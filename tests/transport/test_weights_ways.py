@@ -115,7 +115,7 @@ def test_what_is_no_manifest(data: bytes) -> None:
 
 @pytest.mark.parametrize("head", [b"\xdd\x00\xcc\x77\x40", b"\xdc\x00\x0b", b"\x9b"])
 def test_a_manifest_is_bounded_before_it_is_decoded(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.weights.manifest._decoder", None)
+    monkeypatch.setattr("transport.weights.manifest._tensors", None)
     with pytest.raises(InvalidRequest, match="the model has 10|at most 1024"):
         unpack_manifest(np.frombuffer(head + msgspec.msgpack.encode(["", "", [], ""]) * 11, np.uint8), 10)
     with pytest.raises(InvalidRequest, match="at most 1024 for each"):

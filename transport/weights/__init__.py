@@ -11,6 +11,7 @@
     files      in a folder of safetensors that both ends see          transport.weights.files
     cuda_ipc   in the trainer's memory on a GPU that both ends see    transport.weights.cuda_ipc
     gloo, nccl by torch.distributed, any host                         transport.weights.distributed
+    delta      what has changed, in messages, any host                transport.weights.delta
 
 A further way is one more file with both ends, an offer, a Way with its Sender and a Payload (`transport.weights.ends`), and a
 line each in `Via`, `Offer` and `ways` below. The payload is always the same: the bytes of the tensors, one after the other as
@@ -25,17 +26,18 @@ from typing import Any, Literal
 from engine.types import TensorInfo
 from transport.weights.automatic import Automatic
 from transport.weights.cuda_ipc import CudaIpc, CudaIpcOffer, gpu_keys
+from transport.weights.delta import Delta, DeltaOffer
 from transport.weights.distributed import DistributedOffer, Gloo, Nccl, backends
-from transport.weights.ends import Channel, Expected, Payload, Sender, Way
+from transport.weights.ends import Channel, Expected, LiveWeights, Payload, Sender, Way
 from transport.weights.files import Files, FilesOffer
 from transport.weights.inline import Inline, InlineOffer
 from transport.weights.shm import SegmentView, Shm, ShmOffer, host_key
 
 __all__ = ["Channel", "Offer", "Payload", "Sender", "Via", "Way", "capabilities", "open_payload", "ways"]
 
-Via = Literal["auto", "shm", "inline", "files", "cuda_ipc", "gloo", "nccl"]
+Via = Literal["auto", "shm", "inline", "files", "cuda_ipc", "gloo", "nccl", "delta"]
 """what a trainer may name; "auto": see `transport.weights.automatic`"""
-Offer = InlineOffer | ShmOffer | FilesOffer | CudaIpcOffer | DistributedOffer
+Offer = InlineOffer | ShmOffer | FilesOffer | CudaIpcOffer | DistributedOffer | DeltaOffer
 """what may stand in Begin"""
 
 
@@ -44,7 +46,7 @@ def ways(host: str) -> dict[str, Way]:
     reach, for torch.distributed."""
     files, cuda_ipc, shm, inline = Files(), CudaIpc(), Shm(), Inline()
     automatic = Automatic(files, on_gpus=[cuda_ipc], on_any_device=[shm], inline=inline)
-    return {way.via: way for way in (automatic, shm, inline, files, cuda_ipc, Gloo(host), Nccl(host))}
+    return {way.via: way for way in (automatic, shm, inline, files, cuda_ipc, Gloo(host), Nccl(host), Delta(automatic))}
 
 
 def capabilities(device: Any) -> tuple[str, ...]:
@@ -57,9 +59,17 @@ def capabilities(device: Any) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def open_payload(offer: Offer, manifest: Sequence[TensorInfo], total: int, segment: SegmentView, device: Any = None) -> Payload:
+def open_payload(
+    offer: Offer,
+    manifest: Sequence[TensorInfo],
+    total: int,
+    segment: SegmentView,
+    device: Any = None,
+    live: LiveWeights | None = None,
+) -> Payload:
     """Open the service's end of what a trainer offers. `total`: bytes of the payload. `segment`: keeps shared memory mapped
-    from one refresh to the next. `device`: torch.device of the model.
+    from one refresh to the next. `device`: torch.device of the model. `live`: the weights that serve, where they are here.
 
-    Raises SourceUnreachable where this end does not see what is offered, InvalidRequest where it is not the manifest's."""
-    return offer.open(Expected(manifest, total, segment, device))
+    Raises SourceUnreachable where this end does not see what is offered, InvalidRequest where it is not the manifest's,
+    WrongBase where it is against other weights than the live ones."""
+    return offer.open(Expected(manifest, total, segment, device, live))

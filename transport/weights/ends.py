@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from engine.types import Limits, TensorInfo
-from transport.errors import InvalidRequest, WeightsRefused
+from engine.types import Limits, Refreshed, TensorInfo
+from transport.errors import InvalidRequest, RolloutError, SourceUnreachable, WeightsRefused
 from transport.weights.tensors import Tensors
 
 
@@ -48,6 +48,10 @@ class Sender:
         """why this way"""
         self.instead: Callable[[Sender], Sender] | None = None
         """makes of this one the sender for a service that does not see what is offered; None: the refresh fails then"""
+        self.instead_of: tuple[type[RolloutError], ...] = (SourceUnreachable,)
+        """refusals after which `instead` is tried"""
+        self.applied: Callable[[Refreshed], None] = lambda refreshed: None
+        """called when it is live"""
 
     def before_commit(self, channel: Channel) -> None:
         """Send the bytes that must be there before Commit is asked for."""
@@ -87,6 +91,31 @@ class KeptMap(Protocol):
         ...
 
 
+class LiveTensors(Protocol):
+    """What the service needs of `engine.weights.inventory.Inventory`. name: any that the manifest may list."""
+
+    def dtype(self, name: str) -> str: ...
+    def size(self, name: str) -> tuple[int, int]:
+        """Return the bytes of a tensor, and of an element of it."""
+        ...
+
+    def read_slice(self, name: str, start: int, size: int) -> np.ndarray:
+        """Copy live bytes, [size] uint8."""
+        ...
+
+
+class LiveWeights(Protocol):
+    """What the service needs of `engine.weights.live.Weights`, for what says how weights change."""
+
+    version: int
+    dropped: bool
+
+    @property
+    def digest(self) -> str: ...
+    @property
+    def inventory(self) -> LiveTensors: ...
+
+
 class Expected(NamedTuple):
     """What the service knows of a payload before it comes. An offer opens itself: `offer.open(expected) -> Payload`."""
 
@@ -97,6 +126,8 @@ class Expected(NamedTuple):
     """keeps shared memory mapped from one refresh to the next"""
     device: Any
     """torch.device of the model; None: an engine without torch"""
+    live: LiveWeights | None
+    """None: an engine without weights of its own"""
 
     def check_total(self, offered: int) -> None:
         """Compare the bytes that are offered with the manifest's. Raises InvalidRequest."""
@@ -112,6 +143,10 @@ class Payload:
     """bytes come of which no message tells: the loop must look for them"""
     window_bytes = 0
     """that the trainer may send ahead in chunks"""
+    read_bytes = 0
+    """of the chunks"""
+    sent_bytes: int | None = None
+    """that travel, where they are not those of the manifest's tensors"""
 
     @property
     def ready(self) -> bool:
