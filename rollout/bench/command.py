@@ -15,7 +15,7 @@ from rich.console import Console
 
 from engine.config import EngineConfig, IsaName
 from rollout import models
-from rollout.bench import cuda_static, delta, fidelity, host, keys, lora, products, refresh, score, sharing
+from rollout.bench import cuda_static, delta, fidelity, host, http, keys, lora, products, refresh, score, sharing
 from rollout.bench import plot as drawing
 from rollout.bench.against import parse
 from rollout.bench.floor import Machine
@@ -38,6 +38,7 @@ SPECIAL = (
     fidelity.NAME,
     sharing.NAME,
     score.NAME,
+    http.NAME,
     cuda_static.NAME,
 )
 """measured in their own way; everything else is a row of WORKLOADS"""
@@ -181,6 +182,10 @@ def measure_special(
     if sharing.NAME in names:
         for row in keep(sharing.measure_model(folder, engine, scale, repeat), sink):
             sharing.print_row(console, row)
+    if http.NAME in names:
+        for row in keep(http.measure(folder, engine, scale, repeat, text), sink):
+            if "summary" in row:
+                http.print_summary(console, row)
 
 
 def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, plot: str | None) -> None:

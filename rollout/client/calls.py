@@ -27,8 +27,10 @@ class Calls:
         """Have `function(argument)` called by the I/O thread. For any thread."""
         with self._lock:
             if self.ended is None:
+                asleep = self._waiting.empty()  # otherwise a wake is on its way, after which all that waits is called
                 self._waiting.put((function, argument))
-                self._wake()
+                if asleep:
+                    self._wake()
                 return
         function(argument)
 

@@ -16,12 +16,11 @@ import msgspec
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from engine.types import Sample, Sampling
-from rollout.http.data import FINISH, Data, as_id, events, json, stopped_by, usage
+from rollout.http.data import FINISH, Data, as_id, events, json, stopped_by, tops, usage
 from rollout.http.errors import bad, not_served
-from rollout.http.frame import route
+from rollout.http.frame import Route
 from rollout.http.sampling import Draws, top_logprobs_of
 from rollout.http.splice import Messages, Turns, last_turn, spliced, told_ids
 
@@ -87,9 +86,9 @@ class Chat:
 
     def routes(self) -> list[Route]:
         return [
-            route("POST", "/v1/chat/completions", self.chat),
-            route("POST", "/tokenize", self.tokenize),
-            route("POST", "/detokenize", self.detokenize),
+            Route("POST", "/v1/chat/completions", self.chat),
+            Route("POST", "/tokenize", self.tokenize),
+            Route("POST", "/detokenize", self.detokenize),
         ]
 
     async def chat(self, request: Request) -> Response:
@@ -142,15 +141,13 @@ class Chat:
         choice |= {"logprobs": None, "weight_versions": sample.weight_versions}
         if asked.logprobs:
             named = as_id if asked.return_tokens_as_token_ids else self._text.token
+
+            def entry(id: int, logprob: float) -> dict[str, Any]:
+                return spelled(named(id), id, logprob)
+
             entries = [
-                {
-                    "token": (token := named(id)),
-                    "token_id": id,
-                    "logprob": logprob,
-                    "bytes": list(token.encode()),
-                    "top_logprobs": [],
-                }
-                for id, logprob in zip(ids, logprobs, strict=True)
+                entry(id, logprob) | {"top_logprobs": [entry(*top) for top in likeliest]}
+                for id, logprob, likeliest in zip(ids, logprobs, tops(sample), strict=True)
             ]
             choice["logprobs"] = {"content": entries}
         if asked.return_token_ids:
@@ -182,6 +179,10 @@ class Chat:
         if wrong is not None:
             raise bad(f"tokens holds {wrong}: the model's token ids are 0 to {vocab - 1}", "tokens")
         return json({"prompt": self._text.decode(asked.tokens, skip_special=False)})
+
+
+def spelled(token: str, id: int, logprob: float) -> dict[str, Any]:
+    return {"token": token, "token_id": id, "logprob": logprob, "bytes": list(token.encode())}
 
 
 def refuse(asked: ChatRequest) -> None:

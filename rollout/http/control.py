@@ -13,12 +13,11 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from engine.types import Tag
 from rollout.http.data import json
 from rollout.http.errors import bad, not_served
-from rollout.http.frame import Bodies, Handler, flag, only_parameters, route
+from rollout.http.frame import Bodies, Handler, Route, flag, only_parameters
 from rollout.http.upstream import Upstream
 
 TAGS: dict[str, Tag | None] = {"weights": "weights", "kv_cache": "kv", "kv": "kv", "cuda_graph": None}
@@ -78,28 +77,28 @@ class Control:
     def looks(self) -> list[Route]:
         """Routes that change nothing."""
         return [
-            route("GET", "/health", self.health),
-            route("GET", "/liveness", self.liveness),
-            route("GET", "/is_paused", self.is_paused),
-            route("GET", "/is_sleeping", self.is_sleeping),
-            route("GET", "/get_world_size", self.world_size),
-            route("GET", "/weight_info", self.weight_info),
-            route("GET", "/version", self.version),
-            route("GET", "/server_info", self.server_info),
-            route("GET", "/get_server_info", self.server_info),
+            Route("GET", "/health", self.health),
+            Route("GET", "/liveness", self.liveness),
+            Route("GET", "/is_paused", self.is_paused),
+            Route("GET", "/is_sleeping", self.is_sleeping),
+            Route("GET", "/get_world_size", self.world_size),
+            Route("GET", "/weight_info", self.weight_info),
+            Route("GET", "/version", self.version),
+            Route("GET", "/server_info", self.server_info),
+            Route("GET", "/get_server_info", self.server_info),
         ]
 
     def routes(self) -> list[Route]:
         """Routes of administrators."""
         return [
-            route("POST", "/pause", self.pause),
-            route("POST", "/resume", self.resume),
-            route("POST", "/update_weights", self.update_weights),
-            route("POST", "/abort_requests", self.abort_requests),
-            route("POST", "/reset_prefix_cache", self.reset_prefix_cache),
-            route("POST", "/sleep", self.sleep),
-            route("POST", "/wake_up", self.wake_up),
-            *(route("POST", path, refusing(path, instead)) for path, instead in ELSEWHERE.items()),
+            Route("POST", "/pause", self.pause),
+            Route("POST", "/resume", self.resume),
+            Route("POST", "/update_weights", self.update_weights),
+            Route("POST", "/abort_requests", self.abort_requests),
+            Route("POST", "/reset_prefix_cache", self.reset_prefix_cache),
+            Route("POST", "/sleep", self.sleep),
+            Route("POST", "/wake_up", self.wake_up),
+            *(Route("POST", path, refusing(path, instead)) for path, instead in ELSEWHERE.items()),
         ]
 
     async def health(self, request: Request) -> Response:

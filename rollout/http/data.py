@@ -15,11 +15,10 @@ import msgspec
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from engine.types import Sample, Sampling
 from rollout.http.errors import HttpError, bad, not_served
-from rollout.http.frame import Bodies, Bounds, route, unless_gone
+from rollout.http.frame import Bodies, Bounds, Route, unless_gone
 from rollout.http.sampling import Draws, lag_of, max_tokens_of, priority_of, sampling_of, top_logprobs_of
 from rollout.http.text import Text
 from rollout.http.upstream import Upstream
@@ -91,6 +90,8 @@ class Data:
     ) -> None:
         self.upstream, self.text, self.names, self.bodies, self.bounds = upstream, text, tuple(names), bodies, bounds
         self._overlong = overlong
+        self._heads: dict[int, bytes] = {}
+        """of `contents`; at most one for each id of the vocabulary"""
         self._numbers = itertools.count()
         self._start = secrets.token_hex(6)
         self._completion = msgspec.json.Decoder(CompletionRequest)
@@ -98,9 +99,9 @@ class Data:
 
     def routes(self) -> list[Route]:
         return [
-            route("POST", "/inference/v1/generate", self.generate),
-            route("POST", "/v1/completions", self.completions),
-            route("GET", "/v1/models", self.models),
+            Route("POST", "/inference/v1/generate", self.generate),
+            Route("POST", "/v1/completions", self.completions),
+            Route("GET", "/v1/models", self.models),
         ]
 
     def name(self, asked: str | None) -> str:
@@ -144,7 +145,7 @@ class Data:
             {
                 "index": sample.index,
                 "token_ids": (ids := sample.token_ids.tolist()),
-                "logprobs": None if params.logprobs is None else {"content": contents(ids, sample.logprobs.tolist())},
+                "logprobs": None if params.logprobs is None else {"content": self._contents(ids, sample)},
                 "finish_reason": FINISH.get(sample.finish_reason, "abort"),
                 **stopped_by(ids, group[1], sample),
                 "weight_versions": sample.weight_versions,
@@ -191,10 +192,19 @@ class Data:
         }
         if asked.logprobs is not None:
             named: Callable[[int], str] = as_id if asked.return_tokens_as_token_ids else self.text.token
-            choice["logprobs"] = token_logprobs(ids, sample.logprobs.tolist(), named)
+            choice["logprobs"] = token_logprobs(ids, sample, named)
         if asked.return_token_ids:
             choice |= {"token_ids": ids, "prompt_token_ids": prompt.tolist()}
         return choice
+
+    def _contents(self, ids: list[int], sample: Sample) -> Any:
+        """List log-probs as /inference/v1/generate does, in the superset of its versions."""
+        if sample.top_ids is None:
+            return contents(ids, sample.logprobs.tolist(), self._heads)
+        return [
+            named_id(id, logprob) | {"top_logprobs": [named_id(*top) for top in likeliest]}
+            for id, logprob, likeliest in zip(ids, sample.logprobs.tolist(), tops(sample), strict=True)
+        ]
 
     def group(
         self, ids: list[int], asked: Draws, tokens: int | None, salt: str | None, priority: int | None, more: dict[str, Any]
@@ -251,20 +261,40 @@ def as_id(id: int) -> str:
     return f"token_id:{id}"
 
 
-def contents(ids: list[int], logprobs: list[float]) -> list[dict[str, Any]]:
-    """List log-probs as /inference/v1/generate does, in the superset of its versions."""
-    return [
-        {"token": f"token_id:{id}", "token_id": id, "logprob": logprob, "top_logprobs": []}
-        for id, logprob in zip(ids, logprobs, strict=True)
-    ]
+def contents(ids: list[int], logprobs: list[float], heads: dict[int, bytes]) -> msgspec.Raw:
+    """Write log-probs as /inference/v1/generate lists them, in the superset of its versions. A JSON text instead of objects:
+    these are most of an answer, and all but the number is the same for every token of an id. `heads`: keeps that part."""
+    if not ids:
+        return msgspec.Raw(b"[]")
+    for id in ids:
+        if id not in heads:
+            heads[id] = b'{"token":"token_id:%d","token_id":%d,"top_logprobs":[],"logprob":' % (id, id)
+    numbers = msgspec.json.encode(logprobs)[1:-1].split(b",")
+    entries = b"},".join([heads[id] + number for id, number in zip(ids, numbers, strict=True)])
+    return msgspec.Raw(b"[" + entries + b"}]")
 
 
-def token_logprobs(ids: list[int], logprobs: list[float], named: Callable[[int], str]) -> dict[str, Any]:
-    """List log-probs as /v1/completions does."""
-    tokens = [named(id) for id in ids]
+def named_id(id: int, logprob: float) -> dict[str, Any]:
+    return {"token": f"token_id:{id}", "token_id": id, "logprob": logprob}
+
+
+def tops(sample: Sample) -> list[list[tuple[int, float]]]:
+    """Return (id, log-prob) of the likeliest tokens of each position, as many as could be drawn."""
+    if sample.top_ids is None or sample.top_logprobs is None:
+        return [[] for _ in sample.token_ids]
+    rows = zip(sample.top_ids.tolist(), sample.top_logprobs.tolist(), strict=True)
+    return [[(id, logprob) for id, logprob in zip(ids, logprobs, strict=True) if id >= 0] for ids, logprobs in rows]
+
+
+def token_logprobs(ids: list[int], sample: Sample, named: Callable[[int], str]) -> dict[str, Any]:
+    """List log-probs as /v1/completions does; the drawn token is among the likeliest in any case."""
+    tokens, logprobs = [named(id) for id in ids], sample.logprobs.tolist()
     offsets = list(itertools.accumulate(map(len, tokens), initial=0))[: len(tokens)]
-    tops = [{token: logprob} for token, logprob in zip(tokens, logprobs, strict=True)]
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+    likeliest = [
+        {named(id): value for id, value in top} | {token: logprob}
+        for token, logprob, top in zip(tokens, logprobs, tops(sample), strict=True)
+    ]
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": likeliest, "text_offset": offsets}
 
 
 def stopped_by(ids: list[int], sampling: Sampling, sample: Sample) -> dict[str, Any]:

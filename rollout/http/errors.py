@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from rollout.logs import logger
@@ -69,8 +68,6 @@ def status_of(error: Exception) -> int:
     """Return the HTTP status of an error."""
     if isinstance(error, HttpError):
         return error.status
-    if isinstance(error, HTTPException):
-        return int(error.status_code)
     return next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
 
 
@@ -87,8 +84,6 @@ def response_of(error: Exception) -> Response:
     kind = error.kind if isinstance(error, RolloutError) else None
     if isinstance(error, HttpError | RolloutError):
         message = error.message
-    elif isinstance(error, HTTPException):
-        message = error.detail
     else:
         log.error("request failed", exc_info=error)
         message = f"the facade failed on this request: {type(error).__name__}"

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from starlette.types import ASGIApp
 
 from rollout.client.api import RolloutClient
 from rollout.config import InputError
@@ -19,7 +18,7 @@ from rollout.http.chat import Chat
 from rollout.http.control import Control
 from rollout.http.data import Data, Overlong
 from rollout.http.errors import HttpError
-from rollout.http.frame import LOOPBACK, Bodies, Bounds, Handler, app_of, route
+from rollout.http.frame import LOOPBACK, App, Bodies, Bounds, Handler, Route
 from rollout.http.server import listen, serve, server_of
 from rollout.http.sglang import SGLang
 from rollout.http.text import Text
@@ -51,7 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("the token must be at least 16 printable ASCII characters")
 
 
-def apps(upstream: Upstream, text: Text, settings: Settings, url: str) -> tuple[ASGIApp, ASGIApp | None]:
+def apps(upstream: Upstream, text: Text, settings: Settings, url: str) -> tuple[App, App | None]:
     """Make the applications of the main port and, if it has one of its own, of the administrators' port."""
     bodies, names = Bodies(settings.bounds), settings.names or (upstream.info.model,)
     data = Data(upstream, text, names, bodies, settings.bounds, settings.overlong)
@@ -60,9 +59,9 @@ def apps(upstream: Upstream, text: Text, settings: Settings, url: str) -> tuple[
     admin = [*control.routes(), *sglang.routes()]
     work = [*data.routes(), *Chat(data).routes()]
     if settings.admin_port is None:
-        return app_of([*work, *looks, *admin], settings.token), None
-    moved = [route("POST", one.path, elsewhere(one.path)) for one in admin]
-    return app_of([*work, *looks, *moved], settings.token), app_of([*admin, *looks, *data.routes()[2:]], settings.token)
+        return App([*work, *looks, *admin], settings.token), None
+    moved = [Route("POST", one.path, elsewhere(one.path)) for one in admin]
+    return App([*work, *looks, *moved], settings.token), App([*admin, *looks, *data.routes()[2:]], settings.token)
 
 
 def elsewhere(path: str) -> Handler:

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from rollout.http.errors import HttpError, bad, response_of
 from rollout.http.upstream import Gone
@@ -58,26 +55,21 @@ class Bodies:
         self._held = 0
 
     async def read(self, request: Request) -> bytes:
-        """Read a body. Raises HttpError 413, 503 when too much is being read at once, 408."""
-        bounds, length = self._bounds, request.headers.get("content-length")
-        if length is not None and int(length) > bounds.max_body_bytes:
-            raise self._too_large()
-        parts: list[bytes] = []
-        held = 0
+        """Read a body. Raises HttpError 413, 503 when too much is being read at once; Gone."""
+        bounds, parts, held, more = self._bounds, [], 0, True
         try:
-            async with asyncio.timeout(bounds.body_timeout_s):
-                async for part in request.stream():
-                    parts.append(part)
-                    held += len(part)
-                    self._held += len(part)
-                    if held > bounds.max_body_bytes:
-                        raise self._too_large()
-                    if self._held > bounds.max_buffered_bytes:
-                        raise HttpError(503, f"bodies of {self._held} bytes are being read; try again (max_buffered_bytes)")
-        except TimeoutError:
-            raise HttpError(408, f"the body did not come within {bounds.body_timeout_s} s") from None
-        except ClientDisconnect:
-            raise Gone from None
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise Gone
+                part, more = message.get("body", b""), message.get("more_body", False)
+                parts.append(part)
+                held += len(part)
+                self._held += len(part)
+                if held > bounds.max_body_bytes:
+                    raise self._too_large()
+                if self._held > bounds.max_buffered_bytes:
+                    raise HttpError(503, f"bodies of {self._held} bytes are being read; try again (max_buffered_bytes)")
         finally:
             self._held -= held
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -113,64 +105,74 @@ def only_parameters(request: Request, *names: str) -> None:
         raise bad(f"unknown query parameter {unknown[0]!r}: this route takes {', '.join(names) or 'none'}", unknown[0])
 
 
-class Guard:
-    """Lets in whoever may ask. Loopback is open to its machine, but not to the web pages that a browser on it shows."""
+class Route(msgspec.Struct, frozen=True):
+    """A method and a path, whole, and what serves them."""
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
-        self._app, self._token = app, None if token is None else b"Bearer " + token.encode()
+    method: str
+    path: str
+    handler: Handler
+
+
+class App:
+    """An ASGI application of routes. Loopback is open to its machine, but not to the web pages that a browser on it shows.
+
+    Args:
+        token: that `Authorization: Bearer` must have; None = nobody needs one.
+    """
+
+    def __init__(self, routes: Iterable[Route], token: str | None) -> None:
+        self._handlers = {(route.path, route.method): route.handler for route in routes}
+        self._methods: dict[str, list[str]] = {}
+        for path, method in self._handlers:
+            self._methods.setdefault(path, []).append(method)
+        self._token = None if token is None else b"Bearer " + token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
-        if refusal is None:
-            await self._app(scope, receive, send)
-        else:
-            await response_of(refusal)(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> HttpError | None:
-        if scope["path"] in ("/health", "/liveness"):
-            return None
-        if self._token is not None:
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            return None if hmac.compare_digest(given, self._token) else HttpError(401, "give Authorization: Bearer TOKEN")
-        if any(name == b"origin" for name, _ in scope["headers"]):
-            return HttpError(403, "web pages may not ask a facade without a token: start it with --token-file")
-        return None
-
-
-def route(method: str, path: str, handler: Handler) -> Route:
-    """Make a route whose every error is answered in the dialect's form."""
-
-    async def endpoint(request: Request) -> Response:
+        """Answer one request; every error is answered in the dialects' form."""
         try:
-            return await handler(request)
+            handler = self._handler(scope)
+            response = await handler(Request(scope, receive))
         except Gone:
-            return Response(status_code=499)  # nobody reads it
+            return  # nobody reads an answer
         except Exception as error:
-            return response_of(error)
+            response = response_of(error)
+        await response(scope, receive, send)
 
-    return Route(path, endpoint, methods=[method])
+    def _handler(self, scope: Scope) -> Handler:
+        """Find who serves a request. Raises HttpError."""
+        path = scope["path"]
+        if path not in ("/health", "/liveness"):
+            self._admit(scope["headers"])
+        handler = self._handlers.get((path, scope["method"]))
+        if handler is None and path in self._methods:
+            raise HttpError(405, f"{path[:200]} takes {', '.join(self._methods[path])}")
+        if handler is None:
+            raise HttpError(404, f"there is no {path[:200]!r}: docs/http.md lists the routes")
+        return handler
+
+    def _admit(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Raise HttpError for who may not ask."""
+        if self._token is not None:
+            given = next((value for name, value in headers if name == b"authorization"), b"")
+            if not hmac.compare_digest(given, self._token):
+                raise HttpError(401, "give Authorization: Bearer TOKEN")
+        elif any(name == b"origin" for name, _ in headers):
+            raise HttpError(403, "web pages may not ask a facade without a token: start it with --token-file")
 
 
-def app_of(routes: Iterable[BaseRoute], token: str | None) -> ASGIApp:
-    """Join routes to an application; a path that is none of them is refused in the same form."""
-
-    async def failed(request: Request, error: Exception) -> Response:
-        return response_of(error)
-
-    return Guard(Starlette(routes=list(routes), exception_handlers={HTTPException: failed}), token)
-
-
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`, and cancel it if whoever asked hangs up. Raises Gone then."""
+    task = asyncio.current_task()
+    assert task is not None
 
     async def hung_up() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
+        task.cancel()
 
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(hung_up())
-    watch.add_done_callback(lambda _: task.cancel())
+    watch = asyncio.ensure_future(hung_up())
     try:
-        return await task
+        return await work
     except asyncio.CancelledError:
         if watch.done() and not watch.cancelled():
             raise Gone from None

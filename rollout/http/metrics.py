@@ -7,9 +7,8 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from rollout.http.frame import route
+from rollout.http.frame import Route
 from rollout.http.upstream import Upstream
 
 Line = tuple[str, str, dict[str, str], float]
@@ -23,7 +22,7 @@ def routes(upstream: Upstream, name: str) -> list[Route]:
         text = exposition(lines(await upstream.status()), name)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    return [route("GET", "/metrics", metrics)]
+    return [Route("GET", "/metrics", metrics)]
 
 
 def lines(status: dict[str, Any]) -> Iterator[Line]:

@@ -202,7 +202,7 @@ def sampling_of(asked: Draws, max_tokens: int, **more: Any) -> Sampling:
     )
 
 
-def sglang_sampling_of(params: SGLangDraws, max_tokens: int) -> Sampling:
+def sglang_sampling_of(params: SGLangDraws, max_tokens: int, **more: Any) -> Sampling:
     """Make the sampling that SGLang's parameters ask for. Raises HttpError."""
     refuse_what_is_not_there(params)
     extras = {name: getattr(params, name) for name in EXTRAS if name not in ("stop", "allowed_token_ids")}
@@ -218,17 +218,16 @@ def sglang_sampling_of(params: SGLangDraws, max_tokens: int) -> Sampling:
         stop_token_ids=tuple(params.stop_token_ids or ()),
         ignore_eos=bool(params.ignore_eos),
         **extras_of({"stop": stops(params.stop), **extras}),
+        **more,
     )
 
 
 def top_logprobs_of(wanted: int, field: str) -> dict[str, int]:
-    """Return the fields of `Sampling` for the log-probs of so many likeliest tokens. Raises HttpError 501 where it has none."""
+    """Return the fields of `Sampling` for the log-probs of so many likeliest tokens. Raises HttpError."""
     if wanted < 0:
         raise bad(f"{field}={wanted}: must not be negative", field)
     if wanted == 0:
         return {}
-    if "top_logprobs" not in Sampling.__struct_fields__:
-        raise not_served(f"{field}={wanted}", f"with {field}=0 the log-prob of each drawn token comes", field)
     return {"top_logprobs": wanted}
 
 

@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rollout.config import InputError
 from rollout.http.errors import body_of
-from rollout.http.frame import Bounds
+from rollout.http.frame import App, Bounds
 
 MAX_HEAD_BYTES = 65_536
 AFTER_ABORT_S = 10
@@ -72,7 +71,12 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._stop_timing()
+        self._timer = self.loop.call_later(self.bounds.body_timeout_s, self._body_is_late)
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._stop_timing()
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP."""
@@ -91,6 +95,12 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _body_is_late(self) -> None:
+        if self.cycle.response_started:
+            self.transport.close()  # it was refused for another reason
+        else:
+            self._refuse(408, f"the body did not come within {self.bounds.body_timeout_s} s")
 
     def _refuse(self, status: int, message: str) -> None:
         self._refused, self._timer = True, None
@@ -120,7 +130,7 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def server_of(app: ASGIApp, bounds: Bounds) -> Server:
+def server_of(app: App, bounds: Bounds) -> Server:
     """Make the server of an application."""
     protocol: Any = type("BoundConnection", (Connection,), {"bounds": bounds})
     config = uvicorn.Config(

@@ -12,14 +12,13 @@ import msgspec
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from engine.types import KVPolicy, Sample, Sampling
 from rollout.http.control import FILES, load_folder, refusing, wake
-from rollout.http.data import Data, json
+from rollout.http.data import Data, json, tops
 from rollout.http.errors import bad, not_served
-from rollout.http.frame import Bodies, only_parameters, route, unless_gone
-from rollout.http.sampling import INSTEAD, NEUTRAL, SGLangDraws, max_tokens_of, sglang_sampling_of
+from rollout.http.frame import Bodies, Route, only_parameters, unless_gone
+from rollout.http.sampling import INSTEAD, NEUTRAL, SGLangDraws, max_tokens_of, sglang_sampling_of, top_logprobs_of
 from rollout.http.upstream import Upstream
 
 NEW_TOKENS = 128
@@ -107,27 +106,27 @@ class SGLang:
     def looks(self) -> list[Route]:
         """Routes that change nothing, and the one that samples."""
         return [
-            route("POST", "/generate", self.generate),
-            route("GET", "/health_generate", self.health),
-            route("GET", "/get_weight_version", self.weight_version),
-            route("GET", "/model_info", self.model_info),
-            route("GET", "/get_model_info", self.model_info),
-            route("GET", "/v1/loads", self.loads),
-            route("GET", "/flush_cache", self.flush_cache),
-            route("POST", "/flush_cache", self.flush_cache),
-            route("GET", "/workers", self.workers),
+            Route("POST", "/generate", self.generate),
+            Route("GET", "/health_generate", self.health),
+            Route("GET", "/get_weight_version", self.weight_version),
+            Route("GET", "/model_info", self.model_info),
+            Route("GET", "/get_model_info", self.model_info),
+            Route("GET", "/v1/loads", self.loads),
+            Route("GET", "/flush_cache", self.flush_cache),
+            Route("POST", "/flush_cache", self.flush_cache),
+            Route("GET", "/workers", self.workers),
         ]
 
     def routes(self) -> list[Route]:
         """Routes of administrators."""
         return [
-            route("POST", "/update_weights_from_disk", self.update_from_disk),
-            route("POST", "/pause_generation", self.pause),
-            route("POST", "/continue_generation", self.resume),
-            route("POST", "/abort_request", self.abort),
-            route("POST", "/release_memory_occupation", self.release),
-            route("POST", "/resume_memory_occupation", self.take_back),
-            *(route("POST", path, refusing(path, instead)) for path, instead in ELSEWHERE.items()),
+            Route("POST", "/update_weights_from_disk", self.update_from_disk),
+            Route("POST", "/pause_generation", self.pause),
+            Route("POST", "/continue_generation", self.resume),
+            Route("POST", "/abort_request", self.abort),
+            Route("POST", "/release_memory_occupation", self.release),
+            Route("POST", "/resume_memory_occupation", self.take_back),
+            *(Route("POST", path, refusing(path, instead)) for path, instead in ELSEWHERE.items()),
         ]
 
     async def generate(self, request: Request) -> Response:
@@ -171,7 +170,7 @@ class SGLang:
             raise not_served("logprob_start_len", INSTEAD["prompt_logprobs"], "logprob_start_len")
         info = self.upstream.info
         tokens = max_tokens_of(params.max_new_tokens, NEW_TOKENS, len(ids), info.context, info.limits)
-        sampling = sglang_sampling_of(params, tokens)
+        sampling = sglang_sampling_of(params, tokens, **top_logprobs_of(asked.top_logprobs_num or 0, "top_logprobs_num"))
         return self.upstream.check(ids, sampling), sampling
 
     def _answer(
@@ -196,6 +195,8 @@ class SGLang:
                 [logprob, id, None] for logprob, id in zip(sample.logprobs.tolist(), ids, strict=True)
             ]
             meta["input_token_logprobs"] = []
+        if sample.top_ids is not None:
+            meta["output_top_logprobs"] = [[[logprob, id, None] for id, logprob in top] for top in tops(sample)]
         text = self._data.text.decode(shown, params.skip_special_tokens is not False)
         return {"text": text, "output_ids": ids, "meta_info": meta, "index": sample.index}
 
@@ -287,7 +288,6 @@ def refuse(asked: GenerateRequest) -> None:
         "return_routed_experts": "leave it out",
         "return_hidden_states": "leave it out",
         "token_ids_logprob": "leave it out",
-        "top_logprobs_num": "leave it out: the log-prob of each drawn token comes",
     }
     for name, instead in wanted.items():
         if getattr(asked, name) not in (*NEUTRAL, 0):

@@ -157,6 +157,28 @@ def test_generate_sends_the_superset_of_its_versions(stack: Stack) -> None:
     assert isinstance(answer["request_id"], str) and answer["request_id"]
 
 
+def test_the_likeliest_tokens_in_each_dialect(stack: Stack) -> None:
+    """With top_k = 2 there are two at most: what cannot be drawn is left out, where the service says -inf."""
+    (sample,) = stack.sample(top_logprobs=3, top_k=2)
+    rows = zip(sample.top_ids.tolist(), sample.top_logprobs.tolist(), strict=True)
+    top = [{id: logprob for id, logprob in zip(*row, strict=True) if id >= 0} for row in rows]
+    assert all(len(each) == 2 for each in top)
+    answer = stack.complete(top_k=2, logprobs=3, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
+    assert answer["top_logprobs"] == [{f"token_id:{id}": logprob for id, logprob in each.items()} for each in top]
+    params = {"max_tokens": 6, "seed": 3, "top_k": 2, "logprobs": 3}
+    choice = stack.ok("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": params})["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert [{one["token_id"]: one["logprob"] for one in entry["top_logprobs"]} for entry in content] == top
+    params = {"max_new_tokens": 6, "sampling_seed": 3, "top_k": 2}
+    body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True, "top_logprobs_num": 3}
+    meta = stack.ok("/generate", body)["meta_info"]
+    assert [{id: logprob for logprob, id, _ in each} for each in meta["output_top_logprobs"]] == top
+    choice = chat(stack, [{"role": "user", "content": "a"}], logprobs=True, top_logprobs=2)["choices"][0]
+    pairs = [[one["logprob"] for one in entry["top_logprobs"]] for entry in choice["logprobs"]["content"]]
+    assert all(len(pair) == 2 and pair[0] >= pair[1] for pair in pairs)
+    assert stack.post("/v1/completions", {"prompt": PROMPT, "logprobs": 21}).status_code == 400
+
+
 def test_a_stop_token_is_told(stack: Stack) -> None:
     (sample,) = stack.sample(max_tokens=20, ignore_eos=True)
     stop = int(sample.token_ids[3])
