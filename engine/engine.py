@@ -322,6 +322,10 @@ def stop_tokens(group: Group, model: ModelLike) -> frozenset[int]:
     eos = frozenset(group.sampling.stop_token_ids)
     if not group.sampling.ignore_eos:
         eos |= model.eos_token_ids
+    allowed = group.sampling.allowed_token_ids
+    if group.sampling.min_tokens and allowed is not None and eos.issuperset(allowed):
+        reason = "each of the allowed_token_ids ends a sample, so none is left to draw before"
+        raise ValueError(f"min_tokens={group.sampling.min_tokens}: {reason}; set it to 0, or allow other tokens")
     if group.sampling.min_tokens and len(eos.intersection(range(model.vocab_size))) == model.vocab_size:
         reason = f"each of the model's {model.vocab_size} tokens ends a sample, so none is left to draw before"
         raise ValueError(f"min_tokens={group.sampling.min_tokens}: {reason}; set it to 0, or give fewer stop_token_ids")

@@ -79,6 +79,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """`Sampling.top_logprobs`"""
     max_keep_s: int = 3600
     """`Sampling.keep_s`: seconds for which KV of a child that has ended is kept"""
+    max_logit_bias: int = 1024
+    """entries of `Sampling.logit_bias`"""
+    max_allowed_token_ids: int = 4096
+    """entries of `Sampling.allowed_token_ids`"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""
@@ -140,12 +144,52 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """seconds for which the KV of a child that has ended is kept for a turn that continues it (`Group.after`), at most
     `Limits.max_keep_s`; 0 = until its room is needed, and whole blocks only. All that is kept is at most half of the KV pools:
     docs/decisions/turns.md"""
+    logit_bias: dict[int, float] | None = None
+    """added to the logits of these token ids, from -100 to 100"""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """no other token is drawn; None = all may be"""
+    repetition_penalty: float = 1.0
+    """from 0.01 to 100: logits of tokens of the prompt and the output are divided by it where they are positive, multiplied
+    where they are not. What it means, and in which order logits are changed: docs/decisions/logprobs.md"""
+    presence_penalty: float = 0.0
+    """from -2 to 2: subtracted from the logits of tokens that are in the output"""
+    frequency_penalty: float = 0.0
+    """from -2 to 2: the same, times how often they are there"""
 
     def validate(self, limits: Limits, vocab_size: int) -> None:
         """Raises ValueError naming the field, its value and what would be accepted."""
         self._validate_draws(limits, vocab_size)
         self._validate_ends(limits)
         self._validate_top(limits)
+        self._validate_logits(limits, vocab_size)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Tokens are drawn from other logits than the model's."""
+        neutral = self.repetition_penalty == 1 and self.presence_penalty == self.frequency_penalty == 0
+        return bool(self.logit_bias) or self.allowed_token_ids is not None or not neutral
+
+    def _validate_logits(self, limits: Limits, vocab_size: int) -> None:
+        bias, allowed = self.logit_bias or {}, self.allowed_token_ids
+        for name, ids, most in (
+            ("logit_bias", bias, limits.max_logit_bias),
+            ("allowed_token_ids", allowed or (), limits.max_allowed_token_ids),
+        ):
+            if len(ids) > most:
+                raise ValueError(f"{len(ids)} entries of {name}: at most {most} (Limits.max_{name})")
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise ValueError(f"{name} holds {token}: the model's token ids are 0 to {vocab_size - 1}")
+        if allowed is not None and not allowed:
+            raise ValueError("allowed_token_ids=(): no token is left to draw; give some, or None for all")
+        for token, value in bias.items():
+            if not -100.0 <= value <= 100.0:
+                raise ValueError(f"logit_bias of token {token} is {value}: must be between -100 and 100")
+        if not 0.01 <= self.repetition_penalty <= 100.0:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty}: must be between 0.01 and 100; 1 is none")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2.0 <= getattr(self, name) <= 2.0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be between -2 and 2; 0 is none")
 
     def _validate_top(self, limits: Limits) -> None:
         if not 0 <= self.top_logprobs <= limits.max_top_logprobs:

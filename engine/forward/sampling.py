@@ -9,12 +9,13 @@ there is no generator state to save. Counter-based generators: Salmon et al., "P
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from engine.forward.adjust import FAR, Adjust
 from engine.scheduling.plan import Cuts, Drawn, Plan, Top
 
 DISTRIBUTIONS = 64
@@ -46,6 +47,8 @@ class SamplingBatch:
     """somebody wants log-probs at temperature 1 without truncation"""
     top: np.ndarray | None = None
     """[D] int64: so many most probable tokens are wanted; None: nobody wants any"""
+    adjust: tuple[Adjust, ...] = ()
+    """draws from logits that are changed first"""
 
     @staticmethod
     def build(plan: Plan) -> SamplingBatch:
@@ -53,14 +56,26 @@ class SamplingBatch:
         repeats = np.repeat(plan.samples // np.maximum(plan.logits, 1), plan.logits)
         sampling, drawn_at = plan.sampling, plan.positions.astype(np.uint64)
         own = {name: np.ascontiguousarray(sampling[name]) for name in ("temperature", "top_k", "top_p", "min_p")}
+        logits_row = np.repeat(np.arange(len(repeats)), repeats)
         return SamplingBatch(
-            logits_row=np.repeat(np.arange(len(repeats)), repeats),
+            logits_row=logits_row,
             uniform=np.where(plan.given < 0, uniform(sampling["seed"], sampling["index"], drawn_at), -1.0 - plan.given),
             forbidden=[(draw, list(tokens)) for draw, tokens in plan.forbidden],
             raw=bool(sampling["raw"].any()),
             top=np.ascontiguousarray(sampling["top"]) if sampling["top"].any() else None,
+            adjust=Adjust.build(plan.adjustments, logits_row),
             **own,
         )
+
+    def only(self, draws: np.ndarray) -> SamplingBatch:
+        """Take some draws, [N] int64 ascending, as a batch of their own, without what changes their logits."""
+        columns = {
+            name: getattr(self, name)[draws] for name in ("logits_row", "temperature", "top_k", "top_p", "min_p", "uniform")
+        }
+        place = {draw: at for at, draw in enumerate(draws.tolist())}
+        top = None if self.top is None or not self.top[draws].any() else self.top[draws]
+        forbidden = [(place[draw], tokens) for draw, tokens in self.forbidden if draw in place]
+        return replace(self, forbidden=forbidden, top=top, adjust=(), **columns)
 
 
 class Draws(NamedTuple):
@@ -117,11 +132,74 @@ def launch_draws(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel 
 
     Each draw's arithmetic stands for itself and depends on its own sampling parameters alone. Log-probs are `log_softmax`'s of
     what is left of the scaled logits: on the CPU to the bit, where `Kernels.torch_logprobs`."""
+    if batch.adjust:
+        return _launch_adjusted(logits, batch, kernel)
     if kernel is None or not len(batch.logits_row) or not kernel.fits(logits):
         drawn = _sample_torch(logits, batch)
         return Draws(torch.from_numpy(drawn.tokens).to(logits.device), lambda: drawn)
     given = batch.logits_row, batch.temperature, batch.uniform, batch.raw, _cuts(batch), batch.top
     return Draws(*kernel.launch(logits, *given))
+
+
+def _launch_adjusted(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None) -> Draws:
+    """Draw from changed rows apart from all others. Log-probs at temperature 1 without truncation stay those of the model's own
+    logits."""
+    draws = len(batch.logits_row)
+    others = np.setdiff1d(np.arange(draws), np.concatenate([adjust.draws for adjust in batch.adjust]))
+    parts = [(adjust.draws, _launch_changed(logits, batch, adjust, kernel)) for adjust in batch.adjust]
+    if len(others):
+        parts.append((others, launch_draws(logits, batch.only(others), kernel)))
+    tokens = torch.empty(draws, dtype=torch.int32, device=logits.device)
+    for at, part in parts:
+        tokens[torch.from_numpy(at).to(logits.device)] = part.tokens
+    return Draws(tokens, lambda: merged([(at, part.read()) for at, part in parts]))
+
+
+def _launch_changed(logits: torch.Tensor, batch: SamplingBatch, adjust: Adjust, kernel: DrawKernel | None) -> Draws:
+    """Launch the draws from the changed rows of `adjust`."""
+    mine = replace(batch.only(adjust.draws), logits_row=adjust.taken, raw=False)
+    drawn, raws = launch_draws(adjust.apply(logits), mine, kernel), None
+    if batch.raw:
+        rows = torch.from_numpy(adjust.source[adjust.taken]).to(logits.device)
+        raws = logits[rows].float().log_softmax(-1).gather(-1, drawn.tokens.long()[:, None])[:, 0]
+
+    def read() -> Drawn:
+        raw = None if raws is None else raws.cpu().numpy()
+        return _without_far(drawn.read())._replace(raw_logprobs=raw)
+
+    return Draws(drawn.tokens, read)
+
+
+def _without_far(drawn: Drawn) -> Drawn:
+    """Give what is not allowed no place among the most probable tokens, and no log-prob."""
+    drawn = drawn._replace(logprobs=np.where(drawn.logprobs < FAR, -np.inf, drawn.logprobs).astype(np.float32))
+    if drawn.top is None:
+        return drawn
+    far = drawn.top.logprobs < FAR
+    ids, logprobs = np.where(far, -1, drawn.top.ids), np.where(far, -np.inf, drawn.top.logprobs)
+    return drawn._replace(top=Top(ids.astype(np.int32), logprobs.astype(np.float32)))
+
+
+def merged(parts: list[tuple[np.ndarray, Drawn]]) -> Drawn:
+    """Join parts of a step, each with the numbers of its draws, in the order of these."""
+    back = np.argsort(np.concatenate([draws for draws, _ in parts]))
+    *columns, tops = zip(*(drawn for _, drawn in parts), strict=True)
+    whole: list[Any] = [None if column[0] is None else np.concatenate(column)[back] for column in columns]
+    whole.append(_merged_top([(len(draws), top) for (draws, _), top in zip(parts, tops, strict=True)], back))
+    return Drawn(*whole)
+
+
+def _merged_top(parts: list[tuple[int, Top | None]], back: np.ndarray) -> Top | None:
+    most = max((top.ids.shape[1] for _, top in parts if top is not None), default=0)
+    if not most:
+        return None
+    ids, logprobs = np.full((len(back), most), -1, np.int32), np.full((len(back), most), -np.inf, np.float32)
+    at = 0
+    for draws, top in parts:
+        if top is not None:
+            ids[at : at + draws, : top.ids.shape[1]], logprobs[at : at + draws, : top.ids.shape[1]] = top
+        at += draws
+    return Top(ids[back], logprobs[back])
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None = None) -> Drawn:
@@ -153,17 +231,12 @@ def _sample_torch(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
     kind += [batch.logits_row, batch.temperature, batch.top_k, batch.top_p, batch.min_p]
     kind += [] if batch.top is None else [batch.top]
     _, first, which = np.unique(np.array(kind, np.float64), axis=1, return_index=True, return_inverse=True)
-    parts, order = [], []
+    parts = []
     for begin in range(0, len(first), DISTRIBUTIONS):
         mine = np.flatnonzero((which >= begin) & (which < begin + DISTRIBUTIONS))
         like = first[begin : begin + DISTRIBUTIONS]
-        parts.append(_draw(logits, batch, like, forbidden, which[mine] - begin, batch.uniform[mine]))
-        order.append(mine)
-    back = np.argsort(np.concatenate(order))
-    *plain, tops = zip(*parts, strict=True)
-    whole: list[Any] = [None if part[0] is None else np.concatenate(part)[back] for part in plain]
-    whole += [None if tops[0] is None else Top(*(np.concatenate(part)[back] for part in zip(*tops, strict=True)))]
-    return Drawn(*whole)
+        parts.append((mine, _draw(logits, batch, like, forbidden, which[mine] - begin, batch.uniform[mine])))
+    return merged(parts)
 
 
 def _draw(
@@ -225,7 +298,8 @@ def _most_probable(scaled: torch.Tensor, logprobs: torch.Tensor, wanted: np.ndar
 def _inverse_cdf(logprobs: torch.Tensor, row: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """[D] tokens of the distributions `logprobs[row]`: the first whose cumulative probability exceeds u times the total. Double
     precision, as the sum runs over a whole vocabulary."""
-    total = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    probabilities = logprobs.exp()
+    total = probabilities.cumsum(-1, dtype=torch.float64)
     order = row.argsort(stable=True)
     counts = row.bincount(minlength=len(total))
     column = torch.empty_like(row)  # of a draw among those of its distribution
@@ -233,7 +307,7 @@ def _inverse_cdf(logprobs: torch.Tensor, row: torch.Tensor, u: torch.Tensor) -> 
     targets = total.new_zeros(len(total), int(counts.max()))
     targets[row, column] = u * total[row, -1]
     token = torch.searchsorted(total, targets, right=True)[row, column]
-    last = total.shape[-1] - 1 - (logprobs.flip(-1) > -torch.inf).int().argmax(-1)
+    last = total.shape[-1] - 1 - (probabilities.flip(-1) > 0).int().argmax(-1)
     return torch.minimum(token, last[row])
 
 

@@ -198,8 +198,10 @@ class Groups:
             self.tables.distrust(seq)
             return "error"
         seq.append(token, logprob, raw, version)
-        if top is not None and seq.tracked is not None:
-            seq.tracked.append_top(top, draw)
+        if seq.tracked is not None:
+            seq.tracked.append(token)
+            if top is not None:
+                seq.tracked.append_top(top, draw)
         if seq.given is not None:
             self.counters.scored_tokens += 1
             return "scored" if len(seq.output) == len(seq.given) else None

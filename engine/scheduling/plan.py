@@ -21,6 +21,7 @@ SAMPLING = np.dtype(
         ("min_p", np.float32),
         ("raw", np.bool_),
         ("top", np.int64),
+        ("adjusted", np.bool_),
     ]
 )
 """How a child samples: seed and `Sampling` of its group, its index, tokens of its prompt. `min_tokens` is 0 where no token can
@@ -33,6 +34,36 @@ class SharedPrefix(NamedTuple):
     first_row: int
     num_rows: int
     num_blocks: int
+
+
+class Penalties(NamedTuple):
+    """As `Sampling` has them: 1, 0 and 0 change nothing."""
+
+    repetition: float
+    presence: float
+    frequency: float
+
+
+class Adjustment(NamedTuple):
+    """How the logits of some draws, side by side and from one row, are changed before they are scaled and cut: bias is added,
+    what is not allowed is left out, then repetition, frequency and presence are penalised."""
+
+    first: int
+    """the first of the draws"""
+    draws: int
+    bias_ids: np.ndarray
+    """[B] int32, each once"""
+    bias: np.ndarray
+    """[B] float32"""
+    allowed: np.ndarray
+    """[A] int32, each once; none: all tokens are"""
+    penalties: Penalties | None
+    seen: np.ndarray
+    """[N] int32, each once: tokens of prompt and output, where repetition is penalised"""
+    counted: np.ndarray
+    """[K] int32, each once: tokens of the output, where anything is penalised"""
+    counts: np.ndarray
+    """[K] int32: how often"""
 
 
 class Plan(NamedTuple):
@@ -72,6 +103,8 @@ class Plan(NamedTuple):
     """[D] int32: the token whose log-prob is wanted in place of a draw; -1 = draw"""
     forbidden: tuple[tuple[int, tuple[int, ...]], ...]
     """(draw, token ids that min_tokens forbids it), draws ascending"""
+    adjustments: tuple[Adjustment, ...]
+    """of the draws whose logits are changed, in their order"""
     shared: tuple[SharedPrefix, ...]
     """rows of one group stand side by side"""
     moves: Moves
@@ -94,7 +127,7 @@ class Plan(NamedTuple):
 def copies_only(step: int, moves: Moves) -> Plan:
     """A plan that computes nothing."""
     none, draws, table = np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros((0, 0), np.int32)
-    return Plan(step, none, none, none, none, none, draws, draws, table, np.zeros(0, SAMPLING), draws, none, (), (), moves)
+    return Plan(step, none, none, none, none, none, draws, draws, table, np.zeros(0, SAMPLING), draws, none, (), (), (), moves)
 
 
 def plan_by_hand(
@@ -124,6 +157,7 @@ def plan_by_hand(
         positions=np.zeros(rows, np.int64),
         given=np.full(rows, -1, np.int32),
         forbidden=(),
+        adjustments=(),
         shared=shared,
         moves=Moves(),
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from engine.config import EngineConfig
 from engine.kv.block import Moves
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
-from engine.scheduling.plan import Plan, SharedPrefix
+from engine.scheduling.plan import Adjustment, Plan, SharedPrefix
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import Row, Sequence
 from engine.scheduling.sharing import computed_by_other
@@ -29,6 +31,8 @@ class Rows:
         for seq in running:
             cached = seq.cached
             if seq.length - cached == 1 and seq.length < seq.limit and seq.given is None:
+                if seq.pending and counts_tokens(seq):
+                    continue  # it waits for the step that makes the token known
                 if cached % size == 0 or (last := seq.blocks[-1]).owners > 1 or last.version != version:
                     self.tables.extend(seq, cached + 1, version)
                 rows.append((seq, cached, 1, seq.num_next_samples, ()))
@@ -59,6 +63,11 @@ class Rows:
         return seq, seq.cached, count, samples, expected
 
 
+def counts_tokens(seq: Sequence) -> bool:
+    """Tell whether what it draws depends on its tokens also beside the model: then all of them must be known."""
+    return seq.tracked is not None and seq.tracked.counts is not None
+
+
 def plan_of(
     step: int,
     rows: list[Row],
@@ -74,12 +83,7 @@ def plan_of(
     starts, counts, samples = (np.array(each, np.int32) for each in numbers)
     places, ends = np.array([seq.place for seq in sequences]), starts + counts
     first_token = np.cumsum(counts) - counts
-    token_ids = np.empty(int(first_token[-1] + counts[-1]), np.int32)
-    token_ids[first_token] = [seq.last_token for seq in sequences]  # decode; all other rows are written over
-    for i in np.flatnonzero((counts > 1) | (samples == 0)).tolist():
-        ahead = expected[i][: samples[i] - 1] if samples[i] else ()
-        known = sequences[i].tokens(starts[i], counts[i] - len(ahead))
-        token_ids[first_token[i] : first_token[i] + counts[i]] = [*known.tolist(), *ahead] if ahead else known
+    token_ids = _token_ids(rows, first_token, np.flatnonzero((counts > 1) | (samples == 0)).tolist())
     pending_draws = [seq.pending_draw for seq in sequences] if pending else []
     pending_tokens = first_token[[i for i, draw in enumerate(pending_draws) if draw is not None]]
     token_ids[pending_tokens] = 0
@@ -105,10 +109,24 @@ def plan_of(
         sampling=sampling,
         positions=positions,
         given=given,
+        adjustments=tuple(_adjustments(sampling["adjusted"], sequences, samples, expected)),
         forbidden=tuple((draw, sequences[row_of_draw[draw]].state.stop_ids) for draw in forbids),
         shared=shared,
         moves=moves,
     )
+
+
+def _token_ids(rows: list[Row], first_token: np.ndarray, more: list[int]) -> np.ndarray:
+    """Return [T] int32 tokens to compute, row after row; `first_token` has where each begins, and of the rows `more` it is not
+    the newest token alone."""
+    token_ids = np.empty(int(first_token[-1] + rows[-1][2]), np.int32)
+    token_ids[first_token] = [row[0].last_token for row in rows]
+    for i in more:
+        seq, start, count, samples, expected = rows[i]
+        ahead = expected[: samples - 1] if samples else ()
+        known = seq.tokens(start, count - len(ahead))
+        token_ids[first_token[i] : first_token[i] + count] = [*known.tolist(), *ahead] if ahead else known
+    return token_ids
 
 
 def _look_ahead(
@@ -124,3 +142,21 @@ def _look_ahead(
         if len(expected[i]) == samples[i]:
             given[draws] = expected[i]
     return logits, given
+
+
+def _adjustments(
+    adjusted: np.ndarray, sequences: tuple[Sequence, ...], samples: np.ndarray, expected: tuple[tuple[int, ...], ...]
+) -> Iterator[Adjustment]:
+    """Yield how logits are changed, those of the draws that are `adjusted`, [D] bool: of a fork once for all children, of a row
+    that looks ahead for each draw, behind the tokens that stand before it."""
+    if not adjusted.any():
+        return
+    first = 0
+    for seq, draws, tokens in zip(sequences, samples.tolist(), expected, strict=True):
+        if draws and adjusted[first]:
+            assert seq.tracked is not None
+            if tokens:
+                yield from (seq.tracked.adjustment(first + at, 1, tokens[:at]) for at in range(draws))
+            else:
+                yield seq.tracked.adjustment(first, draws)
+        first += draws

@@ -102,4 +102,5 @@ def sampling_of(seq: Sequence) -> tuple[object, ...]:
         sampling.min_p,
         sampling.raw_logprobs,
         sampling.top_logprobs,
+        state.rules is not None,
     )

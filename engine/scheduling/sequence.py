@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.kv.block import Block
 from engine.kv.versions import KVVersions
-from engine.scheduling.tracked import Tracked
+from engine.scheduling.tracked import LogitRules, Tracked
 from engine.types import Begun, Chunk, FinishReason, Group, Sample
 
 
@@ -27,6 +27,7 @@ class GroupState:
         "forked",
         "eos",
         "stop_ids",
+        "rules",
         "oldest_kv",
         "complete",
         "resumed",
@@ -52,6 +53,8 @@ class GroupState:
         """tokens that end a child with "stop" """
         self.stop_ids = tuple(sorted(eos))
         """those that `min_tokens` forbids, in order"""
+        self.rules = LogitRules.of(group)
+        """how its logits are changed; None: they are not"""
         self.sequences: dict[int, Sequence] = {}
         """the children not yet finished by index; before the fork only the one that prefills the prompt for all"""
         begun = {child.index: child for child in group.begun}
@@ -243,7 +246,7 @@ class Sequence:
     def _take_over(self, begun: Begun | None) -> None:
         """Start with what the child had, if it had begun: tokens to compute, none of them to draw again; or tokens to score."""
         score = self.state.group.score
-        self.tracked = Tracked.of(self.state.group.sampling, None if score else begun)
+        self.tracked = Tracked.of(self.state.group.sampling, self.state.rules, None if score else begun)
         if begun is not None and score:
             self.given = begun.token_ids
             self.limit = self.num_prompt + len(begun.token_ids)

@@ -1,37 +1,115 @@
-"""What is kept of a child's tokens beside the tokens themselves, for groups that ask for it."""
+"""What is kept of a child's tokens beside the tokens themselves, and how a group changes logits; both for groups that ask."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.scheduling.plan import Top
-from engine.types import Begun, Sampling
+from engine.scheduling.plan import Adjustment, Penalties, Top
+from engine.types import Begun, Group, Sampling
+
+
+class LogitRules(NamedTuple):
+    """How the logits of a group's draws are changed, as far as that is the same for all of them."""
+
+    bias_ids: np.ndarray
+    """[B] int32"""
+    bias: np.ndarray
+    """[B] float32"""
+    allowed: np.ndarray
+    """[A] int32; none: all tokens are"""
+    penalties: Penalties | None
+    prompt_ids: np.ndarray
+    """[P] int32, each once: tokens of the prompt, where repetition is penalised"""
+    prompt: frozenset[int]
+    """the same"""
+
+    @classmethod
+    def of(cls, group: Group) -> LogitRules | None:
+        """None: the logits stay as they are."""
+        sampling, penalties = group.sampling, penalties_of(group.sampling)
+        if not (sampling.logit_bias or sampling.allowed_token_ids is not None or penalties):
+            return None
+        repeats = penalties is not None and penalties.repetition != 1
+        prompt_ids = np.unique(group.prompt) if repeats else np.zeros(0, np.int32)
+        return cls(
+            bias_ids=np.array(list(sampling.logit_bias or ()), np.int32),
+            bias=np.array(list((sampling.logit_bias or {}).values()), np.float32),
+            allowed=np.array(sorted(set(sampling.allowed_token_ids or ())), np.int32),
+            penalties=penalties,
+            prompt_ids=prompt_ids,
+            prompt=frozenset(prompt_ids.tolist()),
+        )
+
+
+def penalties_of(sampling: Sampling) -> Penalties | None:
+    """None: nothing is penalised."""
+    penalties = Penalties(sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    return None if penalties == Penalties(1.0, 0.0, 0.0) else penalties
 
 
 class Tracked:
     """Of one sequence. A function of its own tokens and draws, so it outlives preemption and goes on from `Begun`."""
 
-    __slots__ = ("k", "top_ids", "top_logprobs")
+    __slots__ = ("k", "top_ids", "top_logprobs", "rules", "counts", "new")
 
-    def __init__(self, sampling: Sampling, begun: Begun | None) -> None:
+    def __init__(self, sampling: Sampling, rules: LogitRules | None, begun: Begun | None) -> None:
         self.k = sampling.top_logprobs
         self.top_ids, self.top_logprobs = bytearray(), bytearray()
         """[tokens, k] int32 and float32"""
-        if begun is not None and begun.top_ids is not None and begun.top_logprobs is not None:
+        self.rules = rules
+        self.counts: dict[int, int] | None = None if rules is None or rules.penalties is None else {}
+        """how often each token is in the output; None: nothing is penalised"""
+        self.new: list[int] = []
+        """tokens of the output that are not in the prompt, each once"""
+        if begun is None:
+            return
+        if begun.top_ids is not None and begun.top_logprobs is not None:
             self.top_ids += begun.top_ids.tobytes()
             self.top_logprobs += begun.top_logprobs.tobytes()
+        for token in begun.token_ids.tolist():
+            self.append(token)
 
     @classmethod
-    def of(cls, sampling: Sampling, begun: Begun | None) -> Tracked | None:
+    def of(cls, sampling: Sampling, rules: LogitRules | None, begun: Begun | None) -> Tracked | None:
         """None: the group asks for nothing that must be kept."""
-        return cls(sampling, begun) if sampling.top_logprobs else None
+        return cls(sampling, rules, begun) if sampling.top_logprobs or rules is not None else None
+
+    def append(self, token: int) -> None:
+        """Count a token of the output."""
+        if self.counts is not None and self.rules is not None:
+            before = self.counts.get(token, 0)
+            self.counts[token] = before + 1
+            if not before and token not in self.rules.prompt:
+                self.new.append(token)
 
     def append_top(self, top: Top, draw: int) -> None:
         """Keep the most probable tokens of the newest one's draw, as many as the group asks for."""
         self.top_ids += top.ids[draw, : self.k].tobytes()
         self.top_logprobs += top.logprobs[draw, : self.k].tobytes()
+
+    def adjustment(self, first: int, draws: int, ahead: tuple[int, ...] = ()) -> Adjustment:
+        """Tell how the logits are changed that follow the newest token and those `ahead` of it, for the draws `first` to before
+        `first + draws`."""
+        assert self.rules is not None
+        rules, counts, new = self.rules, self.counts or {}, self.new
+        if ahead and self.counts is not None:
+            counts = counts.copy()
+            for token in ahead:
+                counts[token] = counts.get(token, 0) + 1
+            new = [token for token in counts if token not in rules.prompt]
+        return Adjustment(
+            first=first,
+            draws=draws,
+            bias_ids=rules.bias_ids,
+            bias=rules.bias,
+            allowed=rules.allowed,
+            penalties=rules.penalties,
+            seen=np.concatenate([rules.prompt_ids, np.array(new, np.int32)]),
+            counted=np.fromiter(counts.keys(), np.int32, len(counts)),
+            counts=np.fromiter(counts.values(), np.int32, len(counts)),
+        )
 
     def columns(self, first: int = 0, last: int | None = None) -> dict[str, Any]:
         """Make the fields of a `Sample` or a `Chunk`, of the tokens `first` to before `last`."""

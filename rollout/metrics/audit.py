@@ -111,14 +111,14 @@ class Audit:
 
 def comparable(group: Group, sample: Sample) -> tuple[float, np.ndarray] | None:
     """Return (temperature, [tokens] log-probs of the service at that temperature over the whole vocabulary); None if the sample
-    has none such, because its distribution was truncated and no raw log-probs were asked for, or because it may have read KV of
-    older weights."""
+    has none such, because its distribution was truncated or its logits were changed, and no raw log-probs were asked for, or
+    because it may have read KV of older weights."""
     sampling = group.sampling
     if sampling.max_kv_lag:
         return None
     if sample.raw_logprobs is not None:
         return 1.0, sample.raw_logprobs
-    if sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0 or sampling.min_tokens:
+    if sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0 or sampling.min_tokens or sampling.changes_logits:
         return None
     return sampling.temperature or 1.0, sample.logprobs
 

@@ -11,7 +11,7 @@ import pytest
 from engine.types import Group, Limits, Sampling
 
 SMALL = {"max_n": 16, "max_tokens": 100, "max_prompt_tokens": 50, "max_stop_token_ids": 2, "max_id_bytes": 20, "max_kv_lag": 3}
-LIMITS = Limits(**SMALL, max_frame_bytes=6400)
+LIMITS = Limits(**SMALL, max_frame_bytes=6400, max_logit_bias=2, max_allowed_token_ids=3)
 VOCAB, CONTEXT = 23, 120
 GOOD = {"id": "g", "prompt": np.arange(3, dtype=np.int32), "n": 2, "max_tokens": 4}
 NAN, INF = float("nan"), float("inf")
@@ -45,6 +45,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"min_len_to_cut": 1}, "min_len_to_cut=1 without finish_after"),
     *(({"deadline_s": bad}, f"deadline_s={bad}: must be None or a positive") for bad in (0.0, -1.0, NAN, INF)),
     *(({"priority": bad}, f"priority={bad}: must be between") for bad in (-1_000_001, 1_000_001)),
+    *(({"logit_bias": {bad: 1.0}}, f"logit_bias holds {bad}: the model's token ids are 0 to 22") for bad in (-1, VOCAB)),
+    *(({"logit_bias": {1: bad}}, f"logit_bias of token 1 is {bad}: must be between") for bad in (NAN, INF, -101.0, 101)),
+    ({"logit_bias": {1: 0.0, 2: 0.0, 3: 0.0}}, "3 entries of logit_bias: at most 2 (Limits.max_logit_bias)"),
+    *(({"allowed_token_ids": (bad,)}, f"allowed_token_ids holds {bad}") for bad in (-1, VOCAB)),
+    ({"allowed_token_ids": ()}, "allowed_token_ids=(): no token is left to draw"),
+    ({"allowed_token_ids": (1, 2, 3, 4)}, "4 entries of allowed_token_ids: at most 3 (Limits.max_allowed_token_ids)"),
+    *(({"repetition_penalty": bad}, f"repetition_penalty={bad}: must be between") for bad in (NAN, 0.0, -1.0, INF)),
+    *(({"presence_penalty": bad}, f"presence_penalty={bad}: must be between -2 and 2") for bad in (NAN, -2.1, 2.1)),
+    *(({"frequency_penalty": bad}, f"frequency_penalty={bad}: must be between -2 and 2") for bad in (INF, -2.1, 2.1)),
     ({"stream_every": -1}, "stream_every=-1: must be 0 (off)"),
     *(({"top_logprobs": bad}, f"top_logprobs={bad}: must be between 0 and 20 (Limits.max_top_logprobs)") for bad in (-1, 21)),
     (
@@ -76,6 +85,7 @@ def test_the_largest_and_smallest_that_are_good() -> None:
         {"n": 16, "max_tokens": 100, "min_tokens": 100, "prompt": [VOCAB - 1] * 20, "id": "é" * 10},
         {"temperature": 0.0, "top_k": 2**31 - 1, "top_p": 1e-9, "min_p": 0.0, "seed": 2**63 - 1},
         {"stop_token_ids": (0, VOCAB - 1), "max_kv_lag": 3, "max_version_lag": 3, "finish_after": 2, "min_len_to_cut": 4},
+        {"logit_bias": {0: -100.0, VOCAB - 1: 100.0}, "allowed_token_ids": (0, 1, VOCAB - 1), "repetition_penalty": 0.01},
     ):
         group(**fields).validate(LIMITS, VOCAB, CONTEXT)
 

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from engine.cuda import sampling as sampler_triton  # noqa: E402
 from engine.cuda.sampling import launch  # noqa: E402
 from engine.forward import sampling as sampler
+from engine.forward.adjust import NOT_ALLOWED  # noqa: E402
 from engine.forward.sampling import SamplingBatch  # noqa: E402
 from engine.scheduling.plan import Drawn  # noqa: E402
 from engine.types import Sampling  # noqa: E402
@@ -124,6 +125,17 @@ def test_the_most_probable_tokens_are_torchs(dtype: torch.dtype, spread: float) 
     np.testing.assert_array_equal(got.top.ids, want.top.ids)
     np.testing.assert_allclose(got.top.logprobs, want.top.logprobs, atol=4e-6)
     assert all(mine.tobytes() == plain.tobytes() for mine, plain in zip(got[:4], without[:4], strict=True) if mine is not None)
+
+
+def test_what_is_not_allowed_is_not_drawn() -> None:
+    """A logit so low that it has no weight, at the least and the greatest temperature, is neither drawn nor found."""
+    logits = torch.full((3, FEW), NOT_ALLOWED)
+    logits[:, [3, 70]] = torch.tensor([1.0, 0.5])
+    samplings = [Sampling(temperature=t, top_logprobs=3, seed=1) for t in (0.001, 1.0, 100.0)]
+    asked = replace(batch(samplings), uniform=np.array([1 - 2**-53] * 3))
+    got = sampler._without_far(by_triton(logits, asked))
+    assert got.top is not None and got.top.ids.tolist() == [[3, 70, -1]] * 3 and got.finite.all()
+    assert got.tokens.tolist() == [3, 70, 70] and (got.top.logprobs[:, 2] == -np.inf).all()
 
 
 def test_a_cut_does_not_know_its_neighbours() -> None:

@@ -14,6 +14,7 @@ import pytest
 import engine.kv.prefix
 import engine.scheduling.block_tables
 import engine.scheduling.kept
+import engine.scheduling.rows
 import engine.scheduling.sharing
 from engine.kv.block import Block, BlockPool, Moves, OutOfBlocks
 from engine.kv.store import BlockStore
@@ -283,7 +284,24 @@ def patch_top(monkeypatch: pytest.MonkeyPatch) -> None:
 def patch_begun_top(monkeypatch: pytest.MonkeyPatch) -> None:
     """a child that goes on forgets the most probable tokens that it had"""
     of = Tracked.of
-    monkeypatch.setattr(Tracked, "of", lambda sampling, begun: of(sampling, None))
+    monkeypatch.setattr(Tracked, "of", lambda sampling, rules, begun: of(sampling, rules, None))
+
+
+def patch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a token is not counted"""
+    append = Tracked.append
+    monkeypatch.setattr(Tracked, "append", lambda self, token: append(self, token) if token % 7 else None)
+
+
+def patch_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a draw that depends on a token is launched before the token is known"""
+    monkeypatch.setattr(engine.scheduling.rows, "counts_tokens", lambda seq: False)
+
+
+def patch_adjusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """where a group forks, one child alone has its logits changed"""
+    adjustment = Tracked.adjustment
+    monkeypatch.setattr(Tracked, "adjustment", lambda self, first, draws: adjustment(self, first, 1))
 
 
 def patch_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +382,9 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_own_tail,
     patch_hand_over,
     patch_keep,
+    patch_counts,
+    patch_pending,
+    patch_adjusted,
 ]
 
 

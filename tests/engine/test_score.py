@@ -60,6 +60,7 @@ def mixture(r: random.Random, count: int) -> list[Group]:
             "min_tokens": r.choice([0, 5]),
             "raw_logprobs": r.random() < 0.5,
             "top_logprobs": r.choice([0, 3]),
+            **r.choice([{}, {}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.7}, {"logit_bias": {5: 3.0}}]),
         }
         prompt = base[: r.randrange(30)] + [r.randrange(3, 199) for _ in range(r.randrange(1, 20))]
         groups.append(group(f"g{number}", prompt, n=r.randrange(1, 5), max_tokens=r.randrange(5, 25), seed=number, **cuts))

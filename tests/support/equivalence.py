@@ -34,6 +34,8 @@ def groups(seed: int = 0) -> list[Group]:
     ]
     greedy = {"temperature": 0.0, "n": 2, "max_tokens": 24, "ignore_eos": True}
     cut = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "max_tokens": 15, "seed": 5, "top_logprobs": 4}
+    changed = {"n": 3, "max_tokens": 12, "seed": 6, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": {7: 2.0}}
+    made.append(group("changed", r.integers(3, 199, 18), ignore_eos=True, **changed))
     return [*made, group("greedy", r.integers(3, 199, 21), **greedy), group("cut", r.integers(3, 199, 33), n=3, **cut)]
 
 

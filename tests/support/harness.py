@@ -10,6 +10,7 @@ Copies fail on demand. Where steps overlap, the scheduler plans the next one bef
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -36,8 +37,33 @@ def cell(before: Cell | None, token: int, version: int) -> Cell:
     return token, version, hash((before and before[2], token, version))
 
 
-def draw(ids: tuple[int, ...], seed: int, index: int) -> int:
-    return hash((ids, seed, index)) % VOCAB
+Rules = tuple[tuple[int, ...], ...]
+"""how the logits of a draw are changed, as far as it is other than for its siblings: tokens seen, (token, how often)"""
+
+
+def draw(ids: tuple[int, ...], seed: int, index: int, rules: Rules = ()) -> int:
+    return hash((ids, seed, index, rules)) % VOCAB
+
+
+def rules_of(group: Group, output: list[int]) -> Rules:
+    """What a child with this output must be drawn by."""
+    sampling, prompt = group.sampling, group.prompt.tolist()
+    if not sampling.changes_logits:
+        return ()
+    repeats = sampling.repetition_penalty != 1
+    penalised = repeats or sampling.presence_penalty or sampling.frequency_penalty
+    seen = {*(prompt if repeats else ()), *(output if penalised else ())}
+    return tuple(sorted(seen)), *(sorted(Counter(output).items()) if penalised else ())
+
+
+def rules_by_draw(plan: Plan) -> dict[int, Rules]:
+    """The same as a plan has it, by draw."""
+    found: dict[int, Rules] = {}
+    for each in plan.adjustments:
+        counts = sorted(zip(each.counted.tolist(), each.counts.tolist(), strict=True))
+        assert len(set(each.seen.tolist())) == len(each.seen)
+        found |= {each.first + i: (tuple(sorted(each.seen.tolist())), *counts) for i in range(each.draws)}
+    return found
 
 
 def logprob(ids: tuple[int, ...], token: int) -> float:
@@ -55,7 +81,8 @@ def expected(group: Group) -> list[list[int]]:
     for index in range(group.sampling.n):
         tokens: list[int] = []
         while len(tokens) < group.sampling.max_tokens and (not tokens or tokens[-1] not in eos_of(group)):
-            tokens.append(draw((*group.prompt.tolist(), *tokens), group.sampling.seed or 0, index))
+            seen = (*group.prompt.tolist(), *tokens)
+            tokens.append(draw(seen, group.sampling.seed or 0, index, rules_of(group, tokens)))
         children.append(tokens)
     return children
 
@@ -261,6 +288,7 @@ class Harness:
                 assert block.owners == 1 or position // size < start // size or start % size == 0
                 before = self.device[slots[(position - 1) // size]][(position - 1) % size] if position else None
                 self.device[slots[position // size]][position % size] = cell(before, next(left), version)
+        rules = rules_by_draw(plan)
         tokens: list[int] = []
         logprobs: list[float] = []
         wanted = zip(plan.samples.tolist(), plan.logits.tolist(), strict=True)
@@ -279,7 +307,8 @@ class Harness:
                 for at in range(len(tokens), len(tokens) + samples // logits):
                     context = seen[: end - behind]
                     assert plan.positions[at] == len(context) - seq.num_prompt
-                    own = draw(context, int(plan.sampling["seed"][at]), int(plan.sampling["index"][at]))
+                    own = draw(context, int(plan.sampling["seed"][at]), int(plan.sampling["index"][at]), rules.get(at, ()))
+                    assert plan.given[at] < 0 or rules.get(at, ()) == rules_of(state.group, list(context[seq.num_prompt :]))
                     tokens.append(own if plan.given[at] < 0 else int(plan.given[at]))
                     logprobs.append(logprob(context, tokens[-1]))
         return Drawn(
@@ -428,9 +457,18 @@ def random_turn(h: Harness, r: random.Random, number: int, lag: int, most: int =
     )
 
 
+LOGIT_RULES: list[dict[str, Any]] = [
+    {},
+    {},
+    {"repetition_penalty": 1.5},
+    {"presence_penalty": 1.0},
+    {"logit_bias": {3: 1.0}},
+]
+
+
 def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness], None] = Harness.check) -> Harness:
     """Submit, abort, refresh, step and broken copies in random order and at random times, the invariants checked after each."""
-    r, time, scores, turns = (random.Random(seed) for _ in range(4))
+    r, time, scores, turns, changes = (random.Random(seed) for _ in range(5))
     h = random_harness(r, time.choice([0.0, 0.1, 1.0]))
     base = [r.randrange(1, VOCAB) for _ in range(40)]
     breaks = r.random() < 0.4
@@ -445,6 +483,7 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
             prompt = base[: r.randrange(0, 30)] + [r.randrange(1, VOCAB) for _ in range(r.randrange(1, 6))]
             n = r.choice([1, 2, 3, 7])
             rules = policies(r, n) if seed % 2 else {}
+            rules |= changes.choice(LOGIT_RULES)
             if scores.random() < 0.2:
                 rules |= {"score": True, "finish_after": None}
             h.submit(

@@ -1,0 +1,114 @@
+"""Logits that a group changes before temperature and truncation: bias, allowed tokens, penalties.
+
+The rows that ask for it are copied, in fp32, and changed; who asks for nothing keeps the row that the model gave. Each number
+depends on its own row, token and counts, so a draw does not know who stands beside it.
+
+Repetition is penalised as in transformers (`RepetitionPenaltyLogitsProcessor`; Keskar et al., "CTRL", 2019): a positive logit
+of a token of the prompt or the output is divided, another one multiplied. Presence and frequency as in OpenAI's API reference:
+for tokens of the output, logit - count · frequency - presence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.scheduling.plan import Adjustment
+
+AT_ONCE = 64
+"""rows that are changed together: a vocabulary takes half a megabyte and more of each"""
+NOT_ALLOWED = -1e30
+"""logit of a token that is not allowed: finite, and without weight at every temperature"""
+FAR = -1e20
+"""log-probs below are of tokens that are not allowed"""
+
+
+class Entries(NamedTuple):
+    """Numbers for single logits, no logit twice."""
+
+    rows: np.ndarray
+    """[E] int64, of the changed rows"""
+    ids: np.ndarray
+    """[E] int64"""
+    values: np.ndarray
+    """[E] float32"""
+
+
+class Adjust(NamedTuple):
+    """How C rows of logits are changed, and which draws take them."""
+
+    draws: np.ndarray
+    """[A] int64, ascending: draws from a changed row"""
+    taken: np.ndarray
+    """[A] int64: which changed row each of them takes"""
+    source: np.ndarray
+    """[C] int64: the row of the model's logits that each changed one is made of"""
+    bias: Entries
+    allowed: Entries
+    restricted: np.ndarray
+    """[..] int64: changed rows in which only `allowed` tokens are"""
+    repetition: Entries
+    counted: Entries
+    """to subtract: what presence and frequency come to"""
+
+    @classmethod
+    def build(cls, adjustments: Sequence[Adjustment], logits_row: np.ndarray) -> tuple[Adjust, ...]:
+        """As a plan says, at most AT_ONCE rows in each. logits_row: [D] int64, the row of each draw."""
+        return tuple(cls._of(adjustments[at : at + AT_ONCE], logits_row) for at in range(0, len(adjustments), AT_ONCE))
+
+    @staticmethod
+    def _of(each: Sequence[Adjustment], logits_row: np.ndarray) -> Adjust:
+        draws = [np.arange(a.first, a.first + a.draws) for a in each]
+        of = [a.penalties for a in each]
+        return Adjust(
+            draws=np.concatenate(draws),
+            taken=np.repeat(np.arange(len(each)), [a.draws for a in each]),
+            source=logits_row[[a.first for a in each]],
+            bias=_entries([(a.bias_ids, a.bias) for a in each]),
+            allowed=_entries([(a.allowed, np.zeros(len(a.allowed))) for a in each]),
+            restricted=np.array([i for i, a in enumerate(each) if len(a.allowed)], np.int64),
+            repetition=_entries(
+                [(a.seen, np.full(len(a.seen), 1 if p is None else p.repetition)) for a, p in zip(each, of, strict=True)]
+            ),
+            counted=_entries([(a.counted, _subtracted(a)) for a in each]),
+        )
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Make [C, V] float32 of [S, V] logits of any float dtype. A row that held NaN or infinity holds NaN everywhere."""
+        device = logits.device
+        rows = logits[torch.from_numpy(self.source).to(device)].float()
+        finite = torch.isfinite(rows).all(-1, keepdim=True)
+        at, value = _on(self.bias, device)
+        rows[at] += value
+        at, _ = _on(self.allowed, device)
+        kept = rows[at]
+        rows[torch.from_numpy(self.restricted).to(device)] = NOT_ALLOWED
+        rows[at] = kept
+        at, value = _on(self.repetition, device)
+        seen = rows[at]
+        rows[at] = torch.where(seen > 0, seen / value, seen * value)
+        at, value = _on(self.counted, device)
+        rows[at] -= value
+        return rows.where(finite, torch.nan)
+
+
+def _subtracted(adjustment: Adjustment) -> np.ndarray:
+    if adjustment.penalties is None:
+        return np.zeros(0, np.float32)
+    presence, frequency = np.float32(adjustment.penalties.presence), np.float32(adjustment.penalties.frequency)
+    return adjustment.counts.astype(np.float32) * frequency + presence
+
+
+def _entries(of_rows: list[tuple[np.ndarray, np.ndarray]]) -> Entries:
+    """Join (ids, values) of each row."""
+    lengths = [len(ids) for ids, _ in of_rows]
+    ids, values = (np.concatenate(column) for column in zip(*of_rows, strict=True))
+    return Entries(np.repeat(np.arange(len(of_rows)), lengths), ids.astype(np.int64), values.astype(np.float32))
+
+
+def _on(entries: Entries, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    rows, ids, values = (torch.from_numpy(column).to(device) for column in entries)
+    return (rows, ids), values
