@@ -43,7 +43,7 @@ class Rows:
         wait for blocks, or for a row of this very step that computes the same prefix; `planned` has the keys of what this step
         computes."""
         size = self.config.block_size
-        if seq.uncached + seq.given_left > 1:
+        if seq.uncached > 1 or seq.given is not None:
             self.tables.find_cached(seq, version)
             copied = bool(self.store.available and seq.cached % size and seq.blocks[-1].owners > 1)
             budget = min(budget, (len(seq.blocks) + self.store.available - copied) * size - seq.cached)

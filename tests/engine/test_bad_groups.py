@@ -55,6 +55,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     *(({"presence_penalty": bad}, f"presence_penalty={bad}: must be between -2 and 2") for bad in (NAN, -2.1, 2.1)),
     *(({"frequency_penalty": bad}, f"frequency_penalty={bad}: must be between -2 and 2") for bad in (INF, -2.1, 2.1)),
     ({"stream_every": -1}, "stream_every=-1: must be 0 (off)"),
+    *(({"keep_s": bad}, f"keep_s={bad}: must be") for bad in (NAN, -1.0, 3601.0)),
     *(({"top_logprobs": bad}, f"top_logprobs={bad}: must be between 0 and 20 (Limits.max_top_logprobs)") for bad in (-1, 21)),
     (
         {"top_logprobs": 20, "max_tokens": 100},
