@@ -54,8 +54,10 @@ class Base:
         return self._kept.keys()
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the base of a tensor in host memory, which the caller may keep."""
+        """Return the base of a tensor in host memory, which the caller may keep. For the time before the exchange."""
         kept = self._kept.get(name)
+        if kept is None:
+            self._live.learn([name])  # the exchange is too late for that
         return self._inventory.tensors[name].detach().to("cpu", copy=True) if kept is None else kept
 
     def check(self, digest: str | None) -> None:

@@ -97,6 +97,15 @@ def test_each_adapter_is_added_to_the_base_and_not_to_the_one_before() -> None:
     assert engine.weights.digest == engine.weights.live_digest() == base
 
 
+def test_the_base_is_known_though_nobody_asked_before() -> None:
+    """Its digests are taken while it is still live."""
+    engine = tiny_engine()
+    refresh(engine, factors(tiny("llama"), [Q]) | {NORM: torch.ones(64)}, adapter([Q]))
+    assert engine.weights.base.digest == tiny_engine().weights.digest
+    refresh(engine, factors(tiny("llama"), [Q], 3), adapter([Q]))
+    assert engine.weights.base.digest == tiny_engine().weights.digest
+
+
 def test_whole_tensors_come_with_an_adapter_and_go_with_it() -> None:
     """What PEFT calls modules_to_save."""
     engine = tiny_engine()
