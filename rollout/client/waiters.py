@@ -6,8 +6,11 @@ from concurrent.futures import Future
 
 from rollout.client.open_groups import OpenGroups
 from rollout.client.open_requests import OpenRequests
+from rollout.logs import logger
 from transport.errors import RolloutError, ServiceLost, ServiceRestarted
 from transport.messages import Welcome
+
+log = logger("rollout.client.api")
 
 
 class Waiters:
@@ -42,6 +45,9 @@ class Waiters:
         if old.incarnation != new.incarnation:
             # unsent groups were never in the old one, but their caller chose it, its model and its weights
             failed = self.fail(ServiceRestarted(f"{address} was restarted; what ran there is gone"), groups=not resubmit)
+        if self.groups and new.version < self.groups.version:
+            live, needed = new.version, self.groups.version
+            log.warning("service restarted with older weights, open groups wait for a refresh live=%d needed=%d", live, needed)
         self.groups.restarted(new.groups, new.limits)
         return failed
 

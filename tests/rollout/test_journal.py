@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from engine.types import Sample, Sampling
 from rollout.client.api import RolloutClient
-from rollout.config import InputError
+from rollout.commands.main import main
+from rollout.config import Config, InputError, dump
 from rollout.service.journal import Journal
 from rollout.service.loop import Service
 from rollout.service.record import Record
-from tests.support.lasting import ROOT, Process, SeededEngine, expected
+from tests.support.lasting import ROOT, Process, SeededEngine, expected, free_port
 from tests.support.waiting import until
 from tests.support.wire import Bench, Peer, submit
 from transport import messages as m
@@ -112,7 +114,9 @@ def test_resubmit_sends_what_was_open_once_the_weights_are_there(start: Callable
         assert first.seed == handles[0].result()[0].seed
 
 
-def test_groups_of_a_journal_wait_for_the_weights_that_they_had(start: Callable[..., Process]) -> None:
+def test_groups_of_a_journal_wait_for_the_weights_that_they_had(
+    start: Callable[..., Process], caplog: pytest.LogCaptureFixture
+) -> None:
     process = start(journal=True)
     process.refresh()
     with RolloutClient(process.endpoint, link_timeout_s=WAIT) as client:
@@ -125,6 +129,7 @@ def test_groups_of_a_journal_wait_for_the_weights_that_they_had(start: Callable[
         process.start(version=0)
         assert client.status(WAIT)["service"]["parked_groups"] == 1
         assert client.info.version == 0 and not late.done
+        assert "open groups wait for a refresh live=0 needed=1" in caplog.text
         process.refresh()
         check(handle.result(WAIT), 5, 2000)
         check(late.result(WAIT), 8, 5)
@@ -272,6 +277,79 @@ def test_a_turn_without_news_writes_nothing(lives: Lives) -> None:
     changes = lives.bench.service._record._db.total_changes  # type: ignore[attr-defined]
     lives.bench.turn(20)
     assert lives.bench.service._record._db.total_changes == changes  # type: ignore[attr-defined]
+
+
+def test_a_real_engine_goes_on_equal_to_the_bit(lives: Lives) -> None:
+    """Killed every few steps, with children that end meanwhile; compared with one engine that was never stopped."""
+    from tests.support import toy
+
+    sent = [submit(f"g{i}", [1 + i, 2, 3], n=3, max_tokens=10 + 10 * i) for i in range(4)]
+    got: dict[tuple[str, int], Sample] = {}
+    for life in range(60):
+        lives.bench = Bench(toy.engine(), journal=Journal(str(lives.path), "toy"))  # type: ignore[arg-type]
+        peer = lives.bench.connect("1" * 32)
+        peer.hello([] if life == 0 else sent)
+        if life == 0:
+            peer.send(*sent)
+        lives.bench.turn(8 + 4 * life)  # what has not ended begins again in each life
+        for sample in peer.samples():
+            known = got.setdefault((sample.group_id, sample.index), sample)
+            assert known.token_ids.tolist() == sample.token_ids.tolist()  # sent again until it is acked
+        if life % 3 == 0:
+            peer.send(m.Ack(list(got)))
+            lives.bench.turn()
+        if len(got) == 12:
+            break
+        lives.kill()
+    assert len(got) == 12 and life > 3
+    for group in sent:
+        children = [got[group.group_id, index] for index in range(3)]
+        (seed,) = {sample.seed for sample in children}
+        whole = toy.group(group.group_id, group.prompt.tolist(), n=3, max_tokens=group.sampling.max_tokens, seed=seed)
+        reference = toy.run(toy.engine(), [whole])
+        for sample in children:
+            want = reference[group.group_id, sample.index]
+            assert sample.token_ids.tolist() == want.token_ids.tolist()
+            assert sample.logprobs.tobytes() == want.logprobs.tobytes()
+
+
+@pytest.mark.long
+def test_rollout_serve_is_killed_with_keys_and_a_journal(tiny_config: Config, tmp_path: Path) -> None:
+    """As a user has it: the command line, a model, SIGKILL; the samples are those of one life, in every bit."""
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    keys, mine, toml = tmp_path / "service.json", tmp_path / "client.json", tmp_path / "config.toml"
+    assert main(["keys", "init", "--file", str(keys), "--address", endpoint]) == 0
+    assert main(["keys", "add", "client", "--role", "rollout", "read", "--file", str(keys)]) == 0
+    toml.write_text(dump(tiny_config))
+    flags = ["--config", str(toml), "--service.endpoint", endpoint, "--service.keys", str(keys)]
+    command = [sys.executable, "-m", "rollout", "serve", *flags, "--journal", str(tmp_path / "journal")]
+
+    def start(life: int) -> subprocess.Popen[bytes]:
+        ready = tmp_path / f"ready{life}"
+        process = subprocess.Popen([*command, "--ready-file", str(ready)], cwd=ROOT, stdout=subprocess.DEVNULL)
+        until(ready.exists, "the service listens", 200)
+        return process
+
+    process = start(0)
+    try:
+        with RolloutClient(str(mine), connect_timeout_s=WAIT) as client:
+            sampling = Sampling(n=4, max_tokens=300, ignore_eos=True)
+            handles = [client.submit([5 + i, 6, 7], sampling) for i in range(6)]
+            for life in (1, 2, 3):
+                until(lambda: client.status(WAIT)["generated_tokens"] > 500, "it generates")
+                process.kill()
+                process.wait(WAIT)
+                process = start(life)
+            groups = [handle.result(WAIT) for handle in handles]
+            for i, samples in enumerate(groups):
+                seeded = msgspec.structs.replace(sampling, seed=samples[0].seed)
+                again = client.submit([5 + i, 6, 7], seeded).result(WAIT)
+                for one, other in zip(samples, again, strict=True):
+                    assert one.token_ids.tolist() == other.token_ids.tolist()
+                    assert one.logprobs.tobytes() == other.logprobs.tobytes()
+    finally:
+        process.kill()
+        process.wait(WAIT)
 
 
 # the file
