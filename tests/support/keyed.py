@@ -18,7 +18,7 @@ from transport.frames import Decoder, pack
 from transport.keys import files
 from transport.keys.curve import introduce
 from transport.keys.files import ClientKeys, Role
-from transport.messages import ServiceMessage, answer_limits
+from transport.messages import Alive, ServiceMessage, answer_limits
 
 WAIT = 60.0
 
@@ -70,11 +70,12 @@ class RawDealer:
         for message in messages:
             self.sock.send_multipart(pack(message), copy=True)
 
-    def receive(self, seconds: float) -> list[Any]:
-        """What comes within so many seconds of silence."""
-        got = []
-        while self.sock.poll(int(seconds * 1000)):
-            got.append(self._decoder.unpack(self.sock.recv_multipart(copy=True)))
+    def receive(self, seconds: float, wanted: int = 1000) -> list[Any]:
+        """What comes, heartbeats left out: so much of it, or until so many seconds were silent."""
+        got: list[Any] = []
+        while len(got) < wanted and self.sock.poll(int(seconds * 1000)):
+            message = self._decoder.unpack(self.sock.recv_multipart(copy=True))
+            got += [message] if not isinstance(message, Alive) else []
         return got
 
     def close(self) -> None:
