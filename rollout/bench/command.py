@@ -15,7 +15,7 @@ from rich.console import Console
 
 from engine.config import EngineConfig, IsaName
 from rollout import models
-from rollout.bench import cuda_static, delta, fidelity, host, http, keys, lora, products, refresh, score, sharing
+from rollout.bench import cuda_static, delta, fidelity, host, http, keys, lora, products, refresh, score, sharing, turns
 from rollout.bench import plot as drawing
 from rollout.bench.against import parse
 from rollout.bench.floor import Machine
@@ -39,6 +39,7 @@ SPECIAL = (
     sharing.NAME,
     score.NAME,
     http.NAME,
+    turns.NAME,
     cuda_static.NAME,
 )
 """measured in their own way; everything else is a row of WORKLOADS"""
@@ -179,6 +180,9 @@ def measure_special(
     if score.NAME in names:
         for row in keep(score.measure(text, engine, folder, scale, repeat), sink):
             score.print_row(console, row)
+    if turns.NAME in names:
+        for row in keep(turns.measure(folder, engine, text, scale), sink):
+            turns.print_row(console, row)
     if sharing.NAME in names:
         for row in keep(sharing.measure_model(folder, engine, scale, repeat), sink):
             sharing.print_row(console, row)
@@ -196,7 +200,7 @@ def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, p
         raise InputError(f"--repeat {repeat}: must be at least 1")
     if not names:
         raise InputError(f"name a workload: {', '.join([*WORKLOADS, *SPECIAL])}")
-    for name in (refresh.NAME, lora.NAME, delta.NAME):
+    for name in (refresh.NAME, lora.NAME, delta.NAME, turns.NAME):
         if name in names and in_process:
             raise InputError(f"{name} goes from process to process: leave --in-process out")
     for name in set(names) - set(SPECIAL):
