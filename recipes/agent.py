@@ -1,0 +1,231 @@
+"""An agent: a model that answers with a calculator, turn by turn. Copy it, then change `Calculator` and the questions.
+
+    turn 1   12 + 30 - 5                                  ─ model ─→  <<12 + 30>>      asks the calculator
+    turn 2   12 + 30 - 5 <<12 + 30>> = 42.                ─ model ─→  <<42 - 5>>
+             └─── KV of turn 1 ────┘└new─┘
+    turn 3   12 + 30 - 5 <<12 + 30>> = 42. <<42 - 5>> = 37.  ─ model ─→  #### 37
+             └───────────── KV of turn 2 ───────────┘└new─┘
+
+    python -m recipes.agent              # reasoning-gym's sums with SmolLM2-135M, a minute on 2 cores
+    python -m recipes.agent --keep-s 0   # the control: KV between turns is a cache like any other
+
+All conversations run at once; each goes on as soon as its own turn has ended (`rollout.Arrivals`). While the calculator works
+the service keeps the turn's KV for `keep_s` seconds, so the next turn prefills the tool's answer and nothing else; how much was
+prefilled is told. For training, `Conversation.written` tells the model's tokens from the tool's.
+
+Tool calls inside the text: Schick et al., "Toolformer" (2023). The questions need `pip install -e '.[grpo]'`.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tyro
+
+from engine.config import EngineConfig
+from rollout import Arrivals, Handle, RolloutClient, Sample, Sampling, models
+from rollout.config import Config
+from rollout.process import service_process
+
+EXAMPLES = """\
+Q: 12 + 30 - 5
+A: <<12 + 30>> = 42. <<42 - 5>> = 37. #### 37
+
+Q: 8 - 20 - 4 + 61
+A: <<8 - 20>> = -12. <<-12 - 4>> = -16. <<-16 + 61>> = 45. #### 45
+
+Q: 7 + 5
+A: <<7 + 5>> = 12. #### 12
+
+Q: {question}
+A:"""
+"""The prompt: how the calculator is asked, one step after the other."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Whom to ask, and how often."""
+
+    model: str = "smollm2"
+    """smollm2, a folder, or a hub id"""
+    questions: int = 16
+    """of reasoning-gym's chain_sum, of 2 to 5 numbers with 1 to 3 digits"""
+    turns: int = 8
+    """most turns of a conversation"""
+    max_tokens: int = 24
+    """most tokens of a turn"""
+    temperature: float = 0.0
+    keep_s: float = 60.0
+    """seconds for which KV is kept between turns"""
+    seed: int = 0
+
+
+@dataclass
+class Conversation:
+    """One question, and what was said about it."""
+
+    tokens: list[int]
+    """all there is: the prompt of the next turn"""
+    written: list[bool] = field(default_factory=list)
+    """for each token whether the model wrote it: what a trainer's loss is over"""
+    turns: int = 0
+    said: str = ""
+    """by the model, in its last turn"""
+
+    def add(self, tokens: Sequence[int], written: bool) -> None:
+        """Append tokens of the model, or of somebody else."""
+        self.written += [False] * (len(self.tokens) - len(self.written)) + [written] * len(tokens)
+        self.tokens += tokens
+
+
+Tool = Callable[[str], str | None]
+"""what to append behind what the model has said; None: nobody was asked"""
+
+
+CALL = re.compile(r"<<([^<>]*)>>\s*$")
+
+
+def calculator(said: str) -> str | None:
+    """Answer a call <<12 + 30>> at the end of what was said."""
+    call = CALL.search(said)
+    return None if call is None else f" = {calculate(call[1])}."
+
+
+OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+
+
+def calculate(text: str) -> str:
+    """Return the value of numbers with + - * / and parentheses, of at most 200 characters; "an error" for anything else."""
+    try:
+        if len(text) > 200:
+            raise ValueError("too long")
+        value = value_of(ast.parse(text.strip(), mode="eval").body)
+        return str(int(value)) if value == int(value) else f"{value:.4f}"
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return "an error"
+
+
+def value_of(node: ast.AST) -> float:
+    """Raises ValueError for what is not arithmetic."""
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return value
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            result: float = OPERATORS[type(op)](value_of(left), value_of(right))
+            return result
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
+            turned: float = OPERATORS[type(op)](value_of(operand))
+            return turned
+    raise ValueError(f"no arithmetic: {ast.dump(node)[:50]}")
+
+
+class Agents:
+    """Holds conversations, all at once."""
+
+    def __init__(self, client: RolloutClient, tokenizer: Any, tool: Tool, options: Options) -> None:
+        self.client, self.tokenizer, self.tool, self.options = client, tokenizer, tool, options
+        self.stop_ids = ends(tokenizer)
+        self.asked = 0
+        """tokens of all prompts of all turns: what would be prefilled without KV of earlier turns"""
+        self._seeds = itertools.count(options.seed)
+
+    def converse(self, conversations: Sequence[Conversation]) -> Iterator[Conversation]:
+        """Take each through its turns. Yields them as they end."""
+        arrivals, open_turns = Arrivals(), dict[str, Conversation]()
+
+        def follow(handle: Handle, conversation: Conversation) -> None:
+            open_turns[handle.group_id] = conversation
+            self.asked += len(handle.group.prompt)
+            arrivals.add(handle)
+
+        for conversation in conversations:
+            follow(self.client.submit(conversation.tokens, self._sampling(conversation)), conversation)
+        while open_turns:
+            handle, sample = arrivals.get(timeout=600)
+            conversation = open_turns.pop(handle.group_id)
+            after = self._go_on(conversation, handle, sample)
+            if after is None:
+                handle.cancel()  # no turn follows: its KV is not kept any longer
+                yield conversation
+            else:
+                follow(after, conversation)
+
+    def _go_on(self, conversation: Conversation, handle: Handle, sample: Sample) -> Handle | None:
+        """Ask the tool and send the next turn; None where none follows. Raises RuntimeError for a turn that failed."""
+        if sample.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"a turn ended as {sample.finish_reason}: {sample.error or ''}")
+        conversation.add(sample.token_ids.tolist(), written=True)
+        conversation.turns += 1
+        conversation.said = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        answer = self.tool(conversation.said)
+        if answer is None or conversation.turns == self.options.turns:
+            return None
+        more = self.tokenizer.encode(answer, add_special_tokens=False)
+        conversation.add(more, written=False)
+        return self.client.resume(sample, handle.group.prompt, self._sampling(conversation), append=more)
+
+    def _sampling(self, conversation: Conversation) -> Sampling:
+        """Of the next turn. Its seed is its own: with the one of another turn it would draw by the same random numbers."""
+        options, last = self.options, conversation.turns + 1 == self.options.turns
+        return Sampling(
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            stop_token_ids=self.stop_ids,
+            seed=next(self._seeds),
+            keep_s=0.0 if last else options.keep_s,
+        )
+
+
+def ends(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that end a turn: those that close a call, and those that end the line."""
+    texts = {number: tokenizer.decode([number]) for number in range(len(tokenizer))}
+    return tuple(sorted(number for number, text in texts.items() if text.endswith(">>") or text == "\n"))
+
+
+def main(options: Options) -> list[Conversation]:
+    """Ask all questions, and print a conversation, how many answers are right, and what was prefilled."""
+    import reasoning_gym
+
+    folder = models.resolve(options.model)
+    tokenizer = models.load_tokenizer(folder)
+    sizes = {"min_terms": 2, "max_terms": 5, "min_digits": 1, "max_digits": 3}
+    data = reasoning_gym.create_dataset("chain_sum", seed=options.seed, size=options.questions, **sizes)
+    sums = [each["question"].split(":")[1].removesuffix("=").strip() for each in data]
+    conversations = [Conversation(tokenizer.encode(EXAMPLES.format(question=each))) for each in sums]
+    engine = EngineConfig(model=str(folder), kv_tokens=65_536, block_size=16)
+    with service_process(Config(engine=engine)) as service, RolloutClient(service.endpoint, name="agent") as client:
+        agents = Agents(client, tokenizer, calculator, options)
+        done = sum(1 for _ in agents.converse(conversations))
+        status = client.status()
+    right = sum(data.score_answer(answer_of(each), data[i]) == 1.0 for i, each in enumerate(conversations))
+    longest = max(conversations, key=lambda each: each.turns)
+    print(tokenizer.decode(longest.tokens).rsplit("\n\n", 1)[-1].strip())
+    print(f"{right} of {done} right, in {sum(each.turns for each in conversations)} turns")
+    share = 100 * status["prefill_tokens"] / agents.asked
+    print(
+        f"{status['prefill_tokens']} of {agents.asked} prompt tokens prefilled ({share:.0f} %): {status['kept_tokens']} were "
+        f"kept from the turn before, {status['prefix_hit_tokens']} found in the prefix index"
+    )
+    return conversations
+
+
+def answer_of(conversation: Conversation) -> str:
+    """Return what stands behind #### in what was said last; "" without that."""
+    return conversation.said.rpartition("####")[2].strip() if "####" in conversation.said else ""
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
