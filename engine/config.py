@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
+OrderName = Literal["first_come", "least_far", "longest_expected"]
 IsaName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torch"]
 
 
@@ -88,6 +89,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """under pressure, room is made for this many more blocks of each sequence that stays"""
     min_run_tokens: int = 64
     """a restored sequence makes this many tokens before it may be preempted again, unless nothing else can make room"""
+    order: OrderName = "least_far"
+    """which of a client's sequences goes first where slots or KV are scarce: those of the oldest group, the child that has come
+    least far, or groups whose ended children were longest (`rollout bench policies`); samples do not depend on it"""
     foreground_s: float = 2.0
     """a client that was idle is computed before those that keep the engine busy, for so many seconds at most until it is idle
     again; 0 = all that have work share alike (docs/decisions/fairness.md)"""
@@ -135,4 +139,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         need(self.min_run_tokens >= 0, f"min_run_tokens={self.min_run_tokens}: must not be negative")
         need(0 <= self.foreground_s < math.inf, f"foreground_s={self.foreground_s}: must be 0 (off) or positive, and finite")
         need(self.mirror_blocks_per_step >= 1, f"mirror_blocks_per_step={self.mirror_blocks_per_step}: must be at least 1")
+        need(self.order in get_args(OrderName), f"order={self.order!r}: must be one of {', '.join(get_args(OrderName))}")
         need(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1")

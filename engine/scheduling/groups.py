@@ -9,6 +9,7 @@ from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
 from engine.scheduling.kept import KeptKV
+from engine.scheduling.order import ORDERS, longest_expected
 from engine.scheduling.plan import Top
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
@@ -48,6 +49,7 @@ class Groups:
         self.turns = Turns(config.block_size)
         self.of_id: dict[str, GroupState] = {}
         self._clock = clock
+        self._ranks = ORDERS[config.order]
         self._submitted = 0
         self._deadlines: Timers[GroupState] = Timers(lambda state: self.of_id.get(state.group.id) is state)
 
@@ -63,6 +65,7 @@ class Groups:
                 f"{self.block_size} tokens, the pool has {self.store.device.size}; lower max_tokens or raise kv_tokens"
             )
         state = GroupState(group, client, self._submitted, seed, self._clock(), eos)
+        state.ranks = self._ranks
         enough = group.sampling.finish_after
         if enough is not None and len(state.complete) >= enough:
             raise ValueError(f"finish_after={enough}: {len(state.complete)} of the begun children are complete; leave them out")
@@ -236,8 +239,12 @@ class Groups:
         seq.ended = True
         state, now = seq.state, self._clock()
         self._leave_blocks(seq, seq_ran, now, continues=reason in CONTINUED)
-        state.finished += reason in ("stop", "length")
         del state.sequences[seq.index]
+        if reason in ("stop", "length"):
+            state.finished += 1
+            state.longest = max(state.longest or 0, len(seq.output))
+            if state.ranks is longest_expected:
+                self.waiting.rank_again(state.sequences.values())
         if not state.sequences:
             del self.of_id[state.group.id]
             self.shares.left(state.client, now)

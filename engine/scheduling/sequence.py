@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.kv.block import Block
 from engine.kv.versions import KVVersions
+from engine.scheduling.order import Order, Rank, first_come
 from engine.scheduling.tracked import LogitRules, Tracked
 from engine.types import Begun, Chunk, FinishReason, Group, Sample
 
@@ -36,6 +37,8 @@ class GroupState:
         "cut_at",
         "cancelled",
         "begun",
+        "ranks",
+        "longest",
     )
 
     def __init__(self, group: Group, client: str, number: int, seed: int, arrived: float, eos: frozenset[int]) -> None:
@@ -78,6 +81,16 @@ class GroupState:
         prefills for itself, and the prefix index shares the prompt"""
         self.oldest_kv = 0
         """version of the last refresh that had its KV computed again: what older weights computed is not read any more"""
+        self.ranks: Order = first_come
+        """ranks its sequences; see `engine.scheduling.order`"""
+        self.longest: int | None = None
+        """tokens of the longest child that has ended by itself"""
+
+    @property
+    def expected(self) -> int:
+        """tokens that its children are expected to get: as many as the longest of them that has ended by itself, all that they
+        may as long as none has"""
+        return self.group.sampling.max_tokens if self.longest is None else self.longest
 
     @property
     def races(self) -> bool:
@@ -187,10 +200,11 @@ class Sequence:
         """[max_blocks] int32, a view of that place"""
 
     @property
-    def rank(self) -> tuple[int, tuple[int, int], int, int]:
-        """Who goes first where KV is scarce: the group of the highest priority, of these the oldest, and in it the child that
-        has come least far, since a group is done with its last child. A turn is as old as its conversation."""
-        return -self.state.group.sampling.priority, self.state.order, len(self.output), self.index
+    def rank(self) -> Rank:
+        """Who goes first where slots or KV are scarce: the highest priority, then as the engine's order says. A turn is as old
+        as its conversation."""
+        state = self.state
+        return -state.group.sampling.priority, *state.ranks(state.order, len(self.output), self.index, state.expected)
 
     @property
     def drew(self) -> bool:

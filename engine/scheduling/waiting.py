@@ -1,14 +1,14 @@
-"""Who waits, and who is next: fair over clients, then the oldest group, then the child that is least far."""
+"""Who waits, and who is next: fair over clients, then by priority and the engine's order."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from engine.scheduling.sequence import Sequence
 
-Place = tuple[int, bool, bool, tuple[int, int], int, int]
+Place = tuple[int, ...]
 """Within a client, by priority. Of equal ones those that are held go first, as they would run; then those that have begun
 (preempted, reset, forked): their KV or their siblings hold memory already. Then by rank."""
 
@@ -37,9 +37,16 @@ class WaitingQueue:
 
     def put(self, sequence: Sequence) -> None:
         """Add a sequence, at the place that it has now within its client."""
-        priority, order, drawn, index = sequence.rank
-        self._places[sequence] = (priority, not sequence.held, not sequence.begun, order, drawn, index)
+        priority, *rest = sequence.rank
+        self._places[sequence] = (priority, not sequence.held, not sequence.begun, *rest)
         insort(self._clients.setdefault(sequence.state.client, []), sequence, key=self._places.__getitem__)
+
+    def rank_again(self, sequences: Iterable[Sequence]) -> None:
+        """Give those of these that wait the places that they have now."""
+        for sequence in sequences:
+            if sequence in self._places:
+                self.remove(sequence)
+                self.put(sequence)
 
     def clients(self, begun: bool = False) -> list[str]:
         """List the clients that have sequences here; `begun`: that have begun."""

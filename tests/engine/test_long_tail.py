@@ -431,6 +431,29 @@ def test_who_starts_first() -> None:
     assert [step(scheduler)[0][0] for _ in range(4)] == ["c", "d", "a", "b"]
 
 
+@pytest.mark.parametrize("order", ["first_come", "least_far", "longest_expected"])
+def test_samples_do_not_depend_on_the_order(order: str) -> None:
+    """Nor does anything get lost: under pressure, with and without host memory."""
+    groups = [natural(seed=i) for i in range(5)]
+    asked = [msgspec.structs.replace(each, id=f"g{i}") for i, each in enumerate(groups)]
+    roomy = run(toy_engine(kv_tokens=4096), asked)
+    for host in (0, 0.0001):
+        engine = toy_engine(kv_tokens=96, order=order, cpu_offload_gib=host)
+        assert_same(roomy, run(engine, asked))
+        assert engine.counters.soft_resets + engine.counters.offloads >= 3
+
+
+def test_what_a_group_is_expected_to_get_follows_from_its_longest_child() -> None:
+    engine = toy_engine(order="longest_expected")
+    engine.submit(natural())
+    expected = []
+    while engine.has_work:
+        ended = engine.step()
+        if ended and "g" in engine.scheduler.groups:
+            expected.append((engine.scheduler.groups["g"].expected, max(len(sample.token_ids) for sample in ended)))
+    assert len(expected) > 2 and all(known == longest for known, longest in expected), "children that run in step end in order"
+
+
 def test_who_is_preempted_first() -> None:
     scheduler = small_scheduler(max_num_seqs=2)
     submit(scheduler, "low", [1, 2, 3], max_tokens=9, priority=-1)

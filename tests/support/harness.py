@@ -12,12 +12,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, OrderName
 from engine.kv.block import Moves
 from engine.scheduling.counters import Counters
 from engine.scheduling.invariants import check
@@ -403,13 +403,14 @@ def with_given(group: Group) -> Group:
     return msgspec.structs.replace(group, begun=tuple(children), score=True)
 
 
-def random_harness(r: random.Random, foreground_s: float) -> Harness:
+def random_harness(r: random.Random, foreground_s: float, order: OrderName) -> Harness:
     size = r.choice([1, 2, 4, 8])
     return Harness(
         r.choice([10, 16, 32, 128]),
         r.choice([0, 3, 20, 200]),
         block_size=size,
         max_num_seqs=r.choice([1, 2, 5, 16]),
+        order=order,
         max_batch_tokens=r.choice([16, 32, 64]),
         mirror_ahead=r.random() < 0.5,
         prefix_cache=r.random() < 0.7,
@@ -418,6 +419,11 @@ def random_harness(r: random.Random, foreground_s: float) -> Harness:
         overlap=r.random() < 0.5,
         foreground_s=foreground_s,
     )
+
+
+def order_of(seed: int) -> OrderName:
+    """Each of them in turn, for schedules with group policies and for those without."""
+    return get_args(OrderName)[seed // 2 % 3]
 
 
 def policies(r: random.Random, n: int) -> dict[str, Any]:
@@ -469,7 +475,7 @@ LOGIT_RULES: list[dict[str, Any]] = [
 def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness], None] = Harness.check) -> Harness:
     """Submit, abort, refresh, step and broken copies in random order and at random times, the invariants checked after each."""
     r, time, scores, turns, changes = (random.Random(seed) for _ in range(5))
-    h = random_harness(r, time.choice([0.0, 0.1, 1.0]))
+    h = random_harness(r, time.choice([0.0, 0.1, 1.0]), order_of(seed))
     base = [r.randrange(1, VOCAB) for _ in range(40)]
     breaks = r.random() < 0.4
     lags = r.choice([[0], [0, 1, 2], [2]])
@@ -561,6 +567,7 @@ def tight_schedule(seed: int) -> None:
         min_run_tokens=r.choice([0, 4]),
         lookahead_blocks=r.choice([1, 2]),
         overlap=r.random() < 0.5,
+        order=order_of(seed),
     )
     for number in range(r.randrange(1, 5)):
         prompt = [r.randrange(1, 97) for _ in range(r.randrange(1, longest))]

@@ -1,0 +1,156 @@
+"""The scheduler without a model: what it decides is real, what a step costs is read from a table.
+
+    lengths of the children ─┐
+    Scheduler.plan ──────────┼─> tokens of a script ─> Scheduler.commit        clock += Costs.seconds(plan)
+    Costs ───────────────────┘
+
+The same script makes a real engine draw these tokens (`follow`), so that both do the same work and a simulated second can be
+held against a real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.scheduling.counters import Counters
+from engine.scheduling.plan import Drawn, Plan
+from engine.scheduling.scheduler import Scheduler
+from engine.types import Group, Sample, Sampling
+
+END = 2
+"""the token that ends a child"""
+WORDS = range(16, 1016)
+"""tokens that do not"""
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of a step: of its tokens, read between the points of a table, of each draw, of each token of KV that it reads,
+    and of each block that it copies between the pools."""
+
+    tokens: tuple[int, ...]
+    """ascending, from 1"""
+    seconds: tuple[float, ...]
+    """of a step of so many tokens that draws nothing and reads no KV"""
+    per_draw: float
+    per_kv_token: float
+    """read by attention; a prefix that rows share is read once"""
+    per_block: float
+    """copied to or from host memory"""
+
+    def of(self, plan: Plan, block_size: int) -> float:
+        """Return the seconds of a step."""
+        last, before = self.tokens[-1], self.tokens[-2]
+        seconds = float(np.interp(plan.num_tokens, self.tokens, self.seconds))
+        if plan.num_tokens > last:
+            seconds += (plan.num_tokens - last) * (self.seconds[-1] - self.seconds[-2]) / (last - before)
+        read = int((plan.starts + plan.counts).sum())
+        read -= sum((prefix.num_rows - 1) * prefix.num_blocks * block_size for prefix in plan.shared)
+        copied = len(plan.moves.offloads) + len(plan.moves.restores)
+        return seconds + self.per_draw * len(plan.sampling) + self.per_kv_token * read + self.per_block * copied
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """at the largest step of the table"""
+        return self.tokens[-1] / self.seconds[-1]
+
+
+class Work(NamedTuple):
+    """Groups that are all there at the start, and how long their children get."""
+
+    prompt_tokens: int
+    max_tokens: int
+    lengths: np.ndarray
+    """[groups, n] int, each from 2 to max_tokens"""
+
+    def groups(self) -> Iterator[Group]:
+        """Yield the groups, with prompts that have nothing in common."""
+        random = np.random.default_rng(7)
+        for number, lengths in enumerate(self.lengths):
+            prompt = random.integers(WORDS.start, WORDS.stop, self.prompt_tokens).astype(np.int32)
+            sampling = Sampling(n=len(lengths), max_tokens=self.max_tokens, stop_token_ids=(END,), ignore_eos=True, seed=number)
+            yield Group(str(number), prompt, sampling)
+
+    def needed_blocks(self, block_size: int) -> int:
+        """Return the blocks of all children at their longest, the full ones of a prompt once a group."""
+        shared = self.prompt_tokens // block_size
+        whole = -(-(self.prompt_tokens + self.lengths) // block_size)
+        return int((whole - shared).sum()) + shared * len(self.lengths)
+
+
+class Ended(NamedTuple):
+    """When children ended, and what that took."""
+
+    seconds: np.ndarray
+    """[children] ascending, since the start"""
+    steps: int
+    counters: Counters
+
+    @property
+    def total(self) -> float:
+        """seconds until all have ended"""
+        return float(self.seconds[-1])
+
+    @property
+    def tail(self) -> float:
+        """seconds from when nine tenths of them have ended until all have"""
+        return self.total - float(self.seconds[int(0.9 * len(self.seconds))])
+
+
+def script(scheduler: Scheduler, plan: Plan, lengths: np.ndarray) -> np.ndarray:
+    """Return [draws] int32: what each draw of a plan has to be, so that children get as long as `lengths` says."""
+    tokens = []
+    for seq, draws in zip(scheduler.sequences_of(plan), plan.samples.tolist(), strict=True):
+        state, group = seq.state, int(seq.state.group.id)
+        for index in (seq.index,) if state.forked else state.fresh:
+            if draws:
+                position = len(seq.output)
+                ends = position + 1 >= lengths[group, index]
+                tokens.append(END if ends else WORDS[(position * 31 + index * 17 + group * 7) % len(WORDS)])
+    return np.array(tokens, np.int32)
+
+
+def follow(scheduler: Scheduler, lengths: np.ndarray) -> None:
+    """Make an engine's scheduler take the script for what was drawn."""
+    commit = scheduler.commit
+
+    def scripted(plan: Plan, drawn: Drawn) -> list[Sample]:
+        return commit(plan, drawn._replace(tokens=script(scheduler, plan, lengths)))
+
+    scheduler.commit = scripted  # type: ignore[method-assign]
+
+
+def simulate(work: Work, config: EngineConfig, costs: Costs, device_blocks: int, host_blocks: int) -> Ended:
+    """Run the scheduler until all children have ended."""
+    now, ends = 0.0, list[float]()
+    counters = Counters()
+    counters.copy_blocks_per_second = 1 / costs.per_block if costs.per_block else 0.0
+    counters.prefill_tokens_per_second = costs.prefill_tokens_per_second
+    longest = -(-(work.prompt_tokens + work.max_tokens) // config.block_size)
+    scheduler = Scheduler(
+        config,
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
+        max_blocks=longest,
+        counters=counters,
+        clock=lambda: now,
+    )
+    for group in work.groups():
+        scheduler.submit(group, "", group.sampling.seed or 0, frozenset({END}))
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        scheduler.moved()
+        now += costs.of(plan, config.block_size)
+        if not plan.num_rows:
+            raise RuntimeError("the scheduler is stuck: nothing runs and nothing can start")
+        scheduler.launched(plan)
+        tokens = script(scheduler, plan, work.lengths)
+        zeros = np.zeros(len(tokens), np.float32)
+        ended = scheduler.commit(plan, Drawn(tokens, zeros, None, np.ones(len(tokens), bool)))
+        ends += [now] * len(ended)
+        counters.steps += 1
+    return Ended(np.array(ends), counters.steps, counters)
