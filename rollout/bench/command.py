@@ -15,7 +15,21 @@ from rich.console import Console
 
 from engine.config import EngineConfig, IsaName
 from rollout import models
-from rollout.bench import cuda_static, delta, fidelity, host, http, keys, lora, products, refresh, score, sharing, turns
+from rollout.bench import (
+    cuda_static,
+    delta,
+    fidelity,
+    host,
+    http,
+    keys,
+    lora,
+    policies,
+    products,
+    refresh,
+    score,
+    sharing,
+    turns,
+)
 from rollout.bench import plot as drawing
 from rollout.bench.against import parse
 from rollout.bench.floor import Machine
@@ -38,6 +52,7 @@ SPECIAL = (
     fidelity.NAME,
     sharing.NAME,
     score.NAME,
+    policies.NAME,
     http.NAME,
     turns.NAME,
     cuda_static.NAME,
@@ -79,7 +94,7 @@ def run(
         folder = models.resolve(model)
         text = PromptText(models.load_tokenizer(folder))
         engine = EngineConfig(dtype=dtype, threads=threads, isa=isa, device=device)
-        measure_special(names, text, folder, engine, open_target, scale, repeat, out)
+        measure_special(names, text, folder, engine, open_target, scale, repeat, plot, out)
         rows = partial(
             measure, text=text, open_target=open_target, repeat=repeat, compare=compare and not peers, unshared=unshared,
             against=peers, recordings=recordings,
@@ -161,9 +176,10 @@ def measure_special(
     open_target: OpenTarget,
     scale: float,
     repeat: int,
+    plot: str | None,
     out: Out,
 ) -> None:
-    """Measure what is measured in its own way, with a model."""
+    """Measure what is measured in its own way, with a model. plot: where the picture of `policies` goes."""
     sink, console = out
     if refresh.NAME in names:
         rows = list(keep(refresh.measure(folder, engine.dtype, engine.threads, repeat, text), sink))
@@ -183,6 +199,13 @@ def measure_special(
     if turns.NAME in names:
         for row in keep(turns.measure(folder, engine, text, scale), sink):
             turns.print_row(console, row)
+    if policies.NAME in names:
+        rows = []
+        for row in keep(policies.measure(folder, engine, scale, repeat), sink):
+            policies.print_row(console, row)
+            rows.append(row)
+        if plot is not None:
+            policies.draw(rows, plot)
     if sharing.NAME in names:
         for row in keep(sharing.measure_model(folder, engine, scale, repeat), sink):
             sharing.print_row(console, row)
@@ -206,8 +229,11 @@ def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, p
     for name in set(names) - set(SPECIAL):
         find(name)
     if plot is not None:
-        if not set(names) - set(SPECIAL):
-            raise InputError(f"--plot draws workloads; {', '.join(SPECIAL[:-1])} and {SPECIAL[-1]} have no picture")
+        without = [name for name in SPECIAL if name != policies.NAME]
+        if not set(names) - set(without):
+            raise InputError(
+                f"--plot draws workloads and policies; {', '.join(without[:-1])} and {without[-1]} have no picture"
+            )
         drawing.check(plot)
 
 

@@ -81,6 +81,10 @@ class Work(NamedTuple):
         whole = -(-(self.prompt_tokens + self.lengths) // block_size)
         return int((whole - shared).sum()) + shared * len(self.lengths)
 
+    def longest_blocks(self, block_size: int) -> int:
+        """Return the blocks of a child that takes all its tokens: no pool may be smaller."""
+        return -(-(self.prompt_tokens + self.max_tokens) // block_size)
+
 
 class Ended(NamedTuple):
     """When children ended, and what that took."""
@@ -88,7 +92,12 @@ class Ended(NamedTuple):
     seconds: np.ndarray
     """[children] ascending, since the start"""
     steps: int
-    counters: Counters
+    offloads: int
+
+    @property
+    def half(self) -> float:
+        """seconds until half of them have ended"""
+        return float(self.seconds[len(self.seconds) // 2])
 
     @property
     def total(self) -> float:
@@ -130,12 +139,11 @@ def simulate(work: Work, config: EngineConfig, costs: Costs, device_blocks: int,
     counters = Counters()
     counters.copy_blocks_per_second = 1 / costs.per_block if costs.per_block else 0.0
     counters.prefill_tokens_per_second = costs.prefill_tokens_per_second
-    longest = -(-(work.prompt_tokens + work.max_tokens) // config.block_size)
     scheduler = Scheduler(
         config,
         device_blocks=device_blocks,
         host_blocks=host_blocks,
-        max_blocks=longest,
+        max_blocks=work.longest_blocks(config.block_size),
         counters=counters,
         clock=lambda: now,
     )
@@ -153,4 +161,4 @@ def simulate(work: Work, config: EngineConfig, costs: Costs, device_blocks: int,
         ended = scheduler.commit(plan, Drawn(tokens, zeros, None, np.ones(len(tokens), bool)))
         ends += [now] * len(ended)
         counters.steps += 1
-    return Ended(np.array(ends), counters.steps, counters)
+    return Ended(np.array(ends), counters.steps, counters.offloads)

@@ -1,0 +1,288 @@
+"""`rollout bench policies`: which of the orders of `engine.scheduling.order` ends a batch of groups soonest.
+
+The costs of a step are measured on the engine, then the scheduler is simulated with them (`rollout.bench.simulator`) over
+distributions of lengths, children a group and sizes of the KV pool. Two of these also run on the engine: `simulator_error`.
+
+    tail      seconds from when nine tenths of the children have ended until all have (Seer, arXiv 2511.14617, calls it so)
+    ratio     the first-come order's seconds over another's: above 1 it is shorter
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from engine.config import EngineConfig, OrderName
+from engine.engine import Engine
+from engine.forward.model import ModelLike
+from engine.kv.block import Moves
+from engine.types import Group, Sampling
+from rollout.bench.simulator import Costs, Ended, Work, follow, simulate
+from rollout.models import hide_progress_bars
+
+NAME = "policies"
+LENGTHS = ("lognormal", "bimodal", "long")
+CHILDREN, N, POOLS = 512, (8, 16, 64), (1.0, 0.5, 1 / 3, 0.2)
+"""of all groups, of one, and the pool as a share of what all need at their longest"""
+MEAN_TOKENS, MOST_TOKENS, PROMPT_TOKENS = 128, 768, 64
+TIGHT = 1 / 3
+"""pool at which orders are compared"""
+REAL = ("lognormal", "bimodal")
+REAL_GROUPS, REAL_N, REAL_MEAN, REAL_SLOTS = 8, 8, 48, 32
+ROWS, CHUNKS = (1, 2, 4, 8, 16, 32), (64, 128, 256)
+DECODED = 8
+"""steps at least in which all rows decode"""
+WORSE = 0.98
+"""the best order's total may not be longer than first-come's by more than this ratio says"""
+
+
+def lengths(kind: str, groups: int, n: int, mean: int, most: int, seed: int) -> np.ndarray:
+    """Draw [groups, n] lengths: "lognormal" with half of the variance between groups, since children of a hard question are all
+    long; "bimodal", a fifth of the groups eight times as long; "long", all nearly as long as they may be."""
+    random = np.random.default_rng(seed)
+    if kind == "long":
+        drawn = most * random.uniform(0.85, 1.0, (groups, n))
+    elif kind == "bimodal":
+        drawn = mean * np.where(random.random((groups, 1)) < 0.2, 3.4, 0.4) * np.exp(0.2 * random.normal(size=(groups, n)))
+    else:
+        shared, own = random.normal(size=(groups, 1)), random.normal(size=(groups, n))
+        drawn = mean * np.exp(0.9 * (shared + own) / 2**0.5 - 0.9**2 / 2)
+    return np.clip(drawn, 2, most).astype(int)
+
+
+class Case(NamedTuple):
+    """What is simulated, under every order."""
+
+    lengths: str
+    n: int
+    pool: float
+
+    def work(self, scale: float, seed: int) -> Work:
+        mean, most = (max(4, round(tokens * scale)) for tokens in (MEAN_TOKENS, MOST_TOKENS))
+        return Work(PROMPT_TOKENS, most, lengths(self.lengths, CHILDREN // self.n, self.n, mean, most, seed))
+
+
+def measure(folder: Path, config: EngineConfig, scale: float, repeat: int) -> Iterator[dict[str, Any]]:
+    """Yield the costs, a row an order and case (means of `repeat` draws of the lengths), the runs on the engine, and the
+    summary."""
+    from engine.devices import device_of
+    from engine.forward.model import open_model
+
+    hide_progress_bars()
+    config = msgspec.structs.replace(config, model=str(folder), block_size=16)
+    model = open_model(config, device_of(config).memory)
+    costs = measure_costs(model, config)
+    yield {"workload": NAME, "costs": msgspec.to_builtins(costs)}
+    rows = []
+    for case in (Case(*each) for each in product(LENGTHS, N, POOLS)):
+        for row in compared(case, config, costs, scale, repeat):
+            rows.append(row)
+            yield row
+    errors = []
+    for kind in REAL:
+        row = on_engine(kind, model, config, costs, scale)
+        errors.append(row["error"])
+        yield row
+    yield summary(rows) | {"simulator_error": max(errors), "model": str(folder)}
+
+
+# ── what a step costs ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_costs(model: ModelLike, config: EngineConfig) -> Costs:
+    """Time steps of an engine: of some rows that decode, of chunks of prompts, over long contexts, and copies of blocks."""
+    most = max(max(CHUNKS), max(ROWS))
+    options = {"kv_tokens": 64 * most, "cpu_offload_gib": 0.05, "max_num_seqs": max(ROWS), "max_batch_tokens": most}
+    engine = Engine(msgspec.structs.replace(config, kv_gib=None, **options), model)
+    decode = {rows: step_seconds(engine, 1, rows, 4) for rows in ROWS}
+    chunk = {tokens: prompt_seconds(engine, tokens) for tokens in CHUNKS}
+    over_long = step_seconds(engine, 8, 1, 256)
+    row = (decode[32] - decode[1]) / 31
+    token = (chunk[256] - chunk[64]) / (256 - 64)
+    per_draw = max(0.0, row - token)
+    seconds = np.maximum.accumulate([decode[rows] - rows * per_draw for rows in ROWS] + [chunk[t] - per_draw for t in CHUNKS])
+    return Costs(
+        tokens=(*ROWS, *CHUNKS),
+        seconds=tuple(float(each) for each in seconds),
+        per_draw=per_draw,
+        per_kv_token=max(0.0, (over_long - decode[8]) / (8 * 256)),
+        per_block=copy_seconds(engine),
+    )
+
+
+def step_seconds(engine: Engine, groups: int, n: int, prompt_tokens: int) -> float:
+    """Return the median seconds of steps in which all children of the groups decode."""
+    random, seconds = np.random.default_rng(groups * n), []
+    for number in range(groups):
+        prompt = random.integers(16, engine.vocab_size, prompt_tokens).astype(np.int32)
+        engine.submit(Group(f"{number}", prompt, Sampling(n=n, max_tokens=DECODED + 4 * groups, ignore_eos=True, seed=number)))
+    while engine.has_work:
+        before, started = engine.counters.decode_tokens, time.perf_counter()
+        engine.step()
+        if engine.counters.decode_tokens == before + groups * n:
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def prompt_seconds(engine: Engine, tokens: int) -> float:
+    """Return the median seconds of a step that computes a prompt and draws one token."""
+    random, seconds = np.random.default_rng(tokens), []
+    for number in range(3):
+        prompt = random.integers(16, engine.vocab_size, tokens).astype(np.int32)
+        engine.submit(Group(f"{number}", prompt, Sampling(max_tokens=1, ignore_eos=True, seed=number)))
+        started = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def copy_seconds(engine: Engine, blocks: int = 16) -> float:
+    """Return the seconds for which a block is copied from one pool to the other, while nothing runs."""
+    pairs = [(slot, slot) for slot in range(blocks)]
+    engine.kv.move(Moves(offloads=pairs))
+    started = time.perf_counter()
+    engine.kv.move(Moves(offloads=pairs))
+    engine.kv.move(Moves(restores=pairs))
+    return (time.perf_counter() - started) / (2 * blocks)
+
+
+# ── simulated and real ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def compared(case: Case, config: EngineConfig, costs: Costs, scale: float, repeat: int) -> list[dict[str, Any]]:
+    """Simulate a case under every order. Returns a row for each."""
+    ends: dict[str, list[Ended]] = {order: [] for order in get_args(OrderName)}
+    for seed in range(repeat):
+        work = case.work(scale, seed)
+        need = work.needed_blocks(config.block_size)
+        pool = max(round(need * case.pool), work.longest_blocks(config.block_size))
+        for order in ends:
+            ordered = msgspec.structs.replace(config, kv_gib=None, kv_tokens=pool * config.block_size, order=order)
+            ends[order].append(simulate(work, ordered, costs, pool, need))
+    first = ends["first_come"]
+    return [
+        {"workload": NAME, **case._asdict(), "order": order}
+        | {f"{name}_seconds": round(mean([getattr(each, name) for each in runs]), 4) for name in ("half", "total", "tail")}
+        | {
+            f"{name}_ratio": round(
+                geometric([ratio(getattr(a, name), getattr(b, name)) for a, b in zip(first, runs, strict=True)]), 4
+            )
+            for name in ("total", "tail")
+        }
+        | {"steps": round(mean([each.steps for each in runs])), "offloads": round(mean([each.offloads for each in runs]))}
+        for order, runs in ends.items()
+    ]
+
+
+def on_engine(kind: str, model: ModelLike, config: EngineConfig, costs: Costs, scale: float) -> dict[str, Any]:
+    """Run one case on the engine as well, in the default order. Returns the row with both."""
+    mean_tokens = max(4, round(REAL_MEAN * scale))
+    work = Work(PROMPT_TOKENS, 4 * mean_tokens, lengths(kind, REAL_GROUPS, REAL_N, mean_tokens, 4 * mean_tokens, 0))
+    need = work.needed_blocks(config.block_size)
+    pool = max(round(need * TIGHT), work.longest_blocks(config.block_size))
+    options = {"kv_tokens": pool * config.block_size, "max_num_seqs": REAL_SLOTS, "max_batch_tokens": max(CHUNKS)}
+    config = msgspec.structs.replace(config, kv_gib=None, cpu_offload_gib=0.25, **options)
+    engine = Engine(config, model)
+    follow(engine.scheduler, work.lengths)
+    for group in work.groups():
+        engine.submit(group)
+    ends, started = list[float](), time.perf_counter()
+    while engine.has_work:
+        ended = engine.step()
+        ends += [time.perf_counter() - started] * len(ended)
+    real = Ended(np.array(ends), engine.counters.steps, engine.counters.offloads)
+    simulated = simulate(work, config, costs, pool, engine.scheduler.store.host.size)
+    return {
+        "workload": NAME,
+        "lengths": kind,
+        "engine_seconds": round(real.total, 4),
+        "simulated_seconds": round(simulated.total, 4),
+        "engine_tail_seconds": round(real.tail, 4),
+        "simulated_tail_seconds": round(simulated.tail, 4),
+        "engine_steps": real.steps,
+        "simulated_steps": simulated.steps,
+        "error": round(abs(simulated.total / real.total - 1), 4),
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Choose the best order: the shortest tail where the pool is a third of the need, by the geometric mean over lengths and n,
+    of those whose total is no longer than first-come's."""
+    tight = [row for row in rows if row["pool"] == TIGHT]
+    figures = {
+        order: {
+            name: geometric([row[name] for row in tight if row["order"] == order]) for name in ("total_ratio", "tail_ratio")
+        }
+        for order in dict.fromkeys(row["order"] for row in tight)
+    }
+    best = max(
+        (order for order in figures if figures[order]["total_ratio"] >= WORSE), key=lambda name: figures[name]["tail_ratio"]
+    )
+    return {
+        "workload": NAME,
+        "summary": True,
+        "best": best,
+        "tail_ratio_to_first_come": round(figures[best]["tail_ratio"], 4),
+        "total_ratio_to_first_come": round(figures[best]["total_ratio"], 4),
+        "orders": {order: {name: round(value, 4) for name, value in each.items()} for order, each in figures.items()},
+    }
+
+
+def ratio(first: float, other: float) -> float:
+    return first / max(other, 1e-9) if first else 1.0
+
+
+def mean(values: list[float]) -> float:
+    return float(np.mean(values))
+
+
+def geometric(values: list[float]) -> float:
+    return float(np.exp(np.mean(np.log(values))))
+
+
+def print_row(console: Console, row: dict[str, Any]) -> None:
+    if "summary" in row:
+        tail, total = row["tail_ratio_to_first_come"], row["total_ratio_to_first_come"]
+        console.print(
+            f"{NAME}: best {row['best']}; with a third of the KV first-come's tail is {tail:.2f} × as long, its total "
+            f"{total:.2f} ×; simulator off by {100 * row['simulator_error']:.1f} %"
+        )
+    elif "error" in row:
+        console.print(
+            f"  {row['lengths']}: {row['engine_seconds']:.2f} s on the engine ({row['engine_steps']} steps), "
+            f"{row['simulated_seconds']:.2f} s simulated ({row['simulated_steps']})"
+        )
+    elif "order" in row:
+        console.print(
+            f"  {row['lengths']}, n = {row['n']}, pool {row['pool']:.2f}, {row['order']}: {row['total_seconds']:.1f} s, "
+            f"tail {row['tail_seconds']:.1f} s ({row['tail_ratio']:.2f} ×)"
+        )
+    else:
+        console.print(f"{NAME}: a step of one token {1e3 * row['costs']['seconds'][0]:.1f} ms; {CHILDREN} children")
+
+
+def draw(rows: list[dict[str, Any]], path: str) -> None:
+    """Draw tail ratios over the size of the pool, a panel for each distribution of lengths. Needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.6), layout="constrained", dpi=130)
+    FigureCanvasAgg(figure)
+    for axis, kind in zip(figure.subplots(1, len(LENGTHS)), LENGTHS, strict=True):
+        for order in get_args(OrderName):
+            mine = [row for row in rows if row.get("order") == order and row["lengths"] == kind]
+            tails = [geometric([row["tail_ratio"] for row in mine if row["pool"] == pool]) for pool in POOLS]
+            axis.plot(POOLS, tails, marker="o", label=order)
+        axis.set(title=kind, xlabel="KV pool / need", ylabel="tail, ratio to first come")
+        axis.invert_xaxis()
+        axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(path)

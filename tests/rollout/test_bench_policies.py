@@ -1,0 +1,92 @@
+"""`rollout bench policies` in small: the scheduler that is simulated is the one that runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from rollout.bench import policies, run, simulator
+from rollout.bench.simulator import Costs, Ended, Work, follow, simulate
+from tests.support.tiny import tiny_engine
+
+COSTS = Costs(tokens=(1, 100), seconds=(0.02, 0.12), per_draw=0.001, per_kv_token=0.0, per_block=0.0)
+CONFIG = EngineConfig(block_size=8, kv_tokens=1024, max_num_seqs=16, max_batch_tokens=64)
+WORK = Work(12, 40, policies.lengths("bimodal", 6, 4, 16, 40, seed=1))
+
+
+def test_children_get_as_long_as_they_must_on_the_engine_and_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step for step the same schedule: the engine's scheduler is the simulated one."""
+    monkeypatch.setattr(simulator, "WORDS", range(16, 196))
+    for pool in (10_000, 20):
+        engine = tiny_engine(kv_tokens=8 * pool, max_num_seqs=16, max_batch_tokens=64, cpu_offload_gib=0.01)
+        follow(engine.scheduler, WORK.lengths)
+        for group in WORK.groups():
+            engine.submit(group)
+        samples = []
+        while engine.has_work:
+            samples += engine.step()
+        assert {(int(s.group_id), s.index): len(s.token_ids) for s in samples} == dict(np.ndenumerate(WORK.lengths))
+        assert all(sample.finish_reason == "stop" or len(sample.token_ids) == 40 for sample in samples)
+        simulated = simulate(WORK, engine.config, COSTS, pool, engine.scheduler.store.host.size)
+        assert (simulated.steps, len(simulated.seconds)) == (engine.counters.steps, 24)
+        assert bool(simulated.offloads) == (pool == 20)
+
+
+def test_a_step_costs_what_the_table_says() -> None:
+    """One child alone: a prompt of 12 tokens, then a token a step."""
+    work = Work(12, 40, np.array([[5]]))
+    ended = simulate(work, CONFIG, COSTS, 100, 0)
+    table = {tokens: 0.02 + (tokens - 1) * 0.1 / 99 for tokens in (1, 12)}
+    assert ended.steps == 5 and ended.total == pytest.approx(table[12] + 4 * table[1] + 5 * 0.001)
+    beyond = msgspec.structs.replace(COSTS, tokens=(1, 10), seconds=(0.02, 0.02 + 0.9 / 99))
+    assert simulate(work, CONFIG, beyond, 100, 0).total == pytest.approx(ended.total), "the last slope goes on"
+    kv = simulate(work, CONFIG, msgspec.structs.replace(COSTS, per_kv_token=1.0), 100, 0)
+    assert kv.total - ended.total == pytest.approx(12 + 13 + 14 + 15 + 16)
+
+
+def test_the_tail_is_what_the_last_tenth_takes() -> None:
+    ended = Ended(np.arange(1.0, 21.0), 1, 0)
+    assert (ended.half, ended.total, ended.tail) == (11.0, 20.0, 1.0)
+
+
+@pytest.mark.parametrize("kind", policies.LENGTHS)
+def test_lengths_are_within_their_bounds_and_drawn_again(kind: str) -> None:
+    drawn = policies.lengths(kind, 50, 8, 100, 600, seed=3)
+    assert drawn.shape == (50, 8) and drawn.min() >= 2 and drawn.max() <= 600
+    np.testing.assert_array_equal(drawn, policies.lengths(kind, 50, 8, 100, 600, seed=3))
+    assert (drawn != policies.lengths(kind, 50, 8, 100, 600, seed=4)).any()
+    if kind != "long":
+        assert np.log(drawn).mean(1).var() > 2 * np.log(drawn).var(1).mean() / 8, "children of a group are alike"
+
+
+def test_the_order_that_wins_is_the_default() -> None:
+    """At a third of the KV, with steps whose cost hardly depends on their rows; lengths that leave something to gain."""
+    flat = Costs(tokens=(1, 1000), seconds=(0.01, 0.02), per_draw=0.0, per_kv_token=0.0, per_block=1e-5)
+    rows = []
+    for kind in ("bimodal", "long"):
+        rows += policies.compared(policies.Case(kind, 8, policies.TIGHT), EngineConfig(block_size=16), flat, 0.25, 1)
+    found = policies.summary(rows)
+    assert found["best"] == EngineConfig().order and found["tail_ratio_to_first_come"] > 1.3
+    assert found["orders"]["first_come"] == {"total_ratio": 1.0, "tail_ratio": 1.0}
+
+
+def test_bench_policies_prints_and_draws(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "CHILDREN", 32)
+    monkeypatch.setattr(policies, "N", (4,))
+    monkeypatch.setattr(simulator, "WORDS", range(16, 96))
+    out, picture = tmp_path / "rows.jsonl", tmp_path / "p.png"
+    options = {"in_process": False, "scale": 0.1, "repeat": 1, "dtype": "float32", "threads": 1, "plot": str(picture)}
+    assert run(("policies",), model=str(tiny_model), json_file=str(out), **options) == 0  # type: ignore[arg-type]
+    *rows, last = [json.loads(line) for line in out.read_text().splitlines()]
+    assert last["summary"] and last["best"] in last["orders"] and last["tail_ratio_to_first_come"] > 0
+    assert last["simulator_error"] == max(row["error"] for row in rows if "error" in row)
+    real = [row for row in rows if "error" in row]
+    assert len(real) == 2 and all(row["engine_steps"] == row["simulated_steps"] for row in real)
+    assert "policies: best" in capsys.readouterr().out and picture.stat().st_size > 1000
