@@ -55,6 +55,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     overlap_steps: bool | None = None
     """plan and launch a step while the last one runs, whose tokens are read one step late; the samples are the same. None = on
     CUDA: on the CPU both would run on the same cores (docs/decisions/overlap.md)"""
+    drafts: int | None = None
+    """most tokens that are drafted for a child in one step, from what its group has said, where few rows run and that pays; the
+    samples are the same. 0 = off; None = 6, and 0 where steps overlap, which drafts put an end to (docs/decisions/drafts.md)"""
     share_prefix: bool = True
     """attention reads a prefix that rows share once for all of them; the numbers are the same either way"""
 
@@ -121,6 +124,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         need(self.kv_gib is None or self.kv_tokens is None, "give kv_gib or kv_tokens, not both")
         need(self.kv_gib is None or 0 < self.kv_gib < math.inf, f"kv_gib={self.kv_gib}: must be positive and finite")
         need(self.kv_tokens is None or self.kv_tokens > 0, f"kv_tokens={self.kv_tokens}: must be positive")
+        need(self.drafts is None or 0 <= self.drafts <= 64, f"drafts={self.drafts}: must be 0 (off) to 64, or unset")
         need(self.max_num_seqs >= 1, f"max_num_seqs={self.max_num_seqs}: must be at least 1")
         need(
             self.max_batch_tokens >= self.max_num_seqs,

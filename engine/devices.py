@@ -47,6 +47,9 @@ __all__ = [
     "ReferenceAttention", "TritonAttention", "TritonUnavailable", "choose_backend", "device_of",
 ]  # fmt: skip
 
+DRAFTS = 6
+"""tokens that are drafted for a child in one step, at most, where the configuration does not say"""
+
 log = logging.getLogger("rollout.engine")
 
 
@@ -273,8 +276,10 @@ def resolved(config: EngineConfig, device: Device) -> EngineConfig:
     """The configuration with what it leaves to the device. Raises ValueError if the device cannot copy ahead and is to."""
     if config.mirror_ahead and not device.mirrors:
         raise ValueError(f"mirror_ahead=True with device={config.device}: it costs more than it saves there; leave it out")
+    overlaps = device.overlaps if config.overlap_steps is None else config.overlap_steps
     return msgspec.structs.replace(
         config,
-        overlap_steps=device.overlaps if config.overlap_steps is None else config.overlap_steps,
+        overlap_steps=overlaps,
+        drafts=(0 if overlaps else DRAFTS) if config.drafts is None else config.drafts,
         mirror_ahead=device.mirrors if config.mirror_ahead is None else config.mirror_ahead,
     )

@@ -106,8 +106,9 @@ class Steps:
         """`time.perf_counter` when the newest plan was begun, and when the last step was committed"""
 
     def plan(self) -> Plan:
-        """Decide the next step. Whoever it preempts must have no token pending, so what is in flight is committed first."""
-        if self.in_flight and self.scheduler.must_preempt:
+        """Decide the next step. Whoever it preempts must have no token pending, nor whoever has drafts behind it, so what is in
+        flight is committed first."""
+        if self.in_flight and (self.scheduler.must_preempt or self.scheduler.would_draft):
             self.commit()
         with timed(self.counters, "plan_seconds") as planning:
             plan = self.scheduler.plan()
@@ -154,9 +155,11 @@ class Steps:
             except Exception as error:
                 self.ended += self.scheduler.step_failed(step.plan, self._failed(error))
                 continue
+            had = self.counters.generated_tokens
             with timed(self.counters, "commit_seconds") as committing:
                 self.ended += self.scheduler.commit(step.plan, drawn)
-            self.counters.stepped(step.plan, committing.ended - max(step.began, self._committed_at))
+            seconds = committing.ended - max(step.began, self._committed_at)
+            self.counters.stepped(step.plan, seconds, self.counters.generated_tokens - had)
             self._committed_at = committing.ended
 
     def hand_out(self) -> list[Sample]:

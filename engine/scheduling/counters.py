@@ -33,6 +33,12 @@ class Rate:
 class Counters:
     steps: int = 0
     generated_tokens: int = 0
+    draft_rows: int = 0
+    """rows of steps that may draft: each made accepted_tokens / draft_rows tokens more than one"""
+    drafted_tokens: int = 0
+    """computed ahead on the guess that they would be drawn"""
+    accepted_tokens: int = 0
+    """of them, those that were: each a step saved for its child"""
     scored_tokens: int = 0
     """given tokens whose log-probs were computed"""
     prefill_tokens: int = 0
@@ -63,7 +69,7 @@ class Counters:
     bytes_to_device: int = 0
     step_seconds: float = 0.0
     decode_seconds: float = 0.0
-    """of steps in which every row drew from one token"""
+    """of steps that did nothing but draw: behind each of their tokens"""
     decode_tokens: int = 0
     move_seconds: float = 0.0
     """copies between the pools and copies of a fork; on CUDA by its own clock, mirrors that nothing waits for included"""
@@ -99,13 +105,14 @@ class Counters:
         if copied.blocks:
             self.copy_blocks_per_second = self._copies.add(copied.blocks, copied.seconds)
 
-    def stepped(self, plan: Plan, seconds: float) -> None:
-        """Count a committed step. seconds: since it was planned, or since the one before was committed, if that was later."""
+    def stepped(self, plan: Plan, seconds: float, generated: int) -> None:
+        """Count a committed step. seconds: since it was planned, or since the one before was committed, if that was later.
+        generated: tokens that came of it."""
         self.steps += 1
         self.step_seconds += seconds
-        if plan.num_tokens == plan.num_rows:
+        if plan.draws_only:
             self.decode_seconds += seconds
-            self.decode_tokens += plan.num_tokens
+            self.decode_tokens += generated
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Count the forward of a step, nearly all of whose tokens were prefill."""

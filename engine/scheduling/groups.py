@@ -39,6 +39,7 @@ class Groups:
     ) -> None:
         self.block_size = config.block_size
         self.min_run_tokens = config.min_run_tokens
+        self.drafts = bool(config.drafts)
         self.store = store
         self.tables = tables
         self.running_table = running_table
@@ -249,7 +250,10 @@ class Groups:
             del self.of_id[state.group.id]
             self.shares.left(state.client, now)
         self.counters.ended[reason] += 1
-        return seq.sample(reason, now - state.arrived, error)
+        sample = seq.sample(reason, now - state.arrived, error)
+        if self.drafts and state.sequences:
+            state.said[seq.index] = sample.token_ids
+        return sample
 
     def _leave_blocks(self, seq: Sequence, ran: bool, now: float, continues: bool) -> None:
         """Keep the blocks of a child that ends, if its group wants that, or give them up. `continues`: a turn may follow."""

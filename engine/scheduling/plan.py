@@ -119,6 +119,11 @@ class Plan(NamedTuple):
         return len(self.token_ids)
 
     @property
+    def draws_only(self) -> bool:
+        """A token is drawn behind each that is computed."""
+        return self.num_tokens == int(self.logits.sum()) and not (self.given >= 0).any()
+
+    @property
     def followed(self) -> bool:
         """Tokens were drafted or are given, so that it is known only with the draws how far a row has come."""
         return bool((self.logits > 1).any() or (self.given >= 0).any())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from engine.scheduling.drafts import Drafts
 from engine.scheduling.groups import Groups
 from engine.scheduling.plan import Drawn
 from engine.scheduling.sequence import Row, Sequence
@@ -13,7 +14,7 @@ Take = Callable[[Sequence, int], FinishReason | None]
 """appends a draw of the step, by its number, to a sequence; returns why that ends the child, if it does"""
 
 
-def record(children: Groups, rows: list[Row], drawn: Drawn, version: int) -> list[Sample]:
+def record(children: Groups, drafts: Drafts, rows: list[Row], drawn: Drawn, version: int) -> list[Sample]:
     """Append what was drawn by the weights `version` to the sequences of a step. Returns the children that ended; those of
     groups that end with their first `finish_after` are decided over all rows. Rows whose child ended while the step was under
     way are passed over."""
@@ -36,7 +37,10 @@ def record(children: Groups, rows: list[Row], drawn: Drawn, version: int) -> lis
         if seq.ended:
             children.counters.unused_draws += draws
         elif expected:
+            had = len(seq.output)
             reason = _take_run(children, seq, expected, tokens, range(first, first + draws), take)
+            if seq.given is None:
+                drafts.learn(seq, expected, seq.output[had:])
             if reason is not None:
                 end(seq, reason)
         elif draws:

@@ -11,6 +11,7 @@ after the next step has been planned and launched (`engine.in_flight`). One call
     6. prefill       chunks for the running sequences that have more, while the token budget lasts
     7. start         waiting sequences: held, forked, preempted or reset ones, then fresh prompts
     8. mirror        ahead of pressure, copies of full blocks to host memory
+    9. draft         where few rows run and all decode: likely tokens behind the one that each computes (drafts.py)
 
 `admission.py` has 1 to 4 and what starts a sequence, `groups.py` what forks and ends one, `rows.py` a row and the plan of all,
 `recording.py` what becomes of the draws.
@@ -28,6 +29,7 @@ from engine.kv.store import BlockStore
 from engine.scheduling.admission import Admission
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
+from engine.scheduling.drafts import Drafts
 from engine.scheduling.groups import Groups
 from engine.scheduling.plan import Drawn, Plan, copies_only
 from engine.scheduling.recording import record
@@ -67,6 +69,7 @@ class Scheduler:
         self.shares = shares = Shares(config.foreground_s)
         self.tables = tables = BlockTables(config, store, counters)
         self.rows = Rows(config, store, tables)
+        self.drafts = Drafts(config.drafts or 0, store, tables, counters)
         self.children = Groups(config, store, tables, running, waiting, shares, counters, clock)
         self.admission = Admission(config, store, tables, running, waiting, shares, counters, self.children.kept)
         self.groups = self.children.of_id
@@ -123,12 +126,15 @@ class Scheduler:
         decoding = self._decode(most)
         filling = self._prefill(most, len(decoding))
         self.admission.pressure.mirror(self.running)
-        rows = sorted(decoding + filling, key=lambda row: row[0].age) if filling else decoding
-        self._planned += 1
+        pending, self._planned = bool(self._rows), self._planned + 1
+        if filling:
+            rows = sorted(decoding + filling, key=lambda row: row[0].age)
+        else:
+            rows = decoding if pending else self.drafts.extend(decoding, most - len(decoding), self.version, self._planned, now)
         if not rows:
             return copies_only(self._planned, self.store.moves)
         shared = tuple(shared_prefixes(rows, self.block_size)) if self.config.share_prefix else ()
-        pending, self._rows[self._planned] = bool(self._rows), rows
+        self._rows[self._planned] = rows
         if not pending:
             self.shares.step_began(now)
         return plan_of(self._planned, rows, shared, self.store.moves, self.running_table, self.block_size, pending)
@@ -177,6 +183,11 @@ class Scheduler:
         """True if the next plan would stop a sequence. The step in flight must be committed first: it may end some, and no
         sequence stops while a token of it is pending."""
         return self.admission.must_preempt
+
+    @property
+    def would_draft(self) -> bool:
+        """True if the next plan may draft if no step is in flight: what comes after a draft is known with the draws only."""
+        return self.drafts.wanted(self.running)
 
     def offload_all(self) -> Plan:
         """Stop every sequence and offload its blocks, the first in rank first, as far as host memory has room. Returns a plan
@@ -229,7 +240,8 @@ class Scheduler:
         that ended while the step was under way are passed over."""
         rows, now = self._rows.pop(plan.step), self._clock()
         self.shares.step_ended(tokens_by_client(rows, plan.num_tokens, self.shares.only_client), now, self.admission.holding)
-        samples = record(self.children, rows, drawn, self.version)
+        self.drafts.ended(plan.step, now)
+        samples = record(self.children, self.drafts, rows, drawn, self.version)
         self.shares.committed(self._clock() - now)
         return samples
 

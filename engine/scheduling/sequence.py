@@ -9,6 +9,7 @@ import numpy as np
 from engine.kv.block import Block
 from engine.kv.versions import KVVersions
 from engine.scheduling.order import Order, Rank, first_come
+from engine.scheduling.texts import Texts
 from engine.scheduling.tracked import LogitRules, Tracked
 from engine.types import Begun, Chunk, FinishReason, Group, Sample
 
@@ -39,6 +40,8 @@ class GroupState:
         "begun",
         "ranks",
         "longest",
+        "said",
+        "texts",
     )
 
     def __init__(self, group: Group, client: str, number: int, seed: int, arrived: float, eos: frozenset[int]) -> None:
@@ -74,6 +77,10 @@ class GroupState:
         """one of its sequences has run"""
         self.finished = 0
         """children that ended by themselves"""
+        self.said: dict[int, np.ndarray] = {}
+        """[tokens] int32 of children that have ended, if these help to draft"""
+        self.texts: Texts | None = None
+        """index of what its children have said; None: nobody has drafted"""
         self.cut_at: int | None = None
         """tokens at which its children are cut; None: not enough of them have ended for that"""
         self.forked = not self.fresh

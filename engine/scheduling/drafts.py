@@ -1,0 +1,184 @@
+"""Drafts: what a child will probably draw next, guessed from what its group has said already.
+
+    siblings    … the sum of 12 and 30 is 42 , so …
+    child       … because the sum of 12 | and 30 is 42       ← a row of 1 + 4 tokens with 5 draws
+                                        |  ✓  ✓  ✓  ✗          draws: "and" "30" "is" "forty": these four are kept
+
+Where few rows run, a step costs hardly more with some tokens more in it. So a row that has one token to compute carries
+the likeliest continuation behind it, found where the last tokens stood before: in siblings, finished or running, in the prompt,
+in the child itself. Each position draws with its own counter, and a drafted token stays if it is the one that is drawn: the
+sample is the same to the bit, at any temperature.
+
+How many tokens a step drafts is what gives most tokens a second, by two tables: how often tokens behind a match of that length
+were right in this group, and what steps of so many tokens took. Ideas: prompt lookup decoding (Saxena 2023),
+grouped speculative decoding among siblings (Seer, arXiv 2511.14617).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+
+from engine.kv.store import BlockStore
+from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.counters import Counters
+from engine.scheduling.sequence import GroupState, Row, Sequence
+from engine.scheduling.texts import Texts
+
+MOST_ROWS = 32
+"""of a step that drafts: with more, looking for drafts takes longer than they save"""
+MOST_TOKENS = 65_536
+"""of one group's texts in the index; with more it begins anew with the latest of each text"""
+SIZES = (*range(1, 17), *range(20, 65, 4), *range(72, 257, 8))
+"""numbers of tokens of a step whose seconds are kept apart"""
+REMEMBERED = 512
+"""steps after which what a size took is measured again"""
+PLAIN_EVERY = 32
+"""one step in so many drafts nothing, so that it is known what that takes"""
+
+
+class StepSeconds:
+    """What steps took that did nothing but draw, by their number of tokens."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        """by index of SIZES, means that decay"""
+        self._measured: dict[int, int] = {}
+        self._steps = 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Count a step."""
+        if tokens > SIZES[-1] or seconds <= 0:
+            return
+        size, self._steps = bisect_right(SIZES, tokens) - 1, self._steps + 1
+        mean = self._seconds.get(size, seconds)
+        self._seconds[size] = mean + (min(seconds, 2 * mean) - mean) / 8  # a pause of the machine counts little
+        self._measured[size] = self._steps
+        if self._steps % 64 == 0:
+            for old in [size for size, step in self._measured.items() if step < self._steps - REMEMBERED]:
+                del self._seconds[old], self._measured[old]
+
+    def of(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the seconds of steps of so many tokens: as long as one that is known to be smaller, until they are tried. [T]
+        float64 for [T] ascending numbers."""
+        if not self._seconds:
+            return np.ones(len(tokens))
+        sizes = sorted(self._seconds)
+        known = np.array([self._seconds[size] for size in sizes])
+        seconds: np.ndarray = np.interp(tokens, [SIZES[size] for size in sizes], np.maximum.accumulate(known))
+        return seconds
+
+
+class Drafts:
+    """A part of the scheduler: makes rows of one token longer. `most`: tokens drafted for a row, 0 = off."""
+
+    def __init__(self, most: int, store: BlockStore, tables: BlockTables, counters: Counters) -> None:
+        self.most = most
+        self.seconds = StepSeconds()
+        self._store = store
+        self._tables = tables
+        self._counters = counters
+        self._matched: dict[Sequence, int] = {}
+        """length of the match behind each draft of the newest step"""
+        self._timed = 0, 0, 0.0
+        """the newest step that did nothing but draw: its number, its tokens and when it began"""
+        self._steps = 0
+
+    def wanted(self, running: list[Sequence]) -> bool:
+        """True if the next step may draft, once all that was drawn is known."""
+        return 0 < len(running) <= MOST_ROWS and self.most > 0
+
+    def extend(self, rows: list[Row], budget: int, version: int, step: int, now: float) -> list[Row]:
+        """Return the rows of a step, all of which have one token to compute, with drafts where these pay: at most `budget`
+        tokens, in blocks that nobody owns. step: its number, now: seconds, when it began."""
+        self._matched.clear()
+        if not self.wanted([row[0] for row in rows]):
+            return rows
+        self._steps += 1
+        self._counters.draft_rows += len(rows)
+        if self._steps % PLAIN_EVERY:
+            for state in {row[0].state.number: row[0].state for row in rows if may_draft(row[0])}.values():
+                index(state)
+            guesses = [self._guess(row[0]) for row in rows]
+            counts = self._counts(rows, guesses, budget)
+            rows = [
+                self._longer(row, guess[:count], length, version) if count else row
+                for row, (guess, length), count in zip(rows, guesses, counts, strict=True)
+            ]
+        self._timed = step, sum(row[2] for row in rows), now
+        return rows
+
+    def ended(self, step: int, now: float) -> None:
+        """Note that the step of that number was read, at `now` seconds."""
+        if step == self._timed[0]:
+            self.seconds.add(self._timed[1], now - self._timed[2])
+
+    def learn(self, seq: Sequence, expected: tuple[int, ...], drawn: list[int]) -> None:
+        """Note what became of a draft. drawn: the tokens that were appended to the sequence, one more than were right unless
+        one of these ended it."""
+        right = [token == guess for token, guess in zip(drawn, expected, strict=False)]
+        self._counters.drafted_tokens += len(expected)
+        self._counters.accepted_tokens += len(drawn) - 1 if drawn else 0
+        if seq.state.texts is not None:
+            seq.state.texts.learn(self._matched[seq], right)
+
+    def _guess(self, seq: Sequence) -> tuple[tuple[int, ...], int]:
+        """Guess the next tokens of a sequence, and say how long the match is."""
+        texts, most = seq.state.texts, min(self.most, seq.limit - seq.length - 1)
+        if texts is None or most <= 0 or not may_draft(seq):
+            return (), 0
+        return texts.guess(texts.end(seq.index), most)
+
+    def _counts(self, rows: list[Row], guesses: list[tuple[tuple[int, ...], int]], budget: int) -> list[int]:
+        """Choose how many tokens of each guess are computed: together as many as give most tokens a second."""
+        chances = []
+        for i, (row, (guess, length)) in enumerate(zip(rows, guesses, strict=True)):
+            if guess and row[0].state.texts is not None:
+                chances += [(-chance, at, i) for at, chance in enumerate(row[0].state.texts.chances(length, len(guess)))]
+        counts = [0] * len(rows)
+        chances = sorted(chances)[: max(0, budget)]
+        if not chances:
+            return counts
+        kept = len(rows) + np.cumsum([0.0, *(-chance for chance, _, _ in chances)])
+        seconds = self.seconds.of(len(rows) + np.arange(len(kept)))
+        for _, _, i in chances[: int(np.argmax(kept / seconds))]:
+            counts[i] += 1
+        return counts
+
+    def _longer(self, row: Row, draft: tuple[int, ...], length: int, version: int) -> Row:
+        """Return a row with as much of a draft behind it as there is room for."""
+        seq, start, count, samples, _ = row
+        room = (len(seq.blocks) + self._store.available) * self._tables.block_size - start - count
+        draft = draft[: max(0, room)]
+        if not draft:
+            return row
+        self._tables.extend(seq, start + count + len(draft), version)
+        self._matched[seq] = length
+        return seq, start, count + len(draft), samples + len(draft), draft
+
+
+PROMPT = -1
+"""number of the prompt among a group's texts; those of its children are their indices"""
+
+
+def may_draft(seq: Sequence) -> bool:
+    """True if a sequence that has one token to compute may have drafts behind it: not before its group forks; not while its
+    group ends with its first `finish_after` children, since which these are must not depend on what was guessed; and not where
+    its logits are changed, which takes longer than a draft saves."""
+    state = seq.state
+    return state.forked and not state.races and state.rules is None and seq.given is None and not seq.pending
+
+
+def index(state: GroupState) -> None:
+    """Bring the index of a group up to what its children have said."""
+    if state.texts is None:
+        state.texts = Texts()
+    elif len(state.texts) > MOST_TOKENS:
+        state.texts.forget()
+    texts, most = state.texts, MOST_TOKENS // (2 + 2 * len(state.said) + 2 * len(state.sequences))
+    texts.add(PROMPT, state.group.prompt, most)
+    for number, tokens in state.said.items():
+        texts.add(number, tokens, most, behind=PROMPT)
+    for number, sibling in state.sequences.items():
+        texts.add(number, sibling.output, most, behind=PROMPT)

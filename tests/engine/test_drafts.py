@@ -1,0 +1,357 @@
+"""Drafts from siblings: what is guessed, when it pays, and that the samples are the same; with mutants."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import engine.scheduling.drafts as drafts
+import engine.scheduling.recording as recording
+import engine.scheduling.rows as planning
+from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.drafts import MOST_ROWS, PLAIN_EVERY, Drafts, StepSeconds
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import GroupState
+from engine.scheduling.texts import LONGEST, Texts
+from tests.support.harness import Harness, random_schedule
+from tests.support.plans import commit, launch, rows, small_scheduler, step, submit
+
+PROMPT = -1
+
+
+def texts(*said: list[int], prompt: tuple[int, ...] = (50,)) -> Texts:
+    made = Texts()
+    made.add(PROMPT, np.array(prompt, np.int32), 1000)
+    for index, tokens in enumerate(said):
+        made.add(index, tokens, 1000, behind=PROMPT)
+    return made
+
+
+# ── what is guessed ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_continuation_of_the_longest_match() -> None:
+    made = texts([1, 2, 3, 4, 5, 6], [9, 2, 3, 7, 7], [8, 1, 2, 3])
+    assert made.guess(made.end(2), 3) == ((4, 5, 6), 3)
+    assert made.guess(made.end(2), 2) == ((4, 5), 3)
+
+
+def test_of_equal_matches_what_most_have_and_then_the_latest() -> None:
+    made = texts([1, 2, 5, 6], [1, 2, 7, 8], [1, 2, 5, 9], [0, 1, 2])
+    assert made.guess(made.end(3), 3) == ((5, 9), 2)
+
+
+def test_prompt_and_own_text_are_looked_at() -> None:
+    made = texts([7, 8], prompt=(3, 4, 5, 6, 7, 8, 9, 3, 4))
+    assert made.guess(made.end(0), 2) == ((9, 3), 2)
+    own = texts([1, 2, 3, 1, 2])
+    assert own.guess(own.end(0), 4) == ((3, 1, 2), 2)
+
+
+def test_nothing_is_guessed_behind_what_never_stood_there() -> None:
+    made = texts([1, 2, 3], [4, 5], [])
+    assert made.guess(made.end(1), 3) == ((), 2)
+    assert made.guess(made.end(2), 3) == ((), 2)
+    assert Texts().add(0, [], 10) == -1 and Texts().guess(-1, 3) == ((), 2)
+
+
+def test_texts_grow_token_by_token() -> None:
+    whole, grown = texts([1, 2, 3, 4, 1, 2]), texts()
+    for count in range(7):
+        grown.add(0, [1, 2, 3, 4, 1, 2][:count], 1000, behind=PROMPT)
+    assert grown.guess(grown.end(0), 9) == whole.guess(whole.end(0), 9) == ((3, 4, 1, 2), 2)
+
+
+def test_an_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins anew with the latest of each text, and goes on finding what was said since."""
+    monkeypatch.setattr(drafts, "MOST_TOKENS", 64)
+    scheduler = small_scheduler(64, drafts=4, max_batch_tokens=32)
+    submit(scheduler, "g", [1, 2, 3], n=2, max_tokens=200)
+    most = 0
+    for number in range(120):
+        step(scheduler, 1 + number % 7)
+        state = scheduler.groups.get("g")
+        most = max(most, len(state.texts) if state is not None and state.texts is not None else 0)
+    assert 32 < most < 64 + 20 and scheduler.counters.drafted_tokens > 0
+
+
+# ── when it pays ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_what_is_right_is_trusted_more() -> None:
+    made = Texts()
+    before = made.chances(3, 2)
+    for _ in range(50):
+        made.learn(3, [True, False])
+    after = made.chances(3, 2)
+    assert after[0] > 0.9 > before[0] and after[1] < before[1] and len(after) == 2
+    for _ in range(1000):
+        made.learn(LONGEST + 3, [False])
+    assert made.chances(LONGEST, 1)[0] < 0.05, "what is longer than can be told counts with the longest"
+
+
+def test_seconds_of_sizes_between_and_beyond() -> None:
+    seconds = StepSeconds()
+    assert seconds.of(np.arange(1, 4)).tolist() == [1, 1, 1], "nothing is known: every size is worth a try"
+    seconds.add(1, 1.0)
+    assert seconds.of(np.array([1, 8])).tolist() == [1, 1]
+    seconds.add(9, 5.0)
+    assert seconds.of(np.array([1, 5, 9, 100])).tolist() == [1, 3, 5, 5]
+    seconds.add(9, 500.0)
+    assert seconds.of(np.array([9]))[0] < 6, "one pause is no price"
+    for _ in range(600):
+        seconds.add(1, 1.0)
+    assert seconds.of(np.array([1, 9])).tolist() == [1, 1], "what was long ago is tried again"
+    seconds.add(10_000, 9.0)
+
+
+def likely(scheduler: Scheduler, **sampling: Any) -> None:
+    """A child that runs, of a group whose prompt says all that follows."""
+    submit(scheduler, "g", [*range(1, 9), 1, 2], max_tokens=40, **sampling)
+    step(scheduler, 3)
+
+
+def drafted(scheduler: Scheduler) -> int:
+    """Tokens that the next plan drafts."""
+    plan = launch(scheduler)
+    count = sum(row.count - 1 for row in rows(scheduler, plan))
+
+    commit(scheduler, plan, 4)
+    return count
+
+
+def test_a_row_carries_the_draft() -> None:
+    scheduler = small_scheduler(drafts=3, max_batch_tokens=16)
+    likely(scheduler)
+    assert drafted(scheduler) == 3
+
+
+@pytest.mark.parametrize(
+    ("why", "config", "sampling"),
+    [
+        ("it is off", {"drafts": 0}, {}),
+        ("the group races", {}, {"n": 2, "finish_after": 1}),
+        ("the budget of the step", {"max_batch_tokens": 4, "max_num_seqs": 4, "n": 4}, {"n": 4}),
+    ],
+)
+def test_no_drafts(why: str, config: dict[str, Any], sampling: dict[str, Any]) -> None:
+    config.pop("n", None)
+    scheduler = small_scheduler(32, **{"drafts": 3, "max_batch_tokens": 16, **config})
+    submit(scheduler, "g", [*range(1, 9), 1, 2], max_tokens=40, **sampling)
+    while scheduler.counters.generated_tokens < 4:
+        step(scheduler, 3)
+    assert drafted(scheduler) == 0, why
+
+
+def test_no_drafts_beside_prefill_or_with_many_rows() -> None:
+    scheduler = small_scheduler(32, drafts=3, max_batch_tokens=16)
+    likely(scheduler)
+    submit(scheduler, "other", range(30, 42))
+    plan = launch(scheduler)
+    assert [row.count for row in rows(scheduler, plan)] == [1, 12]
+    wide = small_scheduler(400, drafts=3, max_num_seqs=MOST_ROWS + 1, max_batch_tokens=128)
+    likely(wide, n=MOST_ROWS + 1)
+    assert drafted(wide) == 0
+
+
+def test_what_does_not_pay_is_not_drafted() -> None:
+    """Steps take as long as they have tokens: a guess is never worth its time, once that is known."""
+    h = Harness(512, 0, block_size=4, max_num_seqs=4, max_batch_tokens=64, drafts=6)
+    clock = [0.0]
+    h.scheduler._clock = lambda: clock[0]
+    h.submit("g", [1, 2, 3, 4, 5, 1, 2, 3], n=4, max_tokens=400, seed=1)
+    early = 0
+    for number in range(4 * PLAIN_EVERY):
+        plan = h.scheduler.plan()
+        h.move(plan.moves, None)
+        h.scheduler.moved()
+        for seq in h.scheduler.running:
+            h.oldest.setdefault(seq.state.group.id, 0)
+        drawn = h.compute(plan)
+        h.scheduler.launched(plan)
+        clock[0] += plan.num_tokens
+        h.take(h.scheduler.commit(plan, drawn))
+        early = h.scheduler.counters.drafted_tokens if number == PLAIN_EVERY else early
+    late = h.scheduler.counters.drafted_tokens - early
+    assert 0 < early and late < early, "it goes on drafting though that costs as much as it gives"
+
+
+def test_blocks_of_a_draft_that_was_wrong_are_given_back() -> None:
+    scheduler = small_scheduler(6, drafts=6, block_size=2, max_batch_tokens=16)
+    submit(scheduler, "g", [1, 2, 1, 2, 1], max_tokens=7)
+    for token in (2, 7, 7, 7):
+        plan = launch(scheduler)
+
+        commit(scheduler, plan, token)
+        (seq,) = scheduler.running
+        assert len(seq.blocks) == -(-seq.cached // 2)
+
+
+# ── the same samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def guessing(seed: int, drafts: int) -> Harness:
+    """Groups whose texts can be guessed, of stop tokens and lengths of all kinds, some refreshed, over a pool of some size."""
+    r = random.Random(seed)
+    h = Harness(
+        r.choice([24, 64]), r.choice([0, 20]), block_size=r.choice([1, 2, 4]), max_num_seqs=r.choice([2, 8]),
+        max_batch_tokens=32, overlap=r.random() < 0.5, drafts=drafts,
+    )  # fmt: skip
+    for number in range(6):
+        prompt = [1 + i % 5 for i in range(r.randrange(1, 9))]
+        h.submit(f"g{number}", prompt, n=r.choice([1, 3]), max_tokens=r.choice([1, 5, 14]), seed=1 + 2 * r.randrange(99))
+    for number in range(40):
+        h.step()
+        h.check()
+        if number % 13 == 12:
+            h.refresh(r.choice(["keep", "recompute"]))
+    h.finish()
+    return h
+
+
+def test_schedules_with_drafts_and_without() -> None:
+    """Every sample is what it must be (`Harness.finish`), and drafts save steps."""
+    accepted = drafted = 0
+    for seed in range(40):
+        with_drafts, without = guessing(seed, 6), guessing(seed, 0)
+        accepted += with_drafts.scheduler.counters.accepted_tokens
+        drafted += with_drafts.scheduler.counters.drafted_tokens
+        assert not without.scheduler.counters.drafted_tokens
+        for key, sample in without.got.items():
+            got = with_drafts.got[key]
+            assert got.token_ids.tolist() == sample.token_ids.tolist() and got.logprobs.tolist() == sample.logprobs.tolist()
+            assert got.finish_reason == sample.finish_reason
+    assert drafted > accepted > 200
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_schedules_with_drafts_long() -> None:
+    for seed in range(40, 4000):
+        guessing(seed, 6)
+
+
+def patch_accept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a draft is accepted without a look at what was drawn"""
+    take_run = recording._take_run
+
+    def trusting(children: Any, seq: Any, expected: Any, tokens: list[int], run: range, take: Any) -> Any:
+        guessed = list(tokens)
+        if seq.given is None:
+            guessed[run.start : run.start + len(expected)] = expected
+        return take_run(children, seq, expected, guessed, run, take)
+
+    monkeypatch.setattr(recording, "_take_run", trusting)
+
+
+def patch_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """all draws of a row have the counter of its last token"""
+    look_ahead = planning._look_ahead
+
+    def last(samples: np.ndarray, expected: Any, positions: np.ndarray) -> Any:
+        kept = positions.copy()
+        result = look_ahead(samples, expected, positions)
+        positions[:] = kept
+        return result
+
+    monkeypatch.setattr(planning, "_look_ahead", last)
+
+
+def patch_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a child goes on behind its stop token where a draft was right about it"""
+
+    def deaf(children: Any, seq: Any, expected: Any, tokens: list[int], run: range, take: Any) -> Any:
+        had, reason = len(seq.output), None
+        for at, number in enumerate(run):
+            reason = take(seq, number) or reason
+            if at == len(expected) or tokens[number] != expected[at]:
+                break
+        children.tables.settle(seq, seq.cached + len(seq.output) - had - 1)
+        return reason
+
+    monkeypatch.setattr(recording, "_take_run", deaf)
+
+
+def patch_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV of rejected tokens counts as computed"""
+    settle = BlockTables.settle
+    monkeypatch.setattr(BlockTables, "settle", lambda self, seq, cached: settle(self, seq, len(seq.blocks) * self.block_size))
+
+
+def patch_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """blocks of rejected tokens stay"""
+
+    def keep(self: BlockTables, seq: Any, cached: int) -> None:
+        start, seq.cached = seq.cached, cached
+        self.fill(seq, start)
+
+    monkeypatch.setattr(BlockTables, "settle", keep)
+
+
+def patch_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """drafts go beyond the length of a child"""
+    guess = Drafts._guess
+
+    def beyond(self: Drafts, seq: Any) -> Any:
+        limit, seq.limit = seq.limit, seq.limit + 9
+        try:
+            return guess(self, seq)
+        finally:
+            seq.limit = limit
+
+    monkeypatch.setattr(Drafts, "_guess", beyond)
+    monkeypatch.setattr(recording, "_take_run", _behind_the_end)
+
+
+def _behind_the_end(children: Any, seq: Any, expected: Any, tokens: list[int], run: range, take: Any) -> Any:
+    """Append all that fits a draft, and only then look whether the child has ended."""
+    reasons = []
+    for at, number in enumerate(run):
+        reasons.append(take(seq, number))
+        if at == len(expected) or tokens[number] != expected[at]:
+            break
+    children.tables.settle(seq, seq.cached + len(reasons) - 1)
+    return next(filter(None, reasons), None)
+
+
+MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    patch_accept, patch_counter, patch_ended, patch_settle, patch_blocks, patch_last,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__doc__)
+def test_mutants_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, IndexError, AttributeError, TypeError)):
+        for seed in range(120):
+            guessing(seed, 6)
+
+
+def test_groups_that_race_end_alike_with_drafts_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which children are the first does not depend on what was guessed; the control drafts for them too."""
+
+    def cut(drafts: int) -> list[tuple[str, int, int]]:
+        h = Harness(128, 0, block_size=4, max_num_seqs=16, max_batch_tokens=64, drafts=drafts)
+        for number in range(8):
+            h.submit(f"g{number}", [1, 2, 3, 4, 5, 1], n=5, max_tokens=30, finish_after=2, seed=2 * number + 1)
+        h.finish()
+        return sorted((id, index, len(sample.token_ids)) for (id, index), sample in h.got.items())
+
+    plain = cut(0)
+    assert cut(6) == plain
+    monkeypatch.setattr(drafts, "may_draft", lambda seq: seq.state.forked and seq.given is None and not seq.pending)
+    assert cut(6) != plain
+
+
+def test_the_random_schedules_draft() -> None:
+    """Else they would show nothing."""
+    counted = [random_schedule(seed).scheduler.counters for seed in range(30)]
+    assert sum(each.drafted_tokens for each in counted) > sum(each.accepted_tokens for each in counted) > 20
+
+
+def test_an_index_goes_with_its_group() -> None:
+    scheduler = small_scheduler(32, drafts=3, max_batch_tokens=16)
+    submit(scheduler, "g", [*range(1, 9), 1, 2], n=2, max_tokens=6)
+    states: list[GroupState] = [*scheduler.groups.values()]
+    while scheduler.has_work:
+        step(scheduler, 3)
+    assert not scheduler.groups and states[0].texts is not None
+    assert not any(state.said for state in scheduler.groups.values())
