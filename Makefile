@@ -22,7 +22,7 @@ GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP),gpu-wheels)
 WHEELS ?= build/wheels
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test quick test-arithmetic test-gpu check format bench bench-gpu wheels gpu-wheels clean
+.PHONY: help venv model demo test quick test-arithmetic fleet-chaos test-gpu check format bench bench-gpu wheels gpu-wheels clean
 .SUFFIXES:
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make test-arithmetic   its native part where torch sums as on AVX2, and an installed wheel without a compiler"
 	@echo "make check   format, lint, types, import directions"
 	@echo "make bench   throughput of the named workloads; WORKLOADS='fanout long' and ARGS='--scale 0.25' pick"
+	@echo "make fleet-chaos  ten minutes of a fleet under an adversary; MINUTES=1 is shorter"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make test-gpu, bench-gpu   the CUDA paths: their tests, and figures as JSON lines; MODELS='qwen3-8b' and ARGS pick"
 
@@ -63,6 +64,10 @@ quick: $(STAMP)
 test-arithmetic: model
 	@ONEDNN_MAX_CPU_ISA=avx2 $(BIN)/python -m pytest $(NATIVE) $(ARGS)
 	@$(BIN)/python -m pytest -m long tests/test_wheel.py $(ARGS)
+
+# replicas killed, stopped and cut off while weights change; the last line is JSON
+fleet-chaos: $(STAMP)
+	@$(BIN)/python -m tests.support.fleet_chaos --minutes $(or $(MINUTES),10) $(ARGS)
 
 test-gpu: $(GPU_READY)
 	@$(GPU_PYTHON) -m pytest -m gpu -W default tests/gpu/test_attention_oracle.py $(ARGS)

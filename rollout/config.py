@@ -72,6 +72,22 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"exit_when_stalled_s={self.exit_when_stalled_s}: must be positive; leave it out for never")
 
 
+class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Many replicas of the model behind one address. docs/fleet.md"""
+
+    replicas: int = 0
+    """processes on this host that have the engine, each with its part of the cores or GPUs; 0 = this process has it"""
+    replica_grace_s: float = 60.0
+    """a group waits so many seconds for a replica that serves, then it ends as "error" """
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field and what it accepts."""
+        if self.replicas < 0:
+            raise ValueError(f"replicas={self.replicas}: must be 0 (no fleet) or positive")
+        if not self.replica_grace_s >= 0:
+            raise ValueError(f"replica_grace_s={self.replica_grace_s}: must be 0 or positive")
+
+
 class TrackingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the service's metrics go. docs/metrics.md lists them; `rollout status` shows the last ones in any case."""
 
@@ -126,6 +142,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     service: ServiceConfig = ServiceConfig()
     limits: Limits = Limits()
     tracking: TrackingConfig = TrackingConfig()
+    fleet: FleetConfig = FleetConfig()
 
 
 def load(path: str | Path) -> Config:

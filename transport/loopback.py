@@ -29,6 +29,7 @@ class LoopbackService:
         self._clients: dict[bytes, LoopbackClient] = {}
         self._peers = 0
         self._open = True
+        self._woken = False
 
     def connect(self) -> LoopbackClient:
         with self._changed:
@@ -41,7 +42,8 @@ class LoopbackService:
 
     def receive(self, timeout: float, most: int = BATCH) -> list[tuple[bytes, list[Frame]]]:
         with self._changed:
-            self._changed.wait_for(lambda: self._inbox, timeout)
+            self._changed.wait_for(lambda: self._inbox or self._woken, timeout)
+            self._woken = False
             was_full = len(self._inbox) >= QUEUED_MESSAGES
             received = [self._inbox.popleft() for _ in range(min(most, len(self._inbox)))]
             clients = list(self._clients.values()) if was_full else []
@@ -55,6 +57,11 @@ class LoopbackService:
 
     def expect(self, extra_bytes: int) -> None:
         """Do nothing: messages are counted here."""
+
+    def wake(self) -> None:
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
 
     def close(self, linger: float = 0.0) -> None:
         """Wait up to `linger` seconds until the clients have taken what was sent."""

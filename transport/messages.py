@@ -1,7 +1,7 @@
 """The messages, as msgspec tagged unions. docs/wire.md tells when each is sent and what answers it.
 
     client -> service:  Hello Submit Abort Ack StatusRequest Heartbeat Goodbye
-                        Begin Chunk Commit Abandon WeightsRequest Control Sleep Wake
+                        Begin Chunk Prepare Commit Abandon WeightsRequest Control Sleep Wake
     service -> client:  Welcome Refused SampleDone Progress StatusReply Alive Closing
                         Lease Staged Applied Asleep Done
 
@@ -71,6 +71,8 @@ class Submit(msgspec.Struct, frozen=True, eq=False, tag="submit", forbid_unknown
     """those of `begun` are the tokens whose log-probs are wanted; nothing is drawn"""
     after: tuple[str, int] | None = None
     """(group id, index) of the child of this session that the group continues: a hint, see `Group.after`"""
+    client: str = ""
+    """on whose behalf a front asks: its clients share as if each had come by itself"""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
@@ -132,6 +134,14 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, tag="chunk", forbid_unknown_f
     """each [bytes] uint8"""
 
 
+class Prepare(msgspec.Struct, frozen=True, tag="prepare", forbid_unknown_fields=True):
+    """Say when all of it is staged and checked: Commit can then fail only as a machine can. For whoever commits in several
+    services at once. Answer: Staged, or why not."""
+
+    request_id: int
+    push_id: PushId
+
+
 class Commit(msgspec.Struct, frozen=True, tag="commit", forbid_unknown_fields=True):
     """Apply it at the next step boundary at which all of it is staged. Answer: Applied, or why not."""
 
@@ -139,6 +149,8 @@ class Commit(msgspec.Struct, frozen=True, tag="commit", forbid_unknown_fields=Tr
     push_id: PushId
     digest: str
     """of the manifest"""
+    kv: KVPolicy | None = None
+    """in place of Begin's"""
 
 
 class Abandon(msgspec.Struct, frozen=True, tag="abandon", forbid_unknown_fields=True):
@@ -256,7 +268,7 @@ class Lease(msgspec.Struct, frozen=True, tag="lease", forbid_unknown_fields=True
 
 
 class Staged(msgspec.Struct, frozen=True, tag="staged", forbid_unknown_fields=True):
-    """That chunk is staged, and so is all before it."""
+    """That chunk is staged, and so is all before it; to Prepare: all of it is, and is what the manifest says."""
 
     request_id: int
 
@@ -295,7 +307,7 @@ class Closing(msgspec.Struct, frozen=True, tag="closing", forbid_unknown_fields=
     reason: str
 
 
-WeightMessage = Begin | Chunk | Commit | Abandon
+WeightMessage = Begin | Chunk | Prepare | Commit | Abandon
 AdminMessage = WeightsRequest | Control | Sleep | Wake
 ClientMessage = Hello | Submit | Abort | Ack | StatusRequest | Heartbeat | Goodbye | WeightMessage | AdminMessage
 Answer = Lease | Staged | Applied | Asleep | Done

@@ -2,7 +2,8 @@
 
     ServiceEnd.receive(timeout, most) -> [(peer, frames)]    ClientEnd.receive(timeout, sending) -> [frames]
     ServiceEnd.send(peer, frames) -> bool                    ClientEnd.send(frames) -> bool
-    ServiceEnd.endpoint, expect(bytes), close(linger)        ClientEnd.connected, connections, wake(), close(linger)
+    ServiceEnd.endpoint, expect(bytes), wake(), close(linger)
+                                                             ClientEnd.connected, connections, wake(), close(linger)
     ServiceEnd.keys: KeyRing | None                          ClientEnd.refusal
 
 `send` returns False where the message cannot be taken now (queue full, peer gone); it never blocks and never drops. A peer is
@@ -63,6 +64,7 @@ class ServiceTransport(Protocol):
     def receive(self, timeout: float, most: int = BATCH) -> list[tuple[bytes, list[Frame]]]: ...
     def send(self, peer: bytes, frames: list[Frame]) -> bool: ...
     def expect(self, extra_bytes: int) -> None: ...
+    def wake(self) -> None: ...
     def close(self, linger: float = 0.0) -> None: ...
 
 
@@ -168,6 +170,33 @@ def _descriptor(frame: zmq.Frame) -> int:
         return -1
 
 
+class Wakes:
+    """A descriptor to poll beside a socket, so that another thread can end the wait."""
+
+    def __init__(self) -> None:
+        self.end, self._write = socket.socketpair()
+        """`end`: readable when somebody has woken"""
+        self.end.setblocking(False)
+        self._write.setblocking(False)
+
+    def wake(self) -> None:
+        try:
+            self._write.send(b"\0")
+        except (BlockingIOError, OSError):
+            pass  # the buffer is full of wakes, or the end is closed: either way nobody needs another one
+
+    def clear(self) -> None:
+        try:
+            while self.end.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        self.end.close()
+        self._write.close()
+
+
 def _user_id(frame: zmq.Frame) -> str:
     """Return the public key that the door let in, as it stands with each of its messages."""
     try:
@@ -192,6 +221,10 @@ class ServiceEnd:
         self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.door: Door | None = None
         self._inflow: Inflow | None = None
+        self._wakes = Wakes()
+        self._poller = zmq.Poller()
+        self._poller.register(self._sock, zmq.POLLIN)
+        self._poller.register(self._wakes.end, zmq.POLLIN)
         self._lines: dict[bytes, Line] = {}
         """connections of clients with keys"""
         try:
@@ -210,11 +243,12 @@ class ServiceEnd:
 
     def receive(self, timeout: float, most: int = BATCH) -> list[tuple[bytes, list[Frame]]]:
         """Receive up to `most` waiting messages as (peer, frames), in turn from all connections; wait up to `timeout` seconds
-        for a first one."""
+        for a first one, or for `wake`."""
         if self.door is not None:
             self.door.tend()
         received: list[tuple[bytes, list[Frame]]] = []
-        if timeout == 0 or self._sock.poll(int(timeout * 1000), zmq.POLLIN):
+        if timeout == 0 or self._poller.poll(int(timeout * 1000)):
+            self._wakes.clear()
             while len(received) < most:
                 message = _receive(self._sock, self._max_frames + 1, self._added)
                 if message is None:
@@ -258,6 +292,10 @@ class ServiceEnd:
             raise
         return True
 
+    def wake(self) -> None:
+        """Make a `receive` that waits return. Safe from any thread."""
+        self._wakes.wake()
+
     def close(self, linger: float = 0.0) -> None:
         """Close within `linger` seconds, used to push out what was taken. May be repeated."""
         if self._inflow is not None:
@@ -265,6 +303,7 @@ class ServiceEnd:
         if self.door is not None:
             self.door.close()
         self._context.destroy(linger=int(linger * 1000))
+        self._wakes.close()
 
 
 class Line:
@@ -324,12 +363,10 @@ class ClientEnd:
         self._sock.setsockopt(zmq.RECONNECT_IVL, 100)
         self._sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._monitor = self._sock.get_monitor_socket(EVENTS)
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
+        self._wakes = Wakes()
         self._poller = zmq.Poller()
         self._poller.register(self._monitor, zmq.POLLIN)
-        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._poller.register(self._wakes.end, zmq.POLLIN)
         try:
             self._sock.connect(address)
         except zmq.ZMQError as error:
@@ -351,11 +388,7 @@ class ClientEnd:
         return received
 
     def _drain_events(self) -> None:
-        try:
-            while self._wake_read.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
+        self._wakes.clear()
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -381,10 +414,7 @@ class ClientEnd:
         return True
 
     def wake(self) -> None:
-        try:
-            self._wake_write.send(b"\0")
-        except (BlockingIOError, OSError):
-            pass  # the buffer is full of wakes, or the end is closed: either way nobody needs another one
+        self._wakes.wake()
 
     def close(self, linger: float = 0.0) -> None:
         """Close as ServiceEnd does. May be repeated."""
@@ -392,5 +422,4 @@ class ClientEnd:
             return
         self._sock.disable_monitor()
         self._context.destroy(linger=int(linger * 1000))
-        self._wake_read.close()
-        self._wake_write.close()
+        self._wakes.close()

@@ -70,6 +70,11 @@ class Handle:
         client's `budget`"""
         return len(self.group.prompt) + (self.n - len(self._samples)) * self.group.sampling.max_tokens
 
+    @property
+    def error(self) -> RolloutError | None:
+        """Why it failed, if it has."""
+        return self._error
+
     def result(self, timeout: float | None = None) -> list[Sample]:
         """Wait for all samples, sorted by index. A child that failed is among them, with finish_reason "error".
 

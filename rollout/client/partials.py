@@ -45,7 +45,7 @@ class Partials:
                 f"tokens from {chunk.first} to {chunk.first + len(chunk.token_ids)} of child {index}, of which {known} are "
                 f"known: must follow these, up to max_tokens={group.sampling.max_tokens}"
             )
-        new = _from(chunk, known)
+        new = beyond(chunk, known)
         if new is None or index in self._ended:
             return None
         self.seed = chunk.seed
@@ -74,7 +74,7 @@ def _asked(chunk: Chunk, sampling: Sampling) -> Chunk:
     )
 
 
-def _from(chunk: Chunk, known: int) -> Chunk | None:
+def beyond(chunk: Chunk, known: int) -> Chunk | None:
     """Return a copy of the tokens of a chunk that follow the first `known` of the child."""
     skip = known - chunk.first
     if skip >= len(chunk.token_ids):

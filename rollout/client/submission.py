@@ -112,17 +112,15 @@ def next_turn(group_id: str, sample: Samples | Handle, prompt: Prompt, sampling:
     return msgspec.structs.replace(group, after=(sample.group_id, sample.index))
 
 
-def sendable(group: Group, *, serial: int, require_version: int, limits: Limits) -> Handle:
+def sendable(group: Group, *, serial: int, require_version: int, limits: Limits, client: str = "") -> Handle:
     """Make the handle of a group, with its frames. Checks types and sizes, without which it could not even be sent; values are
     the service's to check.
 
     Raises InvalidRequest, LimitExceeded."""
     try:
         packed = pack_begun(group.begun)
-        hint, score = group.after, group.score
-        submit = Submit(
-            group.id, group.prompt, group.sampling, serial, require_version, group.indices, packed, score=score, after=hint
-        )
+        wanted, score, after = group.indices, group.score, group.after
+        submit = Submit(group.id, group.prompt, group.sampling, serial, require_version, wanted, packed, score, after, client)
         check_types(submit)
         frames, content = pack(submit), digest(submit)
     except (TypeError, ValueError, OverflowError) as error:

@@ -21,13 +21,15 @@ class ServeArgs(msgspec.Struct, kw_only=True):
 
     settings: Settings = Config()
     config: str | None = None
-    """TOML file with tables [engine], [service], [limits], [tracking]"""
+    """TOML file with tables [engine], [service], [limits], [tracking], [fleet]"""
     model: str | None = None
     """short for --engine.model"""
     journal: str | None = None
     """short for --service.journal"""
     metrics_port: int | None = None
     """short for --tracking.metrics-port"""
+    replicas: int | None = None
+    """short for --fleet.replicas"""
     ready_file: str | None = None
     """file that appears, holding the endpoint, once the service listens"""
     exit_on_stdin_close: bool = False

@@ -34,24 +34,31 @@ def run(args: ServeArgs) -> int:
     Raises InputError for a configuration that this model or machine cannot serve, CannotServe for the model itself.
     """
     config = with_metrics_port(with_journal(with_model(args.settings, args.model), args.journal), args.metrics_port)
+    if args.replicas is not None:
+        config = msgspec.structs.replace(config, fleet=msgspec.structs.replace(config.fleet, replicas=args.replicas))
     stop = Stopper()
-    engine, service = start(config)
-    stop.service_stop = service.stop
-    if stop.asked:
-        service.stop()
     if args.exit_on_stdin_close:
         threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
-    kv = engine.status()["kv"]
-    with suppress(BrokenPipeError):  # whoever started it need not read on
-        who = "whoever can connect on this host may do everything" if config.service.keys is None else "for those with keys"
-        print(f"rollout: serving {config.engine.model} at {service.endpoint}, {who}, KV {kv}", flush=True)
-    if args.ready_file:
-        write_atomically(Path(args.ready_file), service.endpoint)
-    watchdog = Watchdog(service.watch, config.service.exit_when_stalled_s)
-    try:
+    with ExitStack() as stack:
+        if config.fleet.replicas:
+            from rollout.commands import serve_fleet
+
+            service = stack.enter_context(serve_fleet.fleet_service(config, open_journal(config)))
+            told = f"{config.fleet.replicas} replicas"
+        else:
+            engine, service = start(config)
+            told = f"KV {engine.status()['kv']}"
+        stop.service_stop = service.stop
+        if stop.asked:
+            service.stop()
+        with suppress(BrokenPipeError):  # whoever started it need not read on
+            who = "whoever can connect on this host may do everything" if config.service.keys is None else "for those with keys"
+            print(f"rollout: serving {config.engine.model} at {service.endpoint}, {who}, {told}", flush=True)
+        if args.ready_file:
+            write_atomically(Path(args.ready_file), service.endpoint)
+        watchdog = Watchdog(service.watch, config.service.exit_when_stalled_s)
+        stack.callback(watchdog.close)
         service.run()
-    finally:
-        watchdog.close()
     return 0
 
 

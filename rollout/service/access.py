@@ -27,6 +27,7 @@ ROLES_OF: dict[type[msgspec.Struct], tuple[Role, ...]] = {
     m.StatusRequest: ("read",),
     m.Begin: ("weights",),
     m.Chunk: ("weights",),
+    m.Prepare: ("weights",),
     m.Commit: ("weights",),
     m.Abandon: ("weights",),
     m.WeightsRequest: ("weights", "read"),

@@ -39,6 +39,8 @@ def checked_group(
         raise LimitExceeded(f"a group id of {size} bytes: at most {limits.max_id_bytes} (Limits.max_id_bytes)")
     if not size:
         raise InvalidRequest(f"group id of 0 bytes: must be 1 to {limits.max_id_bytes} bytes (Limits.max_id_bytes)", "")
+    if len(submit.client.encode()) > limits.max_id_bytes:
+        raise LimitExceeded(f"client of more than {limits.max_id_bytes} bytes (Limits.max_id_bytes)", submit.group_id)
     try:
         begun = unpack_begun(submit.begun, limits.max_n)
         group = Group(engine_id, submit.prompt, submit.sampling, submit.indices, begun, submit.score, after)

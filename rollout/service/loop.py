@@ -138,6 +138,10 @@ class Service:
         """Make `run` return, within one step. Safe from a signal handler and from any thread."""
         self._stop_reason = reason
 
+    def wake(self) -> None:
+        """Have the loop look at its engine now. Safe from any thread: an engine that works elsewhere calls it."""
+        self._transport.wake()
+
     def turn(self) -> None:
         """Go once around the loop. Waits up to IDLE_POLL_S if there is nothing to do."""
         soon = self._refreshes.unannounced or any(session.pending for session in self._sessions)
@@ -148,7 +152,7 @@ class Service:
         self._running.end_some(dose(self._engine.has_work, self._running.step_s))
         self.watch.at("refresh")
         self._refreshes.work(self._clock.now, busy=self._engine.has_work)
-        if not self._running.ending:
+        if not self._running.awaits_ends:
             self._controls.work()
         self._transport.expect(self._refreshes.window_bytes)
         self.watch.at("send")
@@ -195,7 +199,7 @@ class Service:
                 session.streaming.read(message.progress)
             case m.StatusRequest():
                 session.reply(pack(m.StatusReply(message.request_id, to_json(self.status()))))
-            case m.Begin() | m.Chunk() | m.Commit() | m.Abandon():
+            case m.Begin() | m.Chunk() | m.Prepare() | m.Commit() | m.Abandon():
                 self._refreshes.handle(session, message, self._clock.now)
             case m.WeightsRequest():
                 self._refreshes.ask_status(session, message)
@@ -279,6 +283,9 @@ class Service:
             try:
                 self._running.abort_all(self._sessions)
                 self._running.end_some(None)
+                while self._running.awaits_ends and time.monotonic() < deadline:  # of an engine that works elsewhere
+                    self._transport.receive(SOON_POLL_S)
+                    self._running.step(self._sessions)
             except Exception:  # a broken engine: its clients are told that the service closes, at least
                 log.exception("engine.abort failed")
             say_closing(self._sessions, self._transport, self._inbox.decoder, reason, deadline)

@@ -2,6 +2,7 @@
 
     Begin   names, shapes, dtypes, version → Lease         Busy(owner) while another one is open
     Chunk   inline only → Staged, when staged              renews the lease, as everything about the push does
+    Prepare → Staged, when all is staged and checked
     Commit  → Applied, at the first boundary between two steps at which all is staged and checked
     Abandon, a lease that runs out, a client that goes, any error: the staging is free again, the old weights serve on
 
@@ -60,8 +61,11 @@ class OngoingRefresh:
         self.error: RolloutError | None = None
         self.chunks: deque[tuple[int, int]] = deque()
         """(end in the payload, request) of those that are not staged yet"""
+        self.prepares: list[int] = []
         self.commits: list[int] = []
         """requests"""
+        self.applying = False
+        """the engine has begun to, and has not ended"""
 
     def reply(self, message: msgspec.Struct) -> None:
         self.session.reply(pack(message))
@@ -73,8 +77,8 @@ class OngoingRefresh:
     def ready(self) -> bool:
         """Whether there is something to do for `work`."""
         if self.staging.complete:
-            return bool(self.commits)
-        return self.payload.ready
+            return bool(self.commits) and not self.applying
+        return self.payload.ready and self.staging.received < self.staging.total
 
 
 class Refreshes:
@@ -129,6 +133,8 @@ class Refreshes:
                 push.reply(self._lease(push, message.request_id))
             case m.Chunk():
                 self._chunk(push, message)
+            case m.Prepare():
+                self._prepare(push, message)
             case m.Commit():
                 self._commit(push, message)
             case m.Abandon():
@@ -149,14 +155,18 @@ class Refreshes:
         try:
             self._dose(busy, lambda end: self._stage(push, end))
             if push.staging.complete and push.commits:
-                push.applied = self._last = self._commit_now(push)
+                push.applied = self._commit_now(push)
+                push.applying = push.applied is None
+                if push.applied is None:
+                    return
+                self._last = push.applied
                 log_applied(push.applied, push.session)
                 self._close(push)
                 for request_id in push.commits:
                     push.reply(m.Applied(request_id, push.applied))
         except Exception as error:
             self._fail(push, _typed(error))
-        if push.open and not push.commits and not push.chunks and now - push.last_received_at > self._lease_s:
+        if push.open and not (push.commits or push.chunks or push.prepares) and now - push.last_received_at > self._lease_s:
             self._fail(push, WeightsRefused(f"its lease ran out: nothing was heard of it for {self._lease_s} s"))
 
     def forget(self, session: Session) -> None:
@@ -183,6 +193,7 @@ class Refreshes:
                 "version": self._engine.version,
                 "digest": self._engine.weights.digest,
                 "base_digest": self._engine.weights.base.digest,
+                "names": self._engine.weights.names,
                 **live_digest,
                 "staged": self._staged(),
                 "last": None if self._last is None else msgspec.to_builtins(self._last),
@@ -206,9 +217,9 @@ class Refreshes:
             "total": push.staging.total,
         }
 
-    def _commit_now(self, push: OngoingRefresh) -> Refreshed:
+    def _commit_now(self, push: OngoingRefresh) -> Refreshed | None:
         applied, sent = self._engine.commit(push.staging, push.kv, push.payload.via), push.payload.sent_bytes
-        return applied if sent is None else msgspec.structs.replace(applied, sent_bytes=sent)
+        return applied if sent is None or applied is None else msgspec.structs.replace(applied, sent_bytes=sent)
 
     # requests
 
@@ -251,6 +262,15 @@ class Refreshes:
         else:
             push.chunks.append((end, chunk.request_id))
 
+    def _prepare(self, push: OngoingRefresh, prepare: m.Prepare) -> None:
+        push.payload.check_sent()
+        if push.staging.complete:
+            push.reply(m.Staged(prepare.request_id))
+        elif len(push.prepares) >= MAX_REQUESTS:
+            raise Busy(f"{len(push.prepares)} requests wait for the end of this staging")
+        elif prepare.request_id not in push.prepares:
+            push.prepares.append(prepare.request_id)
+
     def _commit(self, push: OngoingRefresh, commit: m.Commit) -> None:
         if commit.digest != push.staging.manifest_digest:
             raise WeightsRefused("the commit is about another manifest than the begin")
@@ -260,6 +280,7 @@ class Refreshes:
         push.payload.check_sent()
         if commit.request_id in push.commits:
             return
+        push.kv = commit.kv or push.kv
         if len(push.commits) >= MAX_REQUESTS:
             raise Busy(f"{len(push.commits)} commits of this refresh wait for their answer")
         push.commits.append(commit.request_id)
@@ -284,6 +305,8 @@ class Refreshes:
                 push.reply(m.Staged(push.chunks.popleft()[1]))
             if time.perf_counter() >= end:
                 break
+        while staging.complete and push.prepares:
+            push.reply(m.Staged(push.prepares.pop()))
 
     def _fail(self, push: OngoingRefresh, error: RolloutError) -> None:
         """End a refresh, with this error for everybody who waits or asks."""
@@ -291,7 +314,7 @@ class Refreshes:
         log.warning("refresh failed version=%d client=%d reason=%r", push.staging.version, number, error.message)
         push.error = error
         self._close(push)
-        for request_id in [*(request_id for _, request_id in push.chunks), *push.commits]:
+        for request_id in [*(request_id for _, request_id in push.chunks), *push.prepares, *push.commits]:
             push.refuse(request_id, error)
 
     def _close(self, push: OngoingRefresh) -> None:

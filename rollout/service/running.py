@@ -41,6 +41,10 @@ class Running:
         """engine's names of groups that are to end, or of one child each, in the order in which that was asked for"""
         self._parked: dict[str, tuple[Session, Group, int]] = {}
         """groups of before a restart that wait for weights of this version, by the engine's name"""
+        self._dropped: dict[str, int] = {}
+        """children of groups that nobody wants any more, and that the engine has not given back"""
+        self._asked: set[str] = set()
+        """groups whose end was asked for and that still have children"""
         self._made = 0
         self.steps = 0
         self.step_s = 0.0
@@ -53,6 +57,11 @@ class Running:
     def ending(self) -> bool:
         """Whether groups are to end that have not yet."""
         return bool(self._ending)
+
+    @property
+    def awaits_ends(self) -> bool:
+        """Whether groups whose end was asked for still have children: an engine that works elsewhere gives them back later."""
+        return bool(self._ending or self._asked)
 
     def submit(self, session: Session, submit: m.Submit) -> None:
         """Hand a group to the engine. Raises the typed error that goes back to the client."""
@@ -71,16 +80,16 @@ class Running:
         self._made += 1
         if session.record.lasting:
             group = seeded(group)
-        self._hand_over(session, group, group_id)
+        self._hand_over(session, group, group_id, submit.client)
         held = HeldGroup(group_id, group.id, digest, group.wanted)
         session.hold(held)
         session.record.accepted(session.key, session.id, group.id, pack(submit), group.sampling.seed, engine.version)
         self._groups[group.id] = (session, held)
 
-    def _hand_over(self, session: Session, group: Group, group_id: str) -> None:
-        """Give the engine a group. Raises InvalidRequest, GroupFailed."""
+    def _hand_over(self, session: Session, group: Group, group_id: str, client: str = "") -> None:
+        """Give the engine a group. client: of the session's, if that is a front. Raises InvalidRequest, GroupFailed."""
         try:
-            self._engine.submit(group, client=str(session.number))
+            self._engine.submit(group, client=f"{session.number}.{client}" if client else str(session.number))
         except ValueError as error:
             raise InvalidRequest(str(error), group_id) from None
         except Exception as error:
@@ -180,6 +189,8 @@ class Running:
             del self._groups[held.engine_id]
         elif self._groups.pop(held.engine_id, None):
             self._ending[held.engine_id, None] = None
+            self._asked.discard(held.engine_id)
+            self._dropped[held.engine_id] = held.n - held.ended
             self._tracker.forget(held.engine_id)
         session.drop(held.group_id)
 
@@ -208,6 +219,7 @@ class Running:
                 self._deliver(msgspec.structs.replace(sample, finish_reason="error", error=reason))
             if held.running:  # the engine has lost children of it
                 del self._groups[held.engine_id]
+                self._asked.discard(held.engine_id)
                 self._tracker.forget(held.engine_id)
                 session.drop(held.group_id)
                 session.reply(pack(m.Refused(GroupFailed.kind, reason, held.group_id)))
@@ -217,11 +229,12 @@ class Running:
             self._unpark(held.engine_id)
         if held.engine_id in self._groups:
             self._ending[held.engine_id, index] = None
+            if index is None:
+                self._asked.add(held.engine_id)
 
     def _deliver(self, sample: Sample) -> None:
         if sample.group_id not in self._groups:
-            if (sample.group_id, None) not in self._ending:
-                log.error("sample of an unknown group group=%s index=%d", sample.group_id, sample.index)
+            self._deliver_to_nobody(sample)
             return
         session, held = self._groups[sample.group_id]
         self._tracker.observe(sample, self._engine.version)
@@ -231,6 +244,14 @@ class Running:
         session.deliver(held, sample)
         if not held.running:
             del self._groups[held.engine_id]
+            self._asked.discard(held.engine_id)
+
+    def _deliver_to_nobody(self, sample: Sample) -> None:
+        left = self._dropped.pop(sample.group_id, 0)
+        if not left:
+            log.error("sample of an unknown group group=%s index=%d", sample.group_id, sample.index)
+        elif left > 1:
+            self._dropped[sample.group_id] = left - 1
 
 
 def seeded(group: Group) -> Group:

@@ -161,9 +161,32 @@ def test_begin_chunks_commit(stage: Stage) -> None:
         "version": 1,
         "digest": digest_of(1),
         "base_digest": digest_of(1),
+        "names": 6,
         "live_digest": digest_of(1),
         "staged": None,
     }
+
+
+def test_prepare_is_answered_when_all_is_staged_and_checked(stage: Stage) -> None:
+    stage.begin(stage.a)
+    assert stage.a.ask(m.Prepare, IDS[0]).kind == "weights_refused", "nothing has come yet"
+    stage.send_chunks(stage.a)
+    for _ in range(2):
+        assert isinstance(stage.a.ask(m.Prepare, IDS[0]), m.Staged)
+    stage.assert_live(0)
+    assert stage.a.ask(m.Commit, IDS[0], stage.digest, "abort").refreshed.version == 1
+    stage.assert_live(1)
+    stage.a.turn()
+    ended = [message.sample for message in stage.a.got if isinstance(message, m.SampleDone)]
+    assert {sample.finish_reason for sample in ended} == {"aborted"}, "Commit's policy, not Begin's"
+
+
+def test_prepare_is_refused_with_what_is_wrong(stage: Stage) -> None:
+    stage.arrays[3][5] ^= 1
+    stage.begin(stage.a)
+    stage.send_chunks(stage.a)
+    refused = stage.a.ask(m.Prepare, IDS[0])
+    assert refused.kind == "weights_refused" and "digest" in refused.message
 
 
 def test_every_request_may_be_repeated(stage: Stage) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Group, Limits, Sample
+from engine.types import Group, Limits, Sample, Sampling
 from rollout.service import loop as service_module
 from rollout.service.loop import Service
 from rollout.service.session import MAX_REPLY_BYTES
@@ -515,10 +515,7 @@ def test_an_engine_that_fails_for_no_request_ends_the_service() -> None:
 
 def test_a_sample_that_nobody_waits_for_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
-    bench.engine.abort = lambda group_id, index: []  # type: ignore[method-assign]
-    peer = bench.client().send(submit("x", max_tokens=5))
-    bench.turn()
-    peer.send(m.Goodbye())
+    bench.engine.submit(Group("nobody's", np.array([1], np.int32), Sampling(max_tokens=1)))
     bench.settle()
     assert "sample of an unknown group" in caplog.text
 
@@ -743,3 +740,50 @@ def test_an_engine_whose_weights_cannot_be_read_is_told_and_serves_on() -> None:
     peer.send(submit("after"))
     bench.settle()
     assert len(peer.take(m.SampleDone)) == 1
+
+
+# an engine that works elsewhere, and gives back later what was asked to end
+
+
+class Elsewhere(FakeEngine):
+    """Samples of aborted groups come with a later step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: list[Sample] = []
+        self.frozen = True
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.late)
+
+    def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
+        self.held = super().abort(group_id, index)
+        return []
+
+    def step(self) -> list[Sample]:
+        late, self.late = self.late, []
+        return late
+
+
+def test_abort_all_is_answered_when_the_last_sample_has_come() -> None:
+    bench = Bench(Elsewhere())
+    peer = bench.client().send(submit("x", n=2, max_tokens=50))
+    bench.turn()
+    peer.send(m.Control(1, "abort_all"))
+    bench.turn(3)
+    assert not peer.take(m.Done)
+    bench.engine.late = bench.engine.held  # type: ignore[attr-defined]
+    bench.turn(2)
+    assert [sample.finish_reason for sample in peer.samples()] == ["aborted"] * 2 and peer.take(m.Done)
+
+
+def test_samples_of_a_dropped_group_may_come_late(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(Elsewhere())
+    peer = bench.client().send(submit("x", n=2, max_tokens=50))
+    bench.turn()
+    peer.send(m.Goodbye())
+    bench.turn(3)
+    bench.engine.late = bench.engine.held  # type: ignore[attr-defined]
+    bench.turn(2)
+    assert "unknown group" not in caplog.text and not bench.service._running._dropped

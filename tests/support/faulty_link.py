@@ -59,12 +59,15 @@ class Proxy:
         while True:
             try:
                 client, _ = self._listener.accept()
-                if self.mute:
-                    client.close()
-                    continue
-                service = socket.create_connection(self._upstream)
             except OSError:
                 return  # closed
+            try:
+                if self.mute:
+                    raise ConnectionRefusedError
+                service = socket.create_connection(self._upstream)
+            except OSError:
+                client.close()
+                continue
             with self._lock:
                 self._pairs.append((client, service))
             left = [self._rng.randint(*self.cut_after)] if self.cut_after else [1 << 60]

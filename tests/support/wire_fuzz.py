@@ -66,6 +66,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     m.Begin(1, "ab" * 16, np.zeros(0, np.uint8), FilesOffer("/checkpoints/7")),
     m.Begin(1, "ab" * 16, np.zeros(0, np.uint8), DistributedOffer("gloo", "127.0.0.1", 1, "cd" * 16, 4, "ef" * 32)),
     m.Begin(1, "ab" * 16, np.zeros(0, np.uint8), CudaIpcOffer(np.arange(9, dtype=np.uint8), np.zeros((2, 3), np.int64))),
+    m.Prepare(3, "ab" * 16),
     m.Chunk(2, "ab" * 16, 2**40, [np.arange(5, dtype=np.uint8), np.zeros(0, np.uint8)]),
     m.Commit(3, "ab" * 16, "00ff"),
     m.Abandon(4, "ab" * 16),

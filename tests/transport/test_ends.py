@@ -56,6 +56,15 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair.service.close()
 
 
+def test_a_service_that_waits_is_woken(pair: Pair) -> None:
+    for _ in range(3):
+        threading.Timer(0.05, pair.service.wake).start()
+        began = time.monotonic()
+        assert pair.service.receive(60.0) == [] and time.monotonic() - began < 50, "it waited for a message"
+    pair.service.wake()
+    assert pair.service.receive(60.0) == pair.service.receive(0.0) == []
+
+
 def test_there_and_back(pair: Pair) -> None:
     (a, first), (b, second) = pair.introduced(), pair.introduced()
     assert a != b

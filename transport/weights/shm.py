@@ -96,19 +96,31 @@ class Segment:
         """Write the payload that [bytes] uint8 `arrays` make. Returns the xxh3-128 of each as well, taken on the way. Raises
         OSError where there is no memory for it."""
         total = sum(map(len, arrays))
-        self._reserve(NONCE_BYTES + total)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        self._memory[:NONCE_BYTES] = np.frombuffer(nonce, np.uint8)
-        at, digests = NONCE_BYTES, []
+        payload, at, digests = self.reserve(total), 0, []
         for array in arrays:
             digest = xxhash.xxh3_128()
             for start in range(0, len(array), SLICE_BYTES):
                 piece = array[start : start + SLICE_BYTES]
                 digest.update(piece.data)
-                self._memory[at : at + len(piece)] = piece  # while it is in the cache
+                payload[at : at + len(piece)] = piece  # while it is in the cache
                 at += len(piece)
             digests.append(digest.hexdigest())
-        return ShmOffer(os.getpid(), self._fd, os.fstat(self._fd).st_ino, total, nonce.hex()), digests
+        return self.offer(total), digests
+
+    def reserve(self, total: int) -> np.ndarray:
+        """Return [total] uint8 to write a payload into; what was offered before is void. Raises OSError."""
+        self._reserve(NONCE_BYTES + total)
+        self._memory[:NONCE_BYTES] = np.frombuffer(secrets.token_bytes(NONCE_BYTES), np.uint8)
+        return self.payload(total)
+
+    def payload(self, total: int) -> np.ndarray:
+        """Return the [total] uint8 that were written last."""
+        return self._memory[NONCE_BYTES : NONCE_BYTES + total]
+
+    def offer(self, total: int) -> ShmOffer:
+        """Offer the payload of [total] bytes that was written last."""
+        nonce = self._memory[:NONCE_BYTES].tobytes().hex()
+        return ShmOffer(os.getpid(), self._fd, os.fstat(self._fd).st_ino, total, nonce)
 
     def _reserve(self, size: int) -> None:
         if len(self._memory) >= size:

@@ -1,0 +1,278 @@
+"""Fleet: what a front's service has for an engine.
+
+Service.submit ─→ Groups ─→ Link of a replica ─→ ... ─→ Inbox ─→ step ─→ samples          Members: who serves
+Service.commit ─→ FleetWeights ─→ Transaction over all ─→ ... ─→ Inbox ─→ step
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, get_args
+
+from engine.types import Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
+from rollout.fleet.groups import Groups
+from rollout.fleet.inbox import Inbox
+from rollout.fleet.members import LOOK_S, Facts, LauncherLike, Make, Members
+from rollout.fleet.merge import counters, described, merged
+from rollout.fleet.replica import Replica, State
+from rollout.fleet.weights import FleetStaging
+from transport import messages as m
+from transport.errors import ServiceLost, WeightsRefused
+
+TEND_S = 0.2
+"""between two looks at the replicas while nothing comes from them"""
+
+
+class Fleet:
+    """Engine of a service that has replicas. Called by that service's thread only.
+
+    Example:
+        fleet = Fleet(Launcher(command, places))
+        fleet.open()
+        service = Service(fleet, "tcp://127.0.0.1:5655")
+        fleet.inbox.wake = service.wake
+        service.run()
+        fleet.close()
+
+    Args:
+        launcher: starts replicas and tells where they listen.
+        limits: what clients may ask for; no more than the replicas' own.
+        replica_grace_s: a group waits so long for a replica that serves, then it ends as "error".
+        seed: groups without a seed of their own draw theirs from this one."""
+
+    def __init__(
+        self, launcher: LauncherLike, limits: Limits | None = None, replica_grace_s: float = 60.0, seed: int = 0
+    ) -> None:
+        self.limits = limits or Limits()
+        self.inbox = Inbox()
+        self._launcher = launcher
+        self._grace_s = replica_grace_s
+        self._members = Members(launcher, self.inbox, self._lost, self._serving, self._asked_of_all)
+        self.weights = self._members.weights
+        self._groups = Groups(self.inbox, self._members.serving, lambda: self.version, self._members.failed, seed)
+        self._mode = Mode.RUNNING
+        """RUNNING, DRAINING or PAUSED: what was asked for last"""
+        self._sleeps = 0
+        """level of the sleep, 0 awake"""
+        self._drains: dict[Replica, Future[Any]] = {}
+        self._retired: list[dict[str, Any]] = []
+        """counters of replicas that are dead, added up"""
+        self._tend_at = 0.0
+
+    def open(self, timeout: float = 600.0, count: int | None = None) -> None:
+        """Wait until replicas serve: `count` of them, None = all. Raises ServiceLost with what has become of one that ended,
+        or of all at the time-out."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self.step()
+            replicas = self._members.replicas.values()
+            serving, wanted = len(self._members.serving()), count or self._launcher.wanted
+            if serving >= wanted:
+                return
+            dead = [replica for replica in replicas if replica.state is State.DEAD]
+            if self._members.deaths or time.monotonic() > deadline:
+                why = "; ".join(f"replica {one.name}: {one.why}" for one in dead) or f"{serving} of {wanted} replicas serve"
+                raise ServiceLost(f"the fleet does not start: {why}")
+            time.sleep(LOOK_S)
+
+    def close(self) -> None:
+        """End the replicas."""
+        for replica in self._members.replicas.values():
+            replica.disconnect()
+        self._launcher.close()
+        self.weights.close()
+
+    # what it is
+
+    @property
+    def model(self) -> Facts:
+        assert self._members.facts is not None, "open() waits for a replica"
+        return self._members.facts
+
+    @property
+    def arithmetic(self) -> str:
+        return self.model.arithmetic
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @property
+    def context(self) -> int:
+        return self.model.context
+
+    @property
+    def version(self) -> int:
+        """Version that every replica has that serves."""
+        return self.weights.version
+
+    @property
+    def mode(self) -> Mode:
+        if self._sleeps:
+            return Mode.ASLEEP
+        return Mode.WITHOUT_WEIGHTS if self.weights.dropped else self._mode
+
+    # groups
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something has come from the replicas, or it is time to look at them."""
+        return bool(self.inbox) or bool(self._groups.ended) or time.monotonic() >= self._tend_at
+
+    def submit(self, group: Group, client: str = "") -> None:
+        """Take a group. What a replica finds wrong with it comes as samples that end as "error"."""
+        group.validate(self.limits, self.vocab_size, self.context)
+        if group.id in self._groups.open:
+            raise ValueError(f"group id {group.id} is live")
+        self._groups.submit(group, client, time.monotonic())
+
+    def step(self) -> list[Sample]:
+        """Take in what has come. Returns the samples that ended."""
+        came = bool(self.inbox)
+        self.inbox.run()
+        now = time.monotonic()
+        if now >= self._tend_at:
+            self._tend_at = now + TEND_S
+            self._members.tend(now)
+            self._wait_for_replicas(now)
+        elif came:
+            self.weights.tend(now)
+        if self._groups.waiting:
+            self._groups.place_waiting(now)
+        if came and self.weights.staging:
+            self.inbox.wake()  # what has come may be what the refresh waits for
+        ended, self._groups.ended = self._groups.ended, []
+        return ended
+
+    def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
+        """Ask for the end of a group, or of one child. Returns those that no replica has; `step` returns the others when they
+        come."""
+        return self._groups.abort(group_id, index)
+
+    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[Chunk]:
+        """Return new tokens of children that run, as far as replicas have streamed them."""
+        return self._groups.chunks(group_id, since, least, most)
+
+    def _wait_for_replicas(self, now: float) -> None:
+        since = self._members.none_since
+        if since is not None and now - since > self._grace_s:
+            self._groups.give_up(f"no replica has served for {self._grace_s} s (replica_grace_s)")
+
+    def _lost(self, replica: Replica) -> None:
+        if replica.status:
+            self._retired = [merged([*self._retired, counters(replica.status)])]
+        replica.status = {}
+        replica.asked_status = False
+        self._drains.pop(replica, None)
+        self._groups.move(replica, time.monotonic())
+
+    def _serving(self) -> None:
+        self._groups.place_waiting(time.monotonic())
+
+    # weights
+
+    def stage(
+        self,
+        manifest: Sequence[TensorInfo],
+        *,
+        version: int | None = None,
+        partial: bool = False,
+        adapter: Adapter | None = None,
+    ) -> FleetStaging:
+        """Begin a refresh of all replicas. Raises WeightsRefused, Busy, SourceUnreachable."""
+        if adapter is not None:
+            raise WeightsRefused("a fleet takes weights, no adapters: give refresh the model after merge_and_unload()")
+        if self._sleeps:
+            raise ValueError("the replicas are asleep: wake them, then refresh")
+        return self.weights.stage(manifest, version, partial)
+
+    def commit(self, staging: Any, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed | None:
+        """Have what all replicas have prepared applied by all. None: not all have said yet that they have it."""
+        if kv == "abort" and not staging.transaction.committing:
+            self._groups.aborts += 1
+        return self.weights.commit(staging, kv, via)
+
+    # modes
+
+    def pause(self) -> None:
+        self._mode = Mode.PAUSED
+        self._members.ask_all(partial(m.Control, action="pause"))
+
+    def resume(self) -> None:
+        self._mode = Mode.RUNNING
+        self._drains.clear()
+        self._members.ask_all(partial(m.Control, action="resume"))
+
+    def drain(self) -> bool:
+        """Start no group. Returns True once no replica has one that it began."""
+        if self._mode is Mode.RUNNING:
+            self._mode = Mode.DRAINING
+        for replica in self._members.linked():
+            if replica not in self._drains:
+                self._drains[replica] = replica.request(partial(m.Control, action="drain"))
+        return all(future.done() for future in self._drains.values())
+
+    def sleep(self, level: int = 1) -> int:
+        """Have all replicas give memory back. Returns how many bytes went back."""
+        if level not in (1, 2):
+            raise ValueError(f"level={level!r}: must be 1 (weights to host memory) or 2 (weights dropped)")
+        if self._sleeps or self.weights.staging:
+            raise ValueError(
+                "a refresh is being staged; finish or abandon it first" if self.weights.staging else "asleep already"
+            )
+        answers = self._members.ask_all(sleeping(level))
+        self._sleeps = level
+        self.weights.dropped |= level == 2
+        return sum(answer.freed_bytes for answer in answers)
+
+    def wake(self, tags: Collection[Tag] | None = None) -> None:
+        if not self._sleeps:
+            raise ValueError("the replicas are not asleep")
+        if tags is not None and set(tags) != set(get_args(Tag)):
+            raise ValueError(f"tags={tags}: the replicas of a fleet wake as a whole; leave tags out")
+        self._sleeps = 0
+        self._members.ask_all(m.Wake)
+
+    def _asked_of_all(self) -> list[Make]:
+        """List what a replica must be told that comes now."""
+        modes: dict[Mode, Make] = {
+            Mode.PAUSED: partial(m.Control, action="pause"),
+            Mode.DRAINING: partial(m.Control, action="drain"),
+        }
+        asked = [modes[self._mode]] if self._mode in modes else []
+        return [*asked, sleeping(self._sleeps)] if self._sleeps else asked
+
+    # looking
+
+    def status(self) -> dict[str, Any]:
+        """Tell everything there is to know: the sum of all replicas, then each."""
+        members, groups = self._members, self._groups
+        replicas = list(members.replicas.values())
+        whole = merged([*(one.status for one in replicas if one.status), *self._retired])
+        whole.pop("service", None)
+        whole.pop("metrics", None)
+        since = members.none_since
+        return {
+            **whole,
+            "model": self.model.name,
+            "arithmetic": self.arithmetic,
+            "version": self.version,
+            "state": self.mode.value,
+            "fleet": {
+                "replicas": len(replicas),
+                "serving": len(members.serving()),
+                "deaths": members.deaths,
+                "moved": groups.moved,
+                "repeats": groups.repeats,
+                "waiting": len(groups.waiting),
+                "without_replica_s": 0.0 if since is None else round(time.monotonic() - since, 3),
+            },
+            "replicas": [described(one, self._launcher.pid(one.name), len(self._groups.at[one])) for one in replicas],
+        }
+
+
+def sleeping(level: int) -> Make:
+    return partial(m.Sleep, level=2 if level == 2 else 1)

@@ -1,0 +1,351 @@
+"""The groups of the front: which children run where, and which have come. A child is given out once, wherever it was made.
+
+    submit -> place -> Part at a replica -> sample -> once out          replica lost -> its children unplaced -> place again
+
+A child is a function of (arithmetic, weights, prompt, seed, index), so it may be moved, and be made twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+import numpy as np
+import xxhash
+
+from engine.types import SEED_LIMIT, Begun, Chunk, FinishReason, Group, Sample, Sampling
+from rollout.client.handle import Handle
+from rollout.client.partials import beyond
+from rollout.client.submission import sendable
+from rollout.fleet import routing
+from rollout.fleet.homes import Homes
+from rollout.fleet.inbox import Inbox
+from rollout.fleet.replica import Replica
+from transport.begun import COLUMNS
+from transport.errors import InvalidRequest, LimitExceeded, RolloutError
+
+MOST_MOVES = 8
+"""replicas that may be lost with a group before it ends as "error": it may be what kills them"""
+MOST_ERRORS = 2
+"""times that children are tried again after an "error" or a refusal of a replica"""
+LEAST_DEADLINE_S = 1e-3
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """Children of a group at one replica."""
+
+    open: OpenGroup
+    replica: Replica
+    handle: Handle
+    left: set[int]
+    aborts: int
+    """refreshes that had ended all groups when it was sent"""
+
+
+@dataclass(slots=True, eq=False)
+class OpenGroup:
+    """A group that has children left."""
+
+    group: Group
+    """with its seed"""
+    client: str
+    arrived_at: float
+    left: set[int] = field(default_factory=set)
+    unplaced: set[int] = field(default_factory=set)
+    parts: set[Part] = field(default_factory=set)
+    begun: dict[int, Begun] = field(default_factory=dict)
+    cancelled: set[int] = field(default_factory=set)
+    """children whose end was asked for"""
+    failed_on: set[str] = field(default_factory=set)
+    """names of replicas that are tried again only where there is no other"""
+    finished: int = 0
+    """children that have ended by themselves"""
+    moves: int = 0
+    errors: int = 0
+
+    @property
+    def cut(self) -> bool:
+        """Whether so many children have ended that the others are to end as well."""
+        enough = self.group.sampling.finish_after
+        return enough is not None and self.finished >= enough
+
+    def sampling(self, indices: Sequence[int], now: float) -> Sampling:
+        """Return how these children are sampled if they are sent at `now`: of what counts from the arrival, the rest."""
+        sampling, changes = self.group.sampling, {}
+        if sampling.deadline_s is not None:
+            changes["deadline_s"] = max(LEAST_DEADLINE_S, sampling.deadline_s - (now - self.arrived_at))
+        if sampling.finish_after is not None:
+            changes["finish_after"] = min(len(indices), sampling.finish_after - self.finished)
+        return msgspec.structs.replace(sampling, **changes) if changes else sampling
+
+    def unfinished(self, index: int, reason: FinishReason, error: str | None = None) -> Sample:
+        """Make the sample of a child that ends here, with what is known of it."""
+        child = nothing(index) if self.group.score else self.begun.get(index) or nothing(index)
+        return Sample(
+            group_id=self.group.id,
+            finish_reason=reason,
+            error=error,
+            prompt_tokens=len(self.group.prompt),
+            seed=self.group.sampling.seed or 0,
+            **{name: getattr(child, name) for name in child.__struct_fields__},
+        )
+
+
+class Groups:
+    """Written by the service's thread.
+
+    Args:
+        serving: replicas that may be given groups.
+        version: of the live weights; a replica that has older ones refuses.
+        fail: called with a replica that has failed on several groups in a row.
+        seed: from which groups without a seed get theirs."""
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        serving: Callable[[], list[Replica]],
+        version: Callable[[], int],
+        fail: Callable[[Replica, str, RolloutError | None], None],
+        seed: int = 0,
+    ) -> None:
+        self.open: dict[str, OpenGroup] = {}
+        self.waiting: dict[str, OpenGroup] = {}
+        """those with children that no replica has"""
+        self.at: defaultdict[Replica, set[Part]] = defaultdict(set)
+        """what runs at each replica"""
+        self._homes = Homes()
+        self.ended: list[Sample] = []
+        """not handed out yet"""
+        self.moved = self.repeats = 0
+        """children that were sent again, samples that came twice"""
+        self.aborts = 0
+        """refreshes so far that have ended all groups"""
+        self._inbox = inbox
+        self._serving = serving
+        self._version = version
+        self._fail = fail
+        self._seed = seed
+        self._seeded = 0
+        self._numbers = itertools.count(1)
+
+    @property
+    def parts(self) -> set[Part]:
+        """All that is at replicas."""
+        return {part for one in self.open.values() for part in one.parts}
+
+    def submit(self, group: Group, client: str, now: float) -> None:
+        """Take a group, and send it if a replica serves."""
+        if group.sampling.seed is None:
+            self._seeded += 1
+            seed = xxhash.xxh3_64_intdigest(f"{self._seed}/{self._seeded}".encode()) % SEED_LIMIT
+            group = msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, seed=seed))
+        wanted = set(group.wanted)
+        begun = {child.index: child for child in group.begun}
+        self.open[group.id] = one = OpenGroup(group, client, now, wanted, set(wanted), begun=begun)
+        self.place(one, now)
+
+    def place(self, one: OpenGroup, now: float) -> None:
+        """Send the children that no replica has. They wait if no replica serves."""
+        if one.cut:
+            self._end(one, sorted(one.unplaced - one.cancelled), "cut")
+        self._end(one, sorted(one.unplaced & one.cancelled), "aborted")
+        serving = self._serving()
+        others = [replica for replica in serving if replica.name not in one.failed_on]
+        replicas = {replica.name: replica for replica in others or serving}
+        if not one.unplaced or not replicas:
+            if one.unplaced:
+                self.waiting[one.group.id] = one
+            return
+        self.waiting.pop(one.group.id, None)
+        ranking = routing.ranked(one.group.prompt, list(replicas))
+        if (home := self._homes.find(one.group.after)) is not None and home.replica.name in replicas:
+            ranking = [home.replica.name, *(name for name in ranking if name != home.replica.name)]
+        loads = {name: replica.load for name, replica in replicas.items()}
+        wanted, tokens = sorted(one.unplaced), one.group.sampling.max_tokens
+        whole = one.group.sampling.finish_after is not None  # its children must be counted in one place
+        for indices in [tuple(wanted)] if whole else routing.parts(wanted, tokens, loads):
+            name = routing.choose(ranking, loads)
+            self._send(one, indices, replicas[name], now)
+            loads[name] = replicas[name].load
+
+    def _send(self, one: OpenGroup, indices: tuple[int, ...], replica: Replica, now: float) -> None:
+        begun = tuple(one.begun[index] for index in indices if index in one.begun)
+        name = f"{one.group.id}/{next(self._numbers)}"
+        sampling = one.sampling(indices, now)
+        after = self._homes.hint(one.group.after, replica)
+        group = msgspec.structs.replace(one.group, id=name, sampling=sampling, indices=indices, begun=begun, after=after)
+        handle = sendable(group, serial=0, require_version=self._version(), limits=replica.welcome.limits, client=one.client)
+        part = Part(one, replica, handle, set(indices), self.aborts)
+        one.unplaced -= part.left
+        one.parts.add(part)
+        self.at[replica].add(part)
+        replica.load += len(one.group.prompt) + len(indices) * one.group.sampling.max_tokens
+        assert replica.link is not None
+        handle.on_cancel = replica.link.cancel
+        if group.sampling.stream_every:
+            handle.on_tokens(lambda handle, chunk: self._inbox.post(lambda: None))  # so that the service looks
+        handle.on_change = lambda handle, sample: self._inbox.post(partial(self._arrived, part, sample))
+        replica.link.submit(handle)
+
+    def abort(self, group_id: str, index: int | None) -> list[Sample]:
+        """End the children of a group, or one of them. Returns those that end here; the others come from their replicas, with
+        the tokens they have."""
+        one = self.open.get(group_id)
+        if one is None:
+            self._homes.give_up(group_id, index)
+            return []
+        asked = (one.left if index is None else one.left & {index}) - one.cancelled
+        one.cancelled |= asked
+        for part in one.parts:
+            if some := part.left & asked:
+                part.handle.cancel(None if some == part.left else some)
+        before = len(self.ended)
+        self._end(one, sorted(one.unplaced & asked), "aborted")
+        here = self.ended[before:]
+        del self.ended[before:]
+        return here
+
+    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[Chunk]:
+        """Return new tokens of children that run, as `Engine.chunks` does: of those that replicas have streamed."""
+        one = self.open.get(group_id)
+        if one is None:
+            return []
+        known = one.begun | {child.index: child for part in one.parts for child in part.handle.begun()}
+        new = {index: len(known[index].token_ids) - since.get(index, 0) for index in one.left & known.keys()}
+        chunks = []
+        for index in sorted(new, key=lambda index: (-new[index], index)):
+            if new[index] >= max(1, least) and most > 0:
+                chunks.append(chunk_of(known[index], since.get(index, 0), most, one.group.sampling.seed or 0))
+                most -= len(chunks[-1].token_ids)
+        return chunks
+
+    def move(self, replica: Replica, now: float) -> None:
+        """Send what ran at a replica that is lost to others."""
+        lost, replica.load = self.at.pop(replica, set()), 0
+        for part in lost:
+            one = part.open
+            if not one.group.score:  # whose tokens are not drawn
+                one.begun |= {child.index: child for child in part.handle.begun() if child.index in part.left}
+            one.parts.discard(part)
+            one.unplaced |= part.left
+            one.moves += 1
+            self.moved += len(part.left)
+            if one.moves > MOST_MOVES:
+                self._end(one, sorted(one.unplaced), "error", f"{one.moves} replicas were lost while they ran this group")
+        for one in {part.open for part in lost}:
+            self.place(one, now)
+
+    def place_waiting(self, now: float) -> None:
+        """Send what waits, since a replica serves again."""
+        for one in list(self.waiting.values()):
+            self.place(one, now)
+
+    def give_up(self, reason: str) -> None:
+        """End what waits for a replica."""
+        for one in list(self.waiting.values()):
+            self._end(one, sorted(one.unplaced), "error", reason)
+
+    def _arrived(self, part: Part, sample: Sample | None) -> None:
+        one = part.open
+        if sample is None:
+            if part in one.parts:  # otherwise its replica was lost, and this is why
+                self._part_failed(part)
+        elif sample.index not in one.left:
+            self._left(part, sample.index)
+            self.repeats += 1
+        elif self._unasked(part, sample):
+            self._again(part, sample)
+        else:
+            if sample.finish_reason != "error":
+                part.replica.failing.clear()
+            one.finished += sample.finish_reason in ("stop", "length")
+            self._homes.add(one.group.id, sample.index, part.replica, part.handle)
+            self._left(part, sample.index)
+            self._out(one, msgspec.structs.replace(sample, group_id=one.group.id))
+
+    def _unasked(self, part: Part, sample: Sample) -> bool:
+        """Whether a replica ended this child for a reason of its own: it fails, or it stops."""
+        if sample.finish_reason == "error":
+            return part.open.errors < MOST_ERRORS
+        return sample.finish_reason == "aborted" and sample.index not in part.open.cancelled and part.aborts == self.aborts
+
+    def _again(self, part: Part, sample: Sample) -> None:
+        """Have a child go on elsewhere: from the tokens that it has, unless something failed while they were made."""
+        one = part.open
+        if part not in one.parts:  # it was moved already
+            return
+        self._left(part, sample.index)
+        if len(sample.token_ids) and sample.finish_reason == "aborted" and not one.group.score:
+            one.begun[sample.index] = Begun.of(sample)
+        one.unplaced.add(sample.index)
+        self.waiting[one.group.id] = one  # until the next look: by then its replica may be known to stop
+        self.moved += 1
+        if sample.finish_reason == "error":
+            self._failed_on(part, None)
+
+    def _part_failed(self, part: Part) -> None:
+        """A replica has refused these children, or has lost them."""
+        one = part.open
+        error = part.handle.error
+        assert error is not None
+        for index in sorted(part.left):
+            self._left(part, index)
+            one.unplaced.add(index)
+        if isinstance(error, InvalidRequest | LimitExceeded) or one.errors >= MOST_ERRORS:
+            self._end(one, sorted(one.unplaced), "error", f"{error.kind}: {error.message}")
+            return
+        self.waiting[one.group.id] = one
+        self._failed_on(part, error)
+
+    def _failed_on(self, part: Part, error: RolloutError | None) -> None:
+        part.open.errors += 1
+        part.open.failed_on.add(part.replica.name)
+        self._fail(part.replica, part.open.group.id, error)
+
+    def _left(self, part: Part, index: int) -> None:
+        """Take a child off its part."""
+        if index not in part.left or part not in part.open.parts:
+            return
+        part.left.discard(index)
+        part.replica.load -= part.open.group.sampling.max_tokens
+        if not part.left:
+            part.replica.load -= len(part.open.group.prompt)
+            self.at[part.replica].discard(part)
+            part.open.parts.discard(part)
+
+    def _end(self, one: OpenGroup, indices: Iterable[int], reason: FinishReason, error: str | None = None) -> None:
+        for index in indices:
+            one.unplaced.discard(index)
+            self._out(one, one.unfinished(index, reason, error))
+
+    def _out(self, one: OpenGroup, sample: Sample) -> None:
+        one.left.discard(sample.index)
+        one.unplaced.discard(sample.index)
+        self.ended.append(sample)
+        if not one.unplaced:
+            self.waiting.pop(one.group.id, None)
+        if not one.left:
+            del self.open[one.group.id]
+
+
+def nothing(index: int) -> Begun:
+    """Return a child that has no tokens."""
+    return Begun(index=index, token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), weight_versions=[])
+
+
+def chunk_of(child: Begun, first: int, most: int, seed: int) -> Chunk:
+    """Cut `most` tokens, from `first` on, out of what a child has."""
+    end = first + most
+    short = msgspec.structs.replace(
+        child,
+        weight_versions=[(start, version) for start, version in child.weight_versions if start < end],
+        **{name: None if (column := getattr(child, name)) is None else column[:end] for name in COLUMNS},
+    )
+    chunk = beyond(Chunk(**msgspec.structs.asdict(short), first=0, seed=seed), first)
+    assert chunk is not None
+    return chunk

@@ -1,0 +1,34 @@
+"""From the threads of the links to the thread of the front's service: what has happened, as calls to make.
+
+link threads --post(call)--> Inbox --run, by the service's thread--> groups, members, weights
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+
+
+class Inbox:
+    """True while something waits. `wake`: ends the service's wait for messages, see `Service.wake`."""
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._woken = False
+
+    def __bool__(self) -> bool:
+        return not self._waiting.empty()
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have `call` made by the service's thread. For any thread."""
+        self._waiting.put(call)
+        if not self._woken:
+            self._woken = True
+            self.wake()
+
+    def run(self) -> None:
+        """Make the calls that wait, those that come meanwhile not included. For the service's thread."""
+        self._woken = False  # before looking: what is posted from here on wakes again
+        for _ in range(self._waiting.qsize()):
+            self._waiting.get_nowait()()

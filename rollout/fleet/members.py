@@ -1,0 +1,301 @@
+"""The replicas of a fleet and what becomes of them. docs/fleet.md draws the states.
+
+launcher says up ─→ connect ─→ Welcome ─→ which weights? ─→ the live ones: SERVING          others: STALE ─→ update ─→ SERVING
+link down ─→ SUSPECT ─→ LOST_S later, or its process ended, or it fails again and again ─→ DEAD ─→ the launcher starts another
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, Protocol
+
+import msgspec
+
+from rollout.fleet.inbox import Inbox
+from rollout.fleet.launcher import Event
+from rollout.fleet.replica import Replica, State
+from rollout.fleet.weights import FleetWeights
+from rollout.logs import logger
+from transport import messages as m
+from transport.errors import RolloutError, ServiceLost, StaleWeights
+
+LOST_S = 1.5
+"""a replica whose link is down for so long is lost; a stopped process is noticed 4 s before"""
+STATUS_S = 1.0
+"""between two looks at a replica's status"""
+ANSWER_S = 120.0
+"""longest that the front waits for replicas to pause, to sleep or to wake"""
+LOOK_S = 0.05
+MOST_FAILING = 3
+"""groups in a row that a replica may fail on"""
+MOST_UPDATES = 3
+"""times that a replica may fail to take the live weights"""
+
+Make = Callable[[int], Any]
+"""builds a message for the id of a request"""
+
+log = logger("rollout.fleet.members")
+
+
+class LauncherLike(Protocol):
+    """Whoever starts replicas: `rollout.fleet.launcher.Launcher`."""
+
+    @property
+    def wanted(self) -> int: ...
+    def tend(self) -> list[Event]: ...
+    def replace(self, name: str) -> None: ...
+    def restart(self, name: str) -> None: ...
+    def remove(self, name: str) -> None: ...
+    def scale(self, count: int) -> list[str]: ...
+    def pid(self, name: str) -> int | None: ...
+    def close(self) -> None: ...
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What all replicas must have in common, or a group's samples would depend on where it runs."""
+
+    name: str
+    vocab_size: int
+    context: int
+    eos_token_ids: tuple[int, ...]
+    arithmetic: str
+    device: None = None
+
+    @classmethod
+    def of(cls, welcome: m.Welcome) -> Facts:
+        return cls(welcome.model, welcome.vocab_size, welcome.context, welcome.eos_token_ids, welcome.arithmetic)
+
+
+class Members:
+    """Written by the service's thread.
+
+    Args:
+        on_lost: called with a replica that is dead, after its link is closed.
+        on_serving: called when a replica serves that has not.
+        asked: requests that a replica gets before its first group: the fleet is paused, drains or sleeps."""
+
+    def __init__(
+        self,
+        launcher: LauncherLike,
+        inbox: Inbox,
+        on_lost: Callable[[Replica], None],
+        on_serving: Callable[[], None],
+        asked: Callable[[], list[Make]],
+    ) -> None:
+        self.facts: Facts | None = None
+        """of the first replica"""
+        self.replicas: dict[str, Replica] = {}
+        self.deaths = 0
+        self.none_since: float | None = time.monotonic()
+        """when the last replica stopped serving; None: one serves"""
+        self.weights = FleetWeights(self.serving, self._weights_changed)
+        self._launcher = launcher
+        self._inbox = inbox
+        self._on_lost = on_lost
+        self._on_serving = on_serving
+        self._asked = asked
+        self._looked_at = 0.0
+        self._failed_updates: dict[Replica, int] = {}
+
+    def serving(self) -> list[Replica]:
+        """List those that have the live weights and a link, and do not leave."""
+        return [one for one in self.replicas.values() if one.state is State.SERVING and not one.leaving | one.restarting]
+
+    def linked(self) -> list[Replica]:
+        """List those that a request may be sent to."""
+        return [one for one in self.replicas.values() if one.state in (State.STALE, State.SERVING, State.SUSPECT)]
+
+    def tend(self, now: float) -> None:
+        """Look at processes, links and weights, and do what is due."""
+        for event in self._launcher.tend():
+            self._happened(event)
+        for replica in list(self.replicas.values()):
+            self._look_at_link(replica, now)
+            if replica.leaving and not replica.load:
+                self._launcher.remove(replica.name)
+        self.weights.tend(now)
+        if now - self._looked_at >= STATUS_S:
+            self._looked_at = now
+            for replica in self.linked():
+                self._ask_status(replica)
+                if replica.state is State.STALE:
+                    self._admit(replica)
+        self.none_since = None if self.serving() else self.none_since or now
+
+    def lose(self, replica: Replica, why: str) -> None:
+        """Take a replica for dead: what runs there goes elsewhere, and another process takes its place."""
+        if replica.state is State.DEAD:
+            return
+        log.warning("replica lost name=%s state=%s why=%r", replica.name, replica.state.value, why)
+        self._set(replica, State.DEAD, why)
+        self.deaths += 1
+        replica.deaths += 1
+        replica.disconnect()
+        self._failed_updates.pop(replica, None)
+        self.weights.drop(replica)
+        self._launcher.replace(replica.name)
+        self._on_lost(replica)
+
+    def failed(self, replica: Replica, group_id: str, error: RolloutError | None) -> None:
+        """Note that a replica has failed on a group. `error`: why it refused; None: a sample ended as "error"."""
+        if replica.state is State.DEAD:
+            return
+        replica.failing.add(group_id)
+        if isinstance(error, ServiceLost):
+            self.lose(replica, error.message)
+        elif isinstance(error, StaleWeights):
+            self.lose(replica, f"it has not the weights that it said it had: {error.message}")
+        elif len(replica.failing) >= MOST_FAILING:
+            self.lose(replica, f"it failed on {len(replica.failing)} groups in a row")
+
+    def ask_all(self, make: Make) -> list[Any]:
+        """Send all replicas a request and wait for their answers. One that is lost meanwhile is left out. Raises a refusal that
+        is everybody's."""
+        asked = {replica: replica.request(make) for replica in self.linked()}
+        deadline = time.monotonic() + ANSWER_S
+        while pending := [replica for replica, future in asked.items() if not future.done() and replica.link is not None]:
+            wait([asked[replica] for replica in pending], LOOK_S)
+            self.tend(time.monotonic())
+            if time.monotonic() > deadline:
+                for replica in pending:
+                    self.lose(replica, f"it did not answer for {ANSWER_S} s")
+        answers = [future for replica, future in asked.items() if replica.link is not None]
+        refused = [error for future in answers if isinstance(error := future.exception(), RolloutError)]
+        if refused and len(refused) == len(answers):
+            raise refused[0]
+        return [future.result() for future in answers if future.exception() is None]
+
+    def scale(self, count: int) -> None:
+        """Have so many replicas; those that go finish what they run."""
+        for name in self._launcher.scale(count):
+            self.retire(name)
+
+    def retire(self, name: str) -> None:
+        """Give a replica nothing more, and end it when nothing runs there. Raises KeyError."""
+        replica = self.replicas.get(name)
+        if replica is None:
+            self._launcher.remove(name)
+        else:
+            replica.leaving = True
+
+    def restart(self, name: str) -> None:
+        """Stop a replica in order; what it runs goes on elsewhere from the tokens it has. Raises KeyError."""
+        self.replicas[name].restarting = True
+        self._launcher.restart(name)
+
+    # joining
+
+    def _happened(self, event: Event) -> None:
+        replica = self.replicas.get(event.name)
+        if event.address is None:
+            if replica is not None:
+                self.lose(replica, event.why)
+                if replica.leaving:
+                    del self.replicas[event.name]
+            return
+        if replica is None:
+            replica = self.replicas[event.name] = Replica(event.name, self._inbox)
+        self._set(replica, State.JOINING, "it is asked who it is")
+        replica.failing.clear()
+        replica.silent_since, replica.restarting = None, False
+        replica.connect(event.address, lambda answer: self._welcomed(replica, answer))
+
+    def _welcomed(self, replica: Replica, answer: Future[Any]) -> None:
+        if (error := answer.exception()) is not None:
+            self.lose(replica, f"it does not let the front in: {error}")
+            return
+        facts = Facts.of(answer.result())
+        if self.facts is None:
+            self.facts = facts
+        differs = [name for name in facts.__struct_fields__ if getattr(facts, name) != getattr(self.facts, name)]
+        if differs:
+            what = ", ".join(f"{name} {getattr(facts, name)!r} for {getattr(self.facts, name)!r}" for name in differs)
+            self.lose(replica, f"it is not as the others: {what}")
+            return
+        self._ask_status(replica)
+        replica.ask(lambda id: m.WeightsRequest(id), lambda answer: self._told_weights(replica, answer))
+
+    def _told_weights(self, replica: Replica, answer: Future[Any]) -> None:
+        if (error := answer.exception()) is not None:
+            self.lose(replica, f"it does not say which weights it has: {error}")
+            return
+        told, weights = answer.result(), self.weights
+        replica.version, replica.digest = told["version"], told["digest"]
+        if not weights.names:  # the first one: its base checkpoint is everybody's
+            weights.version, weights.digest = replica.version, replica.digest
+        weights.names = max(weights.names, told["names"])
+        self._set(replica, State.STALE, "its weights are looked at")
+        self._admit(replica)
+
+    def _admit(self, replica: Replica) -> None:
+        """Let a replica serve if it has the live weights; otherwise give them to it."""
+        weights = self.weights
+        if replica.version == weights.version and not weights.digest:
+            weights.digest = replica.digest  # all that had these weights before have died
+        if (replica.version, replica.digest) == (weights.version, weights.digest):
+            self._failed_updates.pop(replica, None)
+            for make in self._asked():
+                replica.ask(make)
+            self._set(replica, State.SERVING, "it has the live weights")
+            self.none_since = None
+            self._on_serving()
+        elif replica.version >= weights.version or weights.live is None:
+            self.lose(replica, f"its weights are other ones: {replica.version} {replica.digest[:12]}, not {weights.version}")
+        else:
+            self._set(replica, State.STALE, f"it has version {replica.version} and gets {weights.version}")
+            weights.update(replica, self._updated)
+
+    def _updated(self, replica: Replica, error: Exception | None) -> None:
+        if error is None:
+            self._admit(replica)
+            return
+        failed = self._failed_updates[replica] = self._failed_updates.get(replica, 0) + 1
+        replica.why = f"it could not take the live weights: {error}"
+        if failed >= MOST_UPDATES:
+            self.lose(replica, replica.why)
+
+    def _weights_changed(self) -> None:
+        """Let nobody serve who has other weights."""
+        for replica in self.linked():
+            if replica.version != self.weights.version and replica.state is State.SERVING:
+                self._admit(replica)
+
+    # looking
+
+    def _look_at_link(self, replica: Replica, now: float) -> None:
+        if replica.link is None or replica.link.welcome is None:
+            return
+        if replica.connected:
+            replica.silent_since = None
+            if replica.state is State.SUSPECT:
+                self._set(replica, State.STALE, "its link is back")
+                self._admit(replica)
+            return
+        if replica.silent_since is None:
+            replica.silent_since = now
+        if now - replica.silent_since > LOST_S:
+            self.lose(replica, f"its link was down for {LOST_S} s")
+        elif replica.state is State.SERVING:
+            self._set(replica, State.SUSPECT, "its link is down")
+
+    def _ask_status(self, replica: Replica) -> None:
+        if replica.asked_status and replica.status:
+            return
+
+        def told(answer: Future[Any]) -> None:
+            replica.asked_status = False
+            if answer.exception() is None:
+                replica.status = answer.result()
+                sizes = replica.status.get("weights", {})
+                held = sizes.get("resident_bytes", 0) + sizes.get("offloaded_bytes", 0)
+                self.weights.model_bytes = max(self.weights.model_bytes, held)
+
+        replica.asked_status = True
+        replica.ask(lambda id: m.StatusRequest(id), told)
+
+    def _set(self, replica: Replica, state: State, why: str) -> None:
+        if replica.state is not state:
+            log.info("replica name=%s %s -> %s why=%r", replica.name, replica.state.value, state.value, why)
+        replica.state, replica.why = state, why

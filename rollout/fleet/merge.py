@@ -1,0 +1,63 @@
+"""Statuses of many engines as the status of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout.fleet.replica import Replica
+
+SAME = ("version", "block_size", "block_bytes")
+"""of one engine as of all"""
+LARGEST = ("pause_s", "stage_s", "bytes", "refreshes", "stale_token_frac")
+"""of the slowest, or the worst"""
+
+
+def merged(statuses: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge statuses: what is counted is added up, words stay where all have the same, and are joined where not."""
+    names = dict.fromkeys(name for status in statuses for name in status)
+    return {name: _merged(name, [status[name] for status in statuses if name in status]) for name in names}
+
+
+def _merged(name: str, values: list[Any]) -> Any:
+    first = values[0]
+    if all(isinstance(value, dict) for value in values):
+        return merged(values)
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return first if name in SAME else max(values) if name in LARGEST else sum(values)
+    if all(value == first for value in values):
+        return first
+    return " / ".join(dict.fromkeys(map(str, values)))
+
+
+COUNTED = ("steps", "tokens", "seconds", "saved", "offloads", "resets", "blocks", "bytes", "moves", "draws")
+
+
+def counters(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Take what a status counts from its start on: it outlives the replica that counted."""
+    found = {name: value for name, value in status.items() if _counts(name, value)}
+    return found | ({"ended": status["ended"]} if isinstance(status.get("ended"), dict) else {})
+
+
+def _counts(name: str, value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and (name.split("_")[-1] in COUNTED or name.startswith("bytes_to_"))
+
+
+SHOWN = ("running", "waiting", "generated_tokens", "kv")
+"""of a replica's own status"""
+
+
+def described(replica: Replica, pid: int | None, parts: int) -> dict[str, Any]:
+    """Describe one replica for people and dashboards. `parts`: of groups, that run there."""
+    return {
+        "name": replica.name,
+        "state": replica.state.value,
+        "why": replica.why,
+        "version": replica.version,
+        "pid": pid,
+        "outstanding_tokens": replica.load,
+        "parts": parts,
+        "deaths": replica.deaths,
+        **{name: replica.status[name] for name in SHOWN if name in replica.status},
+    }

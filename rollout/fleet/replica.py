@@ -1,0 +1,107 @@
+"""One replica as the front sees it: an ordinary service at the other end of a `Link`."""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from engine.types import Limits
+from rollout.client.link import Link
+from rollout.client.patience import Patience
+from rollout.fleet.inbox import Inbox
+from transport.messages import Welcome
+from transport.sockets import ClientEnd
+
+NEVER_S = 1e9
+"""the front, not the link, judges how long a replica may be away"""
+STALL_S = 300.0
+"""longest that a connected replica's loop may say nothing; a single step may take minutes"""
+
+
+class State(enum.Enum):
+    """What a replica may do. docs/fleet.md draws the ways between them."""
+
+    JOINING = "joining"
+    """its process starts, or it has not said yet who it is"""
+    STALE = "stale"
+    """it has not the live weights, and is given nothing to sample"""
+    SERVING = "serving"
+    SUSPECT = "suspect"
+    """its link is down: what runs there stays, nothing more is given to it"""
+    DEAD = "dead"
+
+
+class Replica:
+    """Written by `Members`, in the service's thread."""
+
+    def __init__(self, name: str, inbox: Inbox) -> None:
+        self.name = name
+        self.state = State.JOINING
+        self.why = "its process starts"
+        """it is in this state"""
+        self.link: Link | None = None
+        self.version = -1
+        self.digest = ""
+        self.load = 0
+        """outstanding tokens: prompts, and what their children may make; 0: nothing runs there. Written by `Groups`"""
+        self.failing: set[str] = set()
+        """groups that it has failed on since it last succeeded"""
+        self.silent_since: float | None = None
+        """when its link was seen to be down"""
+        self.status: dict[str, Any] = {}
+        """the last one that came"""
+        self.asked_status = False
+        self.deaths = 0
+        self.leaving = False
+        """it is given nothing more, and goes when nothing runs there"""
+        self.restarting = False
+        """it was asked to stop, and is given nothing until it is back"""
+        self._inbox = inbox
+        self._end: ClientEnd | None = None
+
+    @property
+    def welcome(self) -> Welcome:
+        assert self.link is not None and self.link.welcome is not None
+        return self.link.welcome
+
+    @property
+    def connected(self) -> bool:
+        return self._end is not None and self._end.connected
+
+    def connect(self, address: str, then: Callable[[Future[Any]], None]) -> None:
+        """Open a link. `then` is called in the service's thread with the first Welcome, or with what was refused."""
+        self._end = ClientEnd(address, Limits())
+        self.link = Link(
+            self._end, secrets.token_hex(16), f"front of {self.name}", Patience(NEVER_S, STALL_S, NEVER_S, resubmit=False)
+        )
+        self._answer(self.link.first_welcome, then)
+
+    def ask(self, make: Callable[[int], Any], then: Callable[[Future[Any]], None] = lambda answer: None) -> None:
+        """Send the request that `make` builds for an id. `then` is called in the service's thread with the answer, and never if
+        the replica is lost before."""
+        self._answer(self.request(make), then)
+
+    def request(self, make: Callable[[int], Any]) -> Future[Any]:
+        """Send the request that `make` builds for an id. The answer is the future's, or ClientClosed if the replica is lost."""
+        assert self.link is not None
+        return self.link.request(make)
+
+    def disconnect(self) -> None:
+        """Close the link. Nobody waits for that: it takes as long as the other end is given to hear the goodbye."""
+        link, self.link, self._end = self.link, None, None
+        if link is not None:
+            threading.Thread(target=link.close, name="rollout-goodbye", daemon=True).start()
+
+    def _answer(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
+        link = self.link
+
+        def call() -> None:
+            if self.link is link:
+                then(future)
+
+        future.add_done_callback(lambda _: self._inbox.post(partial(call)))

@@ -1,0 +1,675 @@
+"""Many engines behind one service: routing, death, refreshes of all, and that a sample does not know which replica made it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.types import Adapter, Group, Mode, Sample, Sampling
+from rollout.client.api import RolloutClient
+from rollout.commands.serve_fleet import core_sets, divided
+from rollout.commands.top import View
+from rollout.config import Config, FleetConfig, InputError
+from rollout.fleet import groups as groups_module
+from rollout.fleet import members as members_module
+from rollout.fleet import routing
+from rollout.fleet.fleet import Fleet
+from rollout.fleet.groups import Groups
+from rollout.fleet.replica import State
+from rollout.fleet.weights import Transaction
+from rollout.process import service_process
+from tests.support.fleet import WAIT, Threads, collect, fleet_of, front_of, step_until
+from tests.support.fleet_chaos import FOUND, Chaos
+from tests.support.hash_engine import expected, key_of, manifest_of, weights_of
+from tests.support.waiting import until
+from tests.support.wire import serving
+from transport.errors import Busy, WeightsRefused
+
+ROOT = Path(__file__).parents[2]
+KEYS = {version: key_of(weights_of(version)) for version in range(8)}
+
+
+def prompt(i: int, length: int = 12) -> np.ndarray:
+    return np.random.default_rng(i).integers(0, 900, length).astype(np.int32)
+
+
+def group(i: int, **sampling: Any) -> Group:
+    return Group(f"g{i}", prompt(i), Sampling(**{"n": 4, "max_tokens": 20, "seed": i, **sampling}))
+
+
+def check(samples: Iterable[Sample]) -> None:
+    """Every token is what one service would have made."""
+    for sample in samples:
+        assert sample.finish_reason == "length", sample.error
+        assert sample.token_ids.tolist() == expected(prompt(int(sample.group_id[1:])), sample, KEYS)
+
+
+def refresh(
+    fleet: Fleet, version: int, kv: Any = "keep", partial: bool = False, weights: Any = None, staging: Any = None
+) -> Any:
+    """As the service does it, turn by turn."""
+    weights = weights_of(version) if weights is None else weights
+    payload = np.concatenate([values.view(np.uint8) for values in weights.values()])
+    staging = staging or fleet.stage(manifest_of(weights), version=version, partial=partial)
+
+    def read(memory: np.ndarray) -> int:
+        left = payload[staging.received :][: len(memory)]
+        memory[: len(left)] = left
+        return len(left)
+
+    def staged() -> bool:
+        while not staging.complete and staging.feed(read):
+            pass
+        return bool(staging.complete)
+
+    try:
+        step_until(fleet, staged, "all have prepared")
+        applied: list[Any] = []
+        step_until(fleet, lambda: applied.append(fleet.commit(staging, kv)) or applied[-1], "all have applied")
+        return applied[-1]
+    finally:
+        staging.close()
+
+
+def states(fleet: Fleet) -> list[str]:
+    return [one["state"] for one in fleet.status()["replicas"]]
+
+
+# routing
+
+
+def test_a_prefix_has_its_replica_and_keeps_it_when_others_go() -> None:
+    names = ["0", "1", "2", "3"]
+    first = {i: routing.ranked(prompt(i), names)[0] for i in range(200)}
+    assert min(list(first.values()).count(name) for name in names) > 20, "all have some"
+    for i, name in first.items():
+        assert name == "3" or routing.ranked(prompt(i), names[:3])[0] == name
+    long = prompt(0, 1000)
+    assert routing.ranked(long, names) == routing.ranked(np.concatenate([long[:256], prompt(9)]), names)
+
+
+def test_loads_are_bounded() -> None:
+    assert routing.choose(["a", "b"], {"a": 0, "b": 0}) == "a"
+    assert routing.choose(["a", "b"], {"a": 100, "b": 100}) == "a"
+    assert routing.choose(["a", "b"], {"a": 130, "b": 70}) == "b", "1.3 times the mean"
+    assert routing.choose(["a", "b", "c"], {"a": 1000, "b": 500, "c": 0}) == "b", "the next best, not the least"
+
+
+def test_a_group_is_cut_only_where_it_is_more_than_a_share() -> None:
+    idle, busy = {"a": 0, "b": 0, "c": 0, "d": 0}, {"a": 10**6, "b": 10**6, "c": 10**6, "d": 10**6}
+    cut = routing.parts(range(64), 100, idle)
+    assert [len(part) for part in cut] == [16] * 4 and [i for part in cut for i in part] == list(range(64))
+    assert routing.parts(range(31), 100, idle) == [tuple(range(31))], "a part has 16 children at least"
+    assert routing.parts(range(64), 100, busy) == [tuple(range(64))]
+    assert routing.parts((3, 5), 100, {"a": 0}) == [(3, 5)]
+
+
+# samples
+
+
+def test_a_sample_does_not_know_which_replica_made_it() -> None:
+    with fleet_of(3) as (fleet, threads):
+        for i in range(12):
+            fleet.submit(group(i))
+        fleet.submit(group(99, n=48))
+        got = collect(fleet, 12 * 4 + 48)
+        check(got.values())
+        assert all(engine.made["generated_tokens"] for engine in threads.engines.values()), "all had something to do"
+        assert fleet.status()["generated_tokens"] <= 96 * 20
+
+
+def test_seeds_are_drawn_in_the_front() -> None:
+    with fleet_of(2) as (fleet, _):
+        fleet.submit(group(1, seed=None))
+        fleet.submit(group(2, seed=None))
+        got = collect(fleet, 8)
+        check(got.values())
+        assert len({sample.seed for sample in got.values()}) == 2
+
+
+def test_clients_of_the_front_share_the_replicas() -> None:
+    with fleet_of(1) as (fleet, threads):
+        fleet.submit(group(1), client="7")
+        fleet.submit(group(2), client="8")
+        collect(fleet, 8)
+        assert {name.split(".")[-1] for name in threads.engines["0"].clients} == {"7", "8"}
+
+
+def test_a_turn_goes_to_where_its_child_ran() -> None:
+    with fleet_of(3) as (fleet, threads):
+        fleet.submit(group(1, n=1, keep_s=60.0))
+        (first,) = collect(fleet, 1).values()
+        (home,) = [name for name, engine in threads.engines.items() if engine.made["generated_tokens"]]
+        for i in range(2, 8):  # other prompts, all of them turns of the same child
+            fleet.submit(msgspec.structs.replace(group(i, n=1), after=("g1", 0)))
+            collect(fleet, 1)
+        assert [name for name, engine in threads.engines.items() if engine.made["generated_tokens"]] == [home]
+        assert len(threads.engines[home].after) == 6 and {index for _, index in threads.engines[home].after} == {0}
+        threads.die(home)
+        step_until(fleet, lambda: threads.replaced == [home] and states(fleet) == ["serving"] * 3)
+        fleet.submit(msgspec.structs.replace(group(9, n=1), after=("g1", 0)))
+        check(collect(fleet, 1).values())
+        assert not any(engine.after for engine in threads.engines.values()), "its KV went with its replica"
+
+
+def test_what_is_kept_of_a_child_is_given_up_where_it_is() -> None:
+    with fleet_of(2) as (fleet, threads):
+        fleet.submit(group(1, n=2, keep_s=60.0))
+        collect(fleet, 2)
+        assert fleet.abort("g1") == []
+        until(lambda: {index for engine in threads.engines.values() for _, index in engine.aborts} == {0, 1}, "both children")
+
+
+# death
+
+
+def test_what_ran_on_a_lost_replica_runs_elsewhere() -> None:
+    with fleet_of(3, step_s=0.002) as (fleet, threads):
+        for i in range(9):
+            fleet.submit(group(i, max_tokens=400))
+        threads.die("0")
+        check(collect(fleet, 36).values())
+        assert fleet.status()["fleet"]["moved"] > 0 and threads.replaced == ["0"]
+        step_until(fleet, lambda: states(fleet) == ["serving"] * 3, "it is back")
+
+
+def test_a_group_that_seems_to_kill_replicas_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_module, "MOST_MOVES", 2)
+    with fleet_of(2, step_s=0.01) as (fleet, threads):
+        fleet.submit(group(1, max_tokens=10_000))
+        for _ in range(3):
+            step_until(fleet, lambda: fleet._groups.open["g1"].parts, "it runs")
+            (part,) = fleet._groups.open["g1"].parts
+            threads.die(part.replica.name)
+            ended = step_until(fleet, lambda: part not in fleet._groups.parts, "it moved")  # noqa: B023
+        assert [sample.finish_reason for sample in ended] == ["error"] * 4 and "replicas were lost" in str(ended[0].error)
+
+
+def repeat(fleet: Fleet) -> list[Sample]:
+    """A child that comes a second time, while its siblings still run."""
+    fleet.submit(group(1, n=2, max_tokens=50))
+    (part,) = fleet._groups.open["g1"].parts
+    tell, twice = part.handle.on_change, []
+
+    def say_twice(handle: Any, sample: Any) -> None:
+        if not twice:
+            twice.append(sample)
+            tell(handle, sample)
+        tell(handle, sample)
+
+    part.handle.on_change = say_twice
+    samples = step_until(fleet, lambda: not fleet._groups.open, "the group is done")
+    return samples
+
+
+def test_a_repeat_is_dropped() -> None:
+    with fleet_of(1, step_s=0.001) as (fleet, _):
+        assert sorted(sample.index for sample in repeat(fleet)) == [0, 1]
+        assert fleet.status()["fleet"]["repeats"] == 1
+
+
+def test_a_repeat_that_is_not_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    arrived = Groups._arrived
+
+    def forgetful(self: Groups, part: Any, sample: Any) -> None:
+        part.open.left |= {sample.index}
+        part.left |= {sample.index}
+        arrived(self, part, sample)
+
+    monkeypatch.setattr(Groups, "_arrived", forgetful)
+    with fleet_of(1, step_s=0.001) as (fleet, _):
+        assert sorted(sample.index for sample in repeat(fleet)) != [0, 1]
+
+
+def test_a_replica_that_stops_hands_its_tokens_on() -> None:
+    """In order, by SIGTERM: its children go on elsewhere from what they have."""
+    with fleet_of(2, step_s=0.002) as (fleet, threads):
+        fleet.submit(group(1, max_tokens=1000))
+        (part,) = fleet._groups.open["g1"].parts
+        first, second = threads.engines[part.replica.name], threads.engines["1" if part.replica.name == "0" else "0"]
+        until(lambda: first.made["steps"] > 200)
+        fleet._members.restart(part.replica.name)
+        check(collect(fleet, 4).values())
+        assert second.made["generated_tokens"] <= 4 * 850, "it did not begin again"
+
+
+def test_what_was_streamed_need_not_be_made_again() -> None:
+    with fleet_of(2, step_s=0.002) as (fleet, threads):
+        fleet.submit(group(1, max_tokens=1000, stream_every=8))
+        (part,) = fleet._groups.open["g1"].parts
+        step_until(fleet, lambda: len(part.handle.begun()) == 4 and len(part.handle.begun()[0].token_ids) > 300, "streamed")
+        told = {child.index: child for child in fleet.chunks("g1", {0: 290}, 8, 10_000)}
+        assert sorted(told) == [0, 1, 2, 3] and (told[0].first, told[1].first) == (290, 0)
+        second = threads.engines["1" if part.replica.name == "0" else "0"]
+        threads.die(part.replica.name)
+        got = collect(fleet, 4)
+        check(got.values())
+        assert told[1].token_ids.tolist() == got["g1", 1].token_ids[: len(told[1].token_ids)].tolist()
+        assert told[0].token_ids.tolist() == got["g1", 0].token_ids[290 : 290 + len(told[0].token_ids)].tolist()
+        assert second.made["generated_tokens"] < 4 * 750
+
+
+def test_a_trainer_that_streams_sees_nothing_of_a_death() -> None:
+    with fleet_of(2, step_s=0.002) as (fleet, threads), front_of(fleet) as front:
+        with RolloutClient(front.endpoint, connect_timeout_s=WAIT) as client:
+            handle = client.submit(prompt(1), Sampling(n=2, max_tokens=600, seed=1, stream_every=16), "g1")
+            tokens: dict[int, list[int]] = {0: [], 1: []}
+
+            def tell(handle: Any, chunk: Any) -> None:
+                assert chunk.first == len(tokens[chunk.index])
+                tokens[chunk.index] += chunk.token_ids.tolist()
+
+            handle.on_tokens(tell)
+            until(lambda: len(tokens[0]) > 200)
+            threads.die(next(name for name, engine in threads.engines.items() if engine.children))
+            samples = handle.result(WAIT)
+            check(samples)
+            assert all(s.token_ids.tolist()[: len(tokens[s.index])] == tokens[s.index] for s in samples)
+
+
+def test_no_replica_is_left() -> None:
+    with fleet_of(1) as (fleet, threads):
+        threads.again = False
+        threads.die("0")
+        step_until(fleet, lambda: states(fleet) == ["dead"])
+        fleet.submit(group(1))
+        assert fleet.status()["fleet"]["waiting"] == 1
+        threads.start("0")
+        check(collect(fleet, 4).values())
+
+
+def test_a_group_does_not_wait_for_ever() -> None:
+    with fleet_of(1, grace_s=0.3) as (fleet, threads):
+        threads.again = False
+        threads.die("0")
+        step_until(fleet, lambda: states(fleet) == ["dead"])
+        fleet.submit(group(1))
+        ended = collect(fleet, 4).values()
+        assert {sample.finish_reason for sample in ended} == {"error"}
+        assert all("replica_grace_s" in str(sample.error) for sample in ended)
+
+
+def test_a_replica_that_fails_again_and_again_is_replaced() -> None:
+    with fleet_of(2, faults={"0": "errors"}) as (fleet, threads):
+        for i in range(12):
+            fleet.submit(group(i, n=1))
+        check(collect(fleet, 12).values())
+        assert "0" in threads.replaced and "1" not in threads.replaced
+
+
+def test_a_group_that_fails_everywhere_ends_as_error() -> None:
+    with fleet_of(2, faults={"0": "errors", "1": "errors"}) as (fleet, threads):
+        fleet.submit(group(1, n=1))
+        ((_, sample),) = collect(fleet, 1).items()
+        assert sample.finish_reason == "error" and sample.error == "scripted" and not threads.replaced
+
+
+def test_a_link_that_breaks_and_heals_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members_module, "LOST_S", 60.0)
+    with fleet_of(2) as (fleet, _):
+        replica = fleet._members.replicas["0"]
+        end, replica._end = replica._end, None
+        step_until(fleet, lambda: states(fleet) == ["suspect", "serving"])
+        for i in range(6):
+            fleet.submit(group(i))
+        assert not replica.load, "a suspect is given nothing"
+        replica._end = end
+        step_until(fleet, lambda: states(fleet) == ["serving", "serving"])
+        assert fleet.status()["fleet"]["deaths"] == 0
+
+
+def test_a_link_that_stays_down_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members_module, "LOST_S", 0.3)
+    with fleet_of(2, step_s=0.002) as (fleet, threads):
+        for i in range(6):
+            fleet.submit(group(i, max_tokens=300))
+        fleet._members.replicas["0"]._end = None
+        check(collect(fleet, 24).values())
+        assert threads.replaced == ["0"]
+
+
+def test_another_model_is_refused_by_name() -> None:
+    with fleet_of(2) as (fleet, threads):
+        threads.again = False
+        threads.die("1")
+        step_until(fleet, lambda: states(fleet) == ["serving", "dead"])
+        threads.start("1")
+        threads.engines["1"].arithmetic = "other/1"
+        threads.events = threads.events[-1:]
+        step_until(fleet, lambda: "arithmetic 'other/1' for 'hash/1'" in fleet.status()["replicas"][1]["why"])
+
+
+# refreshes
+
+
+def test_a_refresh_is_everywhere() -> None:
+    with fleet_of(3) as (fleet, threads):
+        refreshed = refresh(fleet, 1)
+        assert refreshed.version == fleet.version == 1 and {e.version for e in threads.engines.values()} == {1}
+        for i in range(6):
+            fleet.submit(group(i))
+        got = collect(fleet, 24)
+        check(got.values())
+        assert {tuple(sample.weight_versions) for sample in got.values()} == {((0, 1),)}
+
+
+def test_groups_that_run_go_on_over_a_refresh() -> None:
+    with fleet_of(2, step_s=0.002) as (fleet, threads):
+        for i in range(4):
+            fleet.submit(group(i, max_tokens=400))
+        until(lambda: min(engine.made["steps"] for engine in threads.engines.values()) > 20)
+        refresh(fleet, 1)
+        got = collect(fleet, 16)
+        check(got.values())
+        assert all([version for _, version in sample.weight_versions] == [0, 1] for sample in got.values())
+
+
+def test_a_refresh_may_end_what_runs() -> None:
+    with fleet_of(2, step_s=0.002) as (fleet, threads):
+        fleet.submit(group(1, max_tokens=5000))
+        until(lambda: sum(engine.made["steps"] for engine in threads.engines.values()) > 50)
+        refresh(fleet, 1, kv="abort")
+        got = list(fleet._groups.ended) + step_until(fleet, lambda: not fleet._groups.open)
+        assert {sample.finish_reason for sample in got} <= {"aborted"}
+
+
+BROKEN = {
+    "holds NaN": {**weights_of(1), "w2": np.full(20_000, np.nan, np.float32)},
+    "is missing": {name: values for name, values in weights_of(1).items() if name != "w3"},
+    "none of the model's": {**weights_of(1), "w9": np.zeros(10, np.float32)},
+}
+
+
+@pytest.mark.parametrize("reason", BROKEN)
+def test_content_that_is_refused_is_refused_everywhere(reason: str) -> None:
+    with fleet_of(3) as (fleet, threads):
+        with pytest.raises(WeightsRefused, match=reason):
+            refresh(fleet, 1, weights=BROKEN[reason])
+        assert fleet.version == 0 and {engine.version for engine in threads.engines.values()} == {0}
+        step_until(fleet, lambda: not fleet.weights.staging)
+        assert refresh(fleet, 1).version == 1, "nothing is left of it"
+
+
+def test_a_front_refuses_what_it_can_tell_by_itself() -> None:
+    with fleet_of(1) as (fleet, _):
+        with pytest.raises(WeightsRefused, match="versions only grow"):
+            fleet.stage(manifest_of(weights_of(1)), version=0)
+        with pytest.raises(WeightsRefused, match="the model has"):
+            fleet.stage(manifest_of({"w0": np.zeros(10_000_000, np.float32)}))
+        with pytest.raises(WeightsRefused, match="merge_and_unload"):
+            fleet.stage(manifest_of(weights_of(1)), adapter=Adapter(None, []))
+        staging = fleet.stage(manifest_of(weights_of(1)))
+        with pytest.raises(Busy):
+            fleet.stage(manifest_of(weights_of(1)))
+        staging.close()
+        step_until(fleet, lambda: not fleet.weights.staging)
+
+
+def one_refuses(fleet: Fleet, threads: Threads) -> None:
+    """A refresh that a single replica finds fault with."""
+    look = threads.engines["1"].stage
+
+    def stage(*args: Any, **named: Any) -> Any:
+        staging = look(*args, **named)
+        staging.look = lambda: (_ for _ in ()).throw(ValueError("tensor 'w1': not what the manifest says"))
+        return staging
+
+    threads.engines["1"].stage = stage  # type: ignore[method-assign]
+    with pytest.raises(WeightsRefused, match="not what the manifest says"):
+        refresh(fleet, 1)
+    until(lambda: not any(engine.staged for engine in threads.engines.values()))
+
+
+def test_one_refusal_is_everybody_s() -> None:
+    with fleet_of(3) as (fleet, threads):
+        one_refuses(fleet, threads)
+        assert {engine.version for engine in threads.engines.values()} == {0}
+
+
+def test_a_commit_without_prepare_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: whoever is not asked first leaves replicas of two versions."""
+    monkeypatch.setattr(Transaction, "ready", property(lambda self: bool(self.members)))
+    with fleet_of(3) as (fleet, threads):
+        with pytest.raises((AssertionError, pytest.fail.Exception)):
+            one_refuses(fleet, threads)
+        until(lambda: {engine.version for engine in threads.engines.values()} == {0, 1})
+
+
+def test_a_replica_that_dies_drops_out_of_a_refresh_and_comes_back_with_it() -> None:
+    with fleet_of(3) as (fleet, threads):
+        staging = fleet.stage(manifest_of(weights_of(1)), version=1)
+        threads.die("1")
+        refresh(fleet, 1, staging=staging)
+        step_until(fleet, lambda: states(fleet) == ["serving"] * 3, "it has the live weights")
+        assert threads.engines["1"].version == 1 and threads.engines["1"].live_digest() == fleet.weights.digest
+
+
+def test_whoever_comes_later_gets_what_is_live_partial_refreshes_included() -> None:
+    with fleet_of(2) as (fleet, threads):
+        refresh(fleet, 1, partial=True, weights={"w1": weights_of(1)["w1"]})
+        refresh(fleet, 2, partial=True, weights={"w2": weights_of(2)["w2"]})
+        threads.die("0")
+        step_until(fleet, lambda: threads.replaced == ["0"] and states(fleet) == ["serving"] * 2)
+        assert threads.engines["0"].live_digest() == threads.engines["1"].live_digest()
+        refresh(fleet, 3)
+        refresh(fleet, 4, partial=True, weights={"w2": weights_of(4)["w2"]})
+        threads.die("1")
+        step_until(fleet, lambda: threads.replaced == ["0", "1"] and states(fleet) == ["serving"] * 2)
+        assert threads.engines["0"].live_digest() == threads.engines["1"].live_digest()
+
+
+def test_all_replicas_die_and_come_back_with_the_live_weights() -> None:
+    with fleet_of(2) as (fleet, threads):
+        refresh(fleet, 1)
+        threads.die("0")
+        threads.die("1")
+        fleet.submit(group(1))
+        got = collect(fleet, 4)
+        check(got.values())
+        assert {tuple(sample.weight_versions) for sample in got.values()} == {((0, 1),)}, "never the base checkpoint"
+
+
+def test_a_replica_with_stale_weights_is_noticed() -> None:
+    """Negative control: one that says that it has them, and has not."""
+    with fleet_of(2, faults={"1": "stale"}) as (fleet, _):
+        refresh(fleet, 1)
+        for i in range(8):
+            fleet.submit(group(i))
+        got = collect(fleet, 32)
+        with pytest.raises(AssertionError):
+            check(got.values())
+
+
+def test_a_replica_that_loses_its_weights_is_given_no_group_silently() -> None:
+    """It refuses the group, since the front requires the live version, and is replaced."""
+    with fleet_of(2) as (fleet, threads):
+        refresh(fleet, 1)
+        threads.engines["0"].version = 0
+        for i in range(8):
+            fleet.submit(group(i))
+        check(collect(fleet, 32).values())
+        assert threads.replaced == ["0"]
+
+
+def test_the_live_digest_is_of_all() -> None:
+    with fleet_of(2) as (fleet, threads):
+        assert fleet.weights.live_digest() == fleet.weights.digest
+        threads.engines["1"].tensors = weights_of(5)
+        assert "not the same everywhere" in fleet.weights.live_digest()
+
+
+# modes
+
+
+def test_pause_and_resume_are_of_all_and_of_those_that_come_later() -> None:
+    with fleet_of(2) as (fleet, threads):
+        fleet.pause()
+        assert {engine.mode for engine in threads.engines.values()} == {Mode.PAUSED} and fleet.mode is Mode.PAUSED
+        threads.die("0")
+        step_until(fleet, lambda: threads.replaced and states(fleet) == ["serving"] * 2)
+        until(lambda: threads.engines["0"].mode is Mode.PAUSED)
+        fleet.submit(group(1))
+        fleet.resume()
+        check(collect(fleet, 4).values())
+
+
+def test_drain_is_done_when_all_are() -> None:
+    with fleet_of(2, step_s=0.001) as (fleet, _):
+        for i in range(4):
+            fleet.submit(group(i, max_tokens=100))
+        step_until(fleet, fleet.drain, "all have drained")
+        assert fleet.mode is Mode.DRAINING
+        check(collect(fleet, 0).values())
+        fleet.resume()
+        assert fleet.mode is Mode.RUNNING
+
+
+def test_sleep_and_wake_are_of_all() -> None:
+    with fleet_of(2) as (fleet, threads):
+        assert fleet.sleep(1) == 2000 and fleet.mode is Mode.ASLEEP
+        assert {engine.mode for engine in threads.engines.values()} == {Mode.ASLEEP}
+        with pytest.raises(ValueError, match="asleep"):
+            fleet.stage(manifest_of(weights_of(1)))
+        fleet.wake()
+        assert {engine.mode for engine in threads.engines.values()} == {Mode.RUNNING}
+
+
+def test_fewer_and_more_replicas() -> None:
+    with fleet_of(2, step_s=0.001) as (fleet, threads):
+        for i in range(4):
+            fleet.submit(group(i, max_tokens=200))
+        fleet._members.scale(1)
+        check(collect(fleet, 16).values())
+        step_until(fleet, lambda: states(fleet) == ["serving"], "one has gone")
+        fleet._members.scale(3)
+        step_until(fleet, lambda: states(fleet) == ["serving"] * 3, "two have come")
+
+
+# through the front's service
+
+
+def test_clients_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Samples, aborts with the tokens made so far, a client that goes, a status and a refresh: over real sockets."""
+    import torch
+
+    caplog.set_level(logging.ERROR)
+    with fleet_of(2, step_s=0.002) as (fleet, threads), front_of(fleet) as front:
+        with RolloutClient(front.endpoint, connect_timeout_s=WAIT) as client:
+            named = {name: torch.from_numpy(values) for name, values in weights_of(1).items()}
+            for via in ("shm", "inline"):
+                assert client.refresh(named, version=fleet.version + 1, via=via, timeout=WAIT).via == via
+            handles = [client.submit(prompt(i), Sampling(n=4, max_tokens=30, seed=i), f"g{i}") for i in range(6)]
+            keys = {version: KEYS[1] for version in range(3)}
+            for i, handle in enumerate(handles):
+                for sample in handle.result(WAIT):
+                    assert sample.token_ids.tolist() == expected(prompt(i), sample, keys)
+            endless = client.submit(prompt(9), Sampling(n=3, max_tokens=50_000, seed=9), "g9")
+            until(lambda: client.status()["running"] == 3)
+            endless.cancel([1])
+            client.abort_all(WAIT)
+            aborted = endless.result(WAIT)
+            assert {sample.finish_reason for sample in aborted} == {"aborted"} and all(len(s.token_ids) for s in aborted)
+            status = client.status()
+            assert [one["name"] for one in status["replicas"]] == ["0", "1"] and status["fleet"]["serving"] == 2
+            assert client.weights_status(verify=True)["live_digest"] == client.weights_status()["digest"]
+            client.submit(prompt(5), Sampling(n=2, max_tokens=50_000, seed=5))
+            until(lambda: client.status()["running"] == 2)
+        until(lambda: not any(engine.children for engine in threads.engines.values()))
+        until(lambda: not fleet._groups.open)
+    assert not caplog.records
+
+
+def test_a_state_is_written_where_it_is_drawn() -> None:
+    """docs/fleet.md names every state."""
+    text = (ROOT / "docs/fleet.md").read_text()
+    assert all(state.name in text for state in State)
+
+
+# the commands
+
+
+def test_serve_replicas(tiny_config: Config, tmp_path: Path) -> None:
+    """As a user runs it, with a real model: two replicas make what one engine makes, one of them killed and back with weights
+    that were refreshed meanwhile. The front has no torch."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    named = AutoModelForCausalLM.from_pretrained(tiny_config.engine.model, dtype=torch.float32).state_dict()
+    new = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in named.items()}
+    prompts, samplings = [prompt(i) % 90 for i in range(6)], [Sampling(n=3, max_tokens=40, seed=i) for i in range(6)]
+
+    def told(client: RolloutClient) -> dict[Any, Any]:
+        made = client.generate_groups(prompts, samplings, timeout=WAIT)
+        return {
+            (i, s.index): (s.token_ids.tolist(), s.logprobs.tolist(), s.weight_versions) for i, g in enumerate(made) for s in g
+        }
+
+    with serving(Engine(tiny_config.engine)) as one, RolloutClient(one.endpoint, connect_timeout_s=WAIT) as client:
+        before = told(client)
+        client.refresh(new, timeout=WAIT)
+        after = told(client)
+    config = msgspec.structs.replace(tiny_config, fleet=FleetConfig(replicas=2))
+    with service_process(config) as front, RolloutClient(front.endpoint, connect_timeout_s=WAIT) as client:
+        assert "libtorch" not in Path(f"/proc/{front.pid}/maps").read_text()
+        assert told(client) == before
+        victim = client.status()["replicas"][0]["pid"]
+        os.kill(victim, signal.SIGKILL)
+        client.refresh(new, timeout=WAIT)
+        assert told(client) == after
+        until(lambda: client.status()["fleet"]["serving"] == 2, "it is back", 2 * WAIT)
+        assert told(client) == after and client.status()["replicas"][0]["version"] == 1
+        pids = [one["pid"] for one in client.status()["replicas"]]
+        child = View("x")
+        child.add(client.status(), 0.0)
+        assert child.render()
+    until(lambda: not any(map(psutil.pid_exists, pids)), "the replicas have ended with the front")
+
+
+def test_a_host_is_divided() -> None:
+    engine = EngineConfig(model="x")
+    places, one = divided(engine, 2)
+    cores = [place.cores for place in places]
+    assert not cores[0] & cores[1] and len(cores[0]) == len(cores[1])
+    assert one.threads == max(1, len(cores[0])) and one.cpu_offload_safety_threshold == 0.4 and one.kv_gib
+    assert core_sets([4, 5, 6, 7, 9], 2) == [frozenset({4, 5}), frozenset({6, 7})]
+    assert core_sets([1], 3) == [frozenset()] * 3, "too few: any core"
+    with pytest.raises(InputError, match="each needs one"):
+        divided(EngineConfig(model="x", device="cuda"), 200)
+
+
+# under an adversary
+
+
+def test_a_short_chaos() -> None:
+    found = Chaos(seed=1, replicas=4).run(8.0)
+    print(json.dumps(found))
+    assert not any(found[name] for name in FOUND), found
+    assert found["kills"] and found["refreshes"] and found["samples"] > 100
+
+
+def test_chaos_notices_stale_weights() -> None:
+    """Negative control."""
+    found = Chaos(seed=1, replicas=2, fault="stale").run(5.0)
+    assert found["unequal"] and not found["lost"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_long_chaos() -> None:
+    found = Chaos(seed=2, replicas=4).run(600.0)
+    print(json.dumps(found))
+    assert not any(found[name] for name in FOUND), found
+    assert found["kills"] >= 60 and found["stops"] >= 20

@@ -1,0 +1,139 @@
+"""Fleets whose replicas are threads of the test: hash engines behind real services and sockets, without a process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from engine.types import Sample
+from rollout.fleet.fleet import Fleet
+from rollout.fleet.launcher import Event
+from rollout.service.loop import Service
+from tests.support.hash_engine import HashEngine
+from tests.support.waiting import until
+
+WAIT = 60.0
+"""for what comes: a bound for hangs only"""
+
+
+class Threads:
+    """Launches replicas as threads. `faults`: of each, see `HashEngine`."""
+
+    def __init__(self, count: int, step_s: float = 0.0, faults: dict[str, str] | None = None) -> None:
+        self.wanted = count
+        self.engines: dict[str, HashEngine] = {}
+        self.services: dict[str, Service] = {}
+        self.threads: list[threading.Thread] = []
+        self.events: list[Event] = []
+        self.replaced: list[str] = []
+        self.going: set[str] = set()
+        self.again = True
+        """whether another thread takes the place of one that is lost"""
+        self._step_s, self._faults = step_s, faults or {}
+        for i in range(count):
+            self.start(str(i))
+
+    def start(self, name: str) -> None:
+        engine = self.engines[name] = HashEngine(self._step_s, self._faults.get(name, ""))
+        service = self.services[name] = Service(engine, "tcp://127.0.0.1:*", client_grace_s=3600.0, linger_s=0.5)
+        thread = threading.Thread(target=service.run, daemon=True)
+        self.threads.append(thread)
+        thread.start()
+        self.events.append(Event(name, service.endpoint, "it listens"))
+
+    def die(self, name: str) -> None:
+        """As if its process had been killed: nothing comes of it any more."""
+        self.events.append(Event(name, None, "its process ended with signal 9"))
+
+    def tend(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def replace(self, name: str) -> None:
+        self.replaced.append(name)
+        self.services.pop(name).stop()
+        if self.again and name not in self.going:
+            self.start(name)
+
+    def restart(self, name: str) -> None:
+        self.services[name].stop()
+
+    def remove(self, name: str) -> None:
+        if name in self.services:
+            self.going.add(name)
+            self.services[name].stop()
+            self.events.append(Event(name, None, "it was asked to go"))
+
+    def scale(self, count: int) -> list[str]:
+        going = sorted(self.services)[count:]
+        for i in range(self.wanted, count):
+            self.start(str(i))
+        self.wanted = count
+        return going
+
+    def pid(self, name: str) -> int | None:
+        return None
+
+    def close(self) -> None:
+        for service in self.services.values():
+            service.stop()
+        for thread in self.threads:
+            thread.join(WAIT)
+            assert not thread.is_alive()
+
+
+@contextmanager
+def fleet_of(count: int, grace_s: float = 60.0, **options: object) -> Iterator[tuple[Fleet, Threads]]:
+    """A fleet of so many replicas that serve."""
+    launcher = Threads(count, **options)  # type: ignore[arg-type]
+    fleet = Fleet(launcher, replica_grace_s=grace_s)
+    try:
+        fleet.open(WAIT)
+        yield fleet, launcher
+    finally:
+        fleet.close()
+
+
+@contextmanager
+def front_of(fleet: Fleet) -> Iterator[Service]:
+    """The service in front, in a thread."""
+    service = Service(fleet, "tcp://127.0.0.1:*", client_grace_s=60.0)
+    fleet.inbox.wake = service.wake
+    thread = threading.Thread(target=service.run, daemon=True)
+    thread.start()
+    try:
+        yield service
+    finally:
+        service.stop()
+        thread.join(WAIT)
+        assert not thread.is_alive()
+
+
+def collect(fleet: Fleet, count: int) -> dict[tuple[str, int], Sample]:
+    """Step until so many samples have come, each of them once."""
+    got: dict[tuple[str, int], Sample] = {}
+
+    def look() -> bool:
+        if not fleet.has_work:
+            time.sleep(0.001)
+        for sample in fleet.step():
+            assert (sample.group_id, sample.index) not in got, "a child came twice"
+            got[sample.group_id, sample.index] = sample
+        return len(got) >= count
+
+    until(look, f"{count} samples", WAIT)
+    return got
+
+
+def step_until(fleet: Fleet, condition: object, what: str = "it came true") -> list[Sample]:
+    """Step until `condition()`; returns the samples that ended meanwhile."""
+    ended: list[Sample] = []
+
+    def look() -> bool:
+        ended.extend(fleet.step())
+        return bool(condition())  # type: ignore[operator]
+
+    until(look, what, WAIT)
+    return ended
