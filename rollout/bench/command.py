@@ -30,6 +30,7 @@ from rollout.bench import (
     sharing,
     turns,
 )
+from rollout.bench import cuda_static, delta, fidelity, fleet, host, http, keys, lora, products, refresh, score, sharing
 from rollout.bench import plot as drawing
 from rollout.bench.against import parse
 from rollout.bench.floor import Machine
@@ -55,6 +56,7 @@ SPECIAL = (
     policies.NAME,
     http.NAME,
     turns.NAME,
+    fleet.NAME,
     cuda_static.NAME,
 )
 """measured in their own way; everything else is a row of WORKLOADS"""
@@ -78,6 +80,7 @@ def run(
     against: str = "",
     floor: bool = False,
     plot: str | None = None,
+    replicas: int = 2,
 ) -> int:
     """Measure what is named, and print it. Returns the exit status. Raises InputError for a name or number that cannot be
     run."""
@@ -95,6 +98,7 @@ def run(
         text = PromptText(models.load_tokenizer(folder))
         engine = EngineConfig(dtype=dtype, threads=threads, isa=isa, device=device)
         measure_special(names, text, folder, engine, open_target, scale, repeat, plot, out)
+        measure_special(names, text, folder, engine, open_target, scale, repeat, replicas, out)
         rows = partial(
             measure, text=text, open_target=open_target, repeat=repeat, compare=compare and not peers, unshared=unshared,
             against=peers, recordings=recordings,
@@ -177,6 +181,7 @@ def measure_special(
     scale: float,
     repeat: int,
     plot: str | None,
+    replicas: int,
     out: Out,
 ) -> None:
     """Measure what is measured in its own way, with a model. plot: where the picture of `policies` goes."""
@@ -209,6 +214,9 @@ def measure_special(
     if sharing.NAME in names:
         for row in keep(sharing.measure_model(folder, engine, scale, repeat), sink):
             sharing.print_row(console, row)
+    if fleet.NAME in names:
+        for row in keep(fleet.measure(folder, engine, scale, repeat, replicas), sink):
+            fleet.print_row(console, row)
     if http.NAME in names:
         for row in keep(http.measure(folder, engine, scale, repeat, text), sink):
             if "summary" in row:
@@ -224,6 +232,7 @@ def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, p
     if not names:
         raise InputError(f"name a workload: {', '.join([*WORKLOADS, *SPECIAL])}")
     for name in (refresh.NAME, lora.NAME, delta.NAME, turns.NAME):
+    for name in (refresh.NAME, lora.NAME, delta.NAME, fleet.NAME):
         if name in names and in_process:
             raise InputError(f"{name} goes from process to process: leave --in-process out")
     for name in set(names) - set(SPECIAL):

@@ -157,6 +157,8 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     """measure what bounds each workload on this machine and print the share reached; --against does so too"""
     plot: str | None = None
     """picture (.png, .svg) of tokens/s and KV over time, of the last run of each workload"""
+    replicas: int = 2
+    """of `fleet`"""
 
 
 Command = ServeArgs | HttpArgs | GenerateArgs | StatusArgs | TopArgs | KeysArgs | BenchArgs | DemoArgs

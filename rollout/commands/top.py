@@ -50,7 +50,14 @@ class View:
         model = shown(PurePath(status["model"]).name)
         title = f"rollout · {model} · {self.address} · up {duration(service.get('uptime_s', 0.0))}"
         return Panel(
-            Group(self._speed(status), _samples(status), _pools(status["kv"]), _weights(status), _clients(service)),
+            Group(
+                self._speed(status),
+                _samples(status),
+                _pools(status.get("kv")),
+                _weights(status),
+                _replicas(status),
+                _clients(service),
+            ),
             title=Text(title),
             title_align="left",
             border_style="blue",
@@ -102,8 +109,10 @@ def _samples(status: dict[str, Any]) -> RenderableType:
     return line
 
 
-def _pools(kv: dict[str, Any]) -> RenderableType:
+def _pools(kv: dict[str, Any] | None) -> RenderableType:
     table = Table.grid(padding=(0, 1))
+    if kv is None:  # of a fleet without a replica
+        return table
     for pool in ("device", "host"):
         size = kv[f"{pool}_blocks"]
         if not size:
@@ -127,6 +136,22 @@ def _weights(status: dict[str, Any]) -> RenderableType:
         line.append(f"   {weights['refreshes']} refreshes, the last one paused {1000 * weights['pause_s']:.1f} ms", "dim")
     resets = f"{status['offloads']} offloads, {status['soft_resets']} soft resets, {status['recomputed_tokens']:,} recomputed"
     return line.append(f"   {resets}\n", "dim")
+
+
+def _replicas(status: dict[str, Any]) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_header="replicas" in status)
+    table.add_column("replica")
+    table.add_column("state")
+    for name in ("version", "running", "waiting", "KV", "deaths"):
+        table.add_column(name, justify="right")
+    for one in status.get("replicas", []):
+        kv = one.get("kv", {})
+        used = f"{kv['device_used'] / kv['device_blocks']:.0%}" if kv.get("device_blocks") else ""
+        fine = one["state"] == "serving"
+        state = Text(one["state"] if fine else f"{one['state']}: {shown(one['why'])}", "green" if fine else "bold red")
+        counts = [str(one.get(name, "")) for name in ("version", "running", "waiting")]
+        table.add_row(shown(one["name"]), state, *counts, used, str(one["deaths"]))
+    return table
 
 
 def _clients(service: dict[str, Any]) -> RenderableType:

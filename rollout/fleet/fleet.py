@@ -22,6 +22,10 @@ from rollout.fleet.weights import FleetStaging
 from transport import messages as m
 from transport.errors import ServiceLost, WeightsRefused
 
+NOTHING = dict.fromkeys(
+    ("running", "waiting", "groups", "steps", "generated_tokens", "offloads", "soft_resets", "recomputed_tokens"), 0
+)
+"""of a status, when no replica has told its own"""
 TEND_S = 0.2
 """between two looks at the replicas while nothing comes from them"""
 
@@ -256,6 +260,7 @@ class Fleet:
         whole.pop("metrics", None)
         since = members.none_since
         return {
+            **NOTHING,
             **whole,
             "model": self.model.name,
             "arithmetic": self.arithmetic,

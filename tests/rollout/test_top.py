@@ -76,6 +76,20 @@ def test_everything_is_there() -> None:
     assert rows[0][1:7] == ["1", "grpo", "6", "45", "75%", "2"] and rows[1][1:7] == ["2", "eval", "(gone)", "1", "15", "25%"]
 
 
+def test_replicas_are_shown_with_what_is_wrong_with_them() -> None:
+    view = View("x")
+    kv = {"device_blocks": 100, "device_used": 42}
+    fine = {"name": "0", "state": "serving", "why": "", "version": 7, "running": 31, "waiting": 0, "kv": kv, "deaths": 0}
+    dead = {"name": "1", "state": "dead", "why": "signal 9\x1b[2J", "version": 6, "deaths": 3}
+    view.add(changed(replicas=[fine, dead]), 0.0)
+    text = drawn(view)
+    assert "serving" in text and "42%" in text and "dead: signal 9\\x1b[2J" in text
+    none = changed(replicas=[dead])
+    del none["kv"]
+    view.add(none, 1.0)
+    assert "dead" in drawn(view)
+
+
 def test_names_are_shown_and_not_obeyed() -> None:
     view = View("tcp://x")
     hostile = client("\x1b[2J[/red]\u202e", 1)

@@ -1,0 +1,27 @@
+"""`rollout bench fleet` in small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from rollout.bench import fleet, run
+from rollout.config import InputError
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_row_has_the_figures(tmp_path: Path) -> None:
+    """Of a tiny model; what is measured are real processes, one of them killed."""
+    model = fleet.tiny_model(tmp_path / "model")
+    engine = EngineConfig(dtype="float32", threads=1, cpu_offload_gib=0)
+    (row,) = fleet.measure(model, engine, scale=0.1, repeat=1, replicas=2)
+    assert row["ratio_to_one"] > 0 and row["front_core_fraction"] > 0 and 0 < row["takeover_seconds"] < 60
+    assert (row["replicas"], row["threads"], row["summary"]) == (2, 1, True)
+
+
+def test_it_goes_from_process_to_process() -> None:
+    with pytest.raises(InputError, match="leave --in-process out"):
+        run(("fleet",), model="x", in_process=True, scale=1.0, repeat=1, json_file=None, dtype="float32", threads=1)
