@@ -210,12 +210,7 @@ class Groups:
             self.counters.scored_tokens += 1
             return "scored" if len(seq.output) == len(seq.given) else None
         self.counters.generated_tokens += 1
-        state = seq.state
-        if token in state.eos and len(seq.output) > state.group.sampling.min_tokens:
-            return "stop"
-        if seq.num_prompt + len(seq.output) == seq.limit:
-            return "length"
-        return "cut" if state.cut_at is not None and len(seq.output) >= state.cut_at else None
+        return reason_behind(seq, token)
 
     def end_races(self, racing: list[tuple[Sequence, FinishReason]]) -> list[Sample]:
         """End children that a step has ended, of groups that end with their first `finish_after`, and the siblings that are to
@@ -276,3 +271,13 @@ class Groups:
             self.counters.ended[reason] += len(others)
             return [only, *(Sequence(state, i).sample(reason, only.seconds, error) for i in others)]
         return [self.end(seq, reason, error) for seq in list(state.sequences.values())]
+
+
+def reason_behind(seq: Sequence, token: int) -> FinishReason | None:
+    """Return why a child ends behind `token`, its newest; None: it goes on."""
+    state = seq.state
+    if token in state.eos and len(seq.output) > state.group.sampling.min_tokens:
+        return "stop"
+    if seq.num_prompt + len(seq.output) == seq.limit:
+        return "length"
+    return "cut" if state.cut_at is not None and len(seq.output) >= state.cut_at else None

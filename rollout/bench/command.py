@@ -19,6 +19,7 @@ from rollout.bench import (
     cuda_static,
     delta,
     fidelity,
+    fleet,
     host,
     http,
     keys,
@@ -30,7 +31,6 @@ from rollout.bench import (
     sharing,
     turns,
 )
-from rollout.bench import cuda_static, delta, fidelity, fleet, host, http, keys, lora, products, refresh, score, sharing
 from rollout.bench import plot as drawing
 from rollout.bench.against import parse
 from rollout.bench.floor import Machine
@@ -97,8 +97,7 @@ def run(
         folder = models.resolve(model)
         text = PromptText(models.load_tokenizer(folder))
         engine = EngineConfig(dtype=dtype, threads=threads, isa=isa, device=device)
-        measure_special(names, text, folder, engine, open_target, scale, repeat, plot, out)
-        measure_special(names, text, folder, engine, open_target, scale, repeat, replicas, out)
+        measure_special(names, text, folder, engine, open_target, scale, repeat, replicas, plot, out)
         rows = partial(
             measure, text=text, open_target=open_target, repeat=repeat, compare=compare and not peers, unshared=unshared,
             against=peers, recordings=recordings,
@@ -180,8 +179,8 @@ def measure_special(
     open_target: OpenTarget,
     scale: float,
     repeat: int,
-    plot: str | None,
     replicas: int,
+    plot: str | None,
     out: Out,
 ) -> None:
     """Measure what is measured in its own way, with a model. plot: where the picture of `policies` goes."""
@@ -231,8 +230,7 @@ def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, p
         raise InputError(f"--repeat {repeat}: must be at least 1")
     if not names:
         raise InputError(f"name a workload: {', '.join([*WORKLOADS, *SPECIAL])}")
-    for name in (refresh.NAME, lora.NAME, delta.NAME, turns.NAME):
-    for name in (refresh.NAME, lora.NAME, delta.NAME, fleet.NAME):
+    for name in (refresh.NAME, lora.NAME, delta.NAME, turns.NAME, fleet.NAME):
         if name in names and in_process:
             raise InputError(f"{name} goes from process to process: leave --in-process out")
     for name in set(names) - set(SPECIAL):
