@@ -97,7 +97,9 @@ class Task:
         settings = json.loads(options.task_config)
         self.tokenizer = tokenizer
         drawn = list(reasoning_gym.create_dataset(options.task, seed=options.seed, size=size, **settings))
-        apart = reasoning_gym.create_dataset(options.task, seed=options.seed + 1, size=100 * options.held_out, **settings)
+        apart = reasoning_gym.create_dataset(
+            options.task, seed=options.seed + 1, size=max(1, 100 * options.held_out), **settings
+        )
         others = list({each["question"]: each for each in apart}.values())[: options.held_out]
         hidden = {each["question"] for each in others}
         asked = [each for each in drawn if each["question"] not in hidden]

@@ -204,6 +204,7 @@ def test_held_out_questions_are_never_trained_on() -> None:
     assert len(held_out) == 20 and not held_out & set(questions[: task.held_out.start])
     with pytest.raises(ValueError, match="too few questions"):
         grpo.Task(grpo.Options(held_out=500), None)
+    assert not grpo.Task(grpo.Options(held_out=0), None).held_out, "0 = none"
 
 
 def test_the_curves_are_drawn(rows: list[dict[str, float]], tmp_path: Path) -> None:
