@@ -171,6 +171,8 @@ class Merging:
         product = (a.shape[1], b.shape[0]) if target.transposed else (b.shape[0], a.shape[1])
         if product != tuple(live.shape):
             raise InvalidWeights(f"B A is {product}, the model's is {tuple(live.shape)}", name)
+        if a.shape[0] > min(product):
+            raise InvalidWeights(f"rank {a.shape[0]} is above that of any {product} matrix: send the merged weight", name)
         if not math.isfinite(target.scale):
             raise InvalidWeights(f"its scale is {target.scale}: must be finite", name)
 

@@ -164,12 +164,13 @@ def bad(**changes: Any) -> tuple[Named, Adapter]:
         (bad(weight=NORM), "B A is"),
         (bad(tensors={Q + ".A": torch.ones(4, 64).double()}), "A is float64, B is float32"),
         (bad(tensors={Q + ".A": torch.ones(3, 64)}), "must be .rank, in. and .out, rank."),
+        (bad(tensors={Q + ".A": torch.ones(65, 64), Q + ".B": torch.ones(64, 65)}), "rank 65 is above"),
         (bad(tensors={Q: torch.ones(64, 64)}), "changes it twice"),
         (bad(tensors={"model.nothing": torch.ones(2)}), "no tensor of this name"),
         (bad(tensors={Q + ".B": torch.full((64, 4), 1e38), Q + ".A": torch.full((4, 64), 1e38)}), "overflows"),
         (bad(tensors={Q + ".B": torch.full((64, 4), float("nan"))}), "NaN"),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_refused_with_the_tensor_named(made: tuple[Named, Adapter], reason: str) -> None:
     engine = tiny_engine()
