@@ -143,8 +143,12 @@ class Journal(Record):
             return
         writes, self._writes = self._writes, []
         self._db.execute("BEGIN IMMEDIATE")
-        for statement, values in writes:
-            self._db.execute(statement, values)
+        try:
+            for statement, values in writes:
+                self._db.execute(statement, values)
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
         self._db.execute("COMMIT")
 
     # what was kept
@@ -169,7 +173,12 @@ class Journal(Record):
             age_s = max(0.0, time.time() - at)
             yield KeptGroup(key, session, engine_id, _unpacked(submit), seed, version, age_s, ended)
 
-    def close(self) -> None:
+    def close(self, version: int | None = None) -> None:
+        if version is not None and not self._closed.is_set():
+            try:
+                self.commit(version)
+            except sqlite3.Error as error:  # why the service ended, most likely
+                log.error("journal not written path=%s reason=%s", self._path, error)
         self._closed.set()
         if self._thread is not None:
             self._thread.join()

@@ -291,10 +291,9 @@ class Service:
             say_closing(self._sessions, self._transport, self._inbox.decoder, reason, deadline)
         finally:
             self._refreshes.close()
-            self._record.commit(self._engine.version)
-            self._record.close()
             self._transport.close(max(0.1, deadline - time.monotonic()))
             self._tracker.close(self._engine_status)
+            self._record.close(self._engine.version)
 
 
 def dose(busy: bool, step_s: float) -> float:

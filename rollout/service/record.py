@@ -35,5 +35,5 @@ class Record:
     def commit(self, version: int) -> None:
         """Write what came since the last call, all or nothing; `version`: of the live weights."""
 
-    def close(self) -> None:
-        """Close the file. May be repeated."""
+    def close(self, version: int | None = None) -> None:
+        """Write what came since the last commit, if the live `version` is given, and close the file. May be repeated."""

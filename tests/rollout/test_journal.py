@@ -7,6 +7,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,10 +28,11 @@ from tests.support.lasting import ROOT, Process, SeededEngine, expected, free_po
 from tests.support.waiting import until
 from tests.support.wire import Bench, Peer, submit
 from transport import messages as m
-from transport.errors import ServiceRestarted
+from transport.errors import ServiceLost, ServiceRestarted
 from transport.loopback import LoopbackService
 
 WAIT = 60.0
+ENDLESS = Sampling(n=2, max_tokens=40_000)
 
 
 @pytest.fixture
@@ -384,6 +386,33 @@ def test_files_that_are_no_journal_of_ours(lives: Lives, tmp_path: Path) -> None
         Journal("/nowhere/journal", "seeded")
     lives.path = tmp_path / "new"
     lives.start()
+
+
+def test_a_journal_that_cannot_be_written_ends_the_service_and_its_clients_are_told(tmp_path: Path) -> None:
+    """It must not go on as if it could keep what it promises."""
+    journal, end = Journal(str(tmp_path / "journal"), "seeded"), LoopbackService()
+    service = Service(SeededEngine(), transport=end, journal=journal)
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            service.run()
+        except sqlite3.Error as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    with RolloutClient(transport=end.connect(), link_timeout_s=0.5, restart_timeout_s=0.5) as client:
+        client.status()
+        client.status()
+        journal._db.execute("DROP TABLE groups")
+        handle = client.submit([5], ENDLESS)
+        assert {sample.finish_reason for sample in handle.result(WAIT)} == {"aborted"}
+        thread.join(WAIT)
+        assert not thread.is_alive() and "no such table" in str(failed[0])
+        with pytest.raises(ServiceLost):
+            client.submit([5], ENDLESS).result(WAIT)
+    Journal(str(tmp_path / "journal.2"), "seeded").close()
 
 
 def test_a_service_without_a_journal_keeps_nothing() -> None:
