@@ -21,8 +21,11 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP),gpu-wheels)
 WHEELS ?= build/wheels
 
+PLUGS := .venv-plugs
+CLIENTS := 'trl>=1.16,<1.17' 'openai>=2.54,<3' 'renderers>=0.1.12,<0.2' 'verifiers>=0.4,<0.5' 'lm_eval[api]>=0.4.13,<0.5' aiohttp pybase64
+
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test quick test-arithmetic fleet-chaos test-gpu check format bench bench-gpu wheels gpu-wheels clean
+.PHONY: help venv model demo test quick plugs test-arithmetic fleet-chaos test-gpu check format bench bench-gpu wheels gpu-wheels clean
 .SUFFIXES:
 
 help:
@@ -30,6 +33,7 @@ help:
 	@echo "make quick   the heart of the test suite, in less than a minute: at each save"
 	@echo "make test    the test suite, in two processes; ARGS='-k fork' or a path picks"
 	@echo "make test-arithmetic   its native part where torch sums as on AVX2, and an installed wheel without a compiler"
+	@echo "make plugs   other people's clients (openai, TRL, verifiers, AReaL, lm_eval) against a live service; PRIME_RL=…, SLIME=… checkouts"
 	@echo "make check   format, lint, types, import directions"
 	@echo "make bench   throughput of the named workloads; WORKLOADS='fanout long' and ARGS='--scale 0.25' pick"
 	@echo "make fleet-chaos  ten minutes of a fleet under an adversary; MINUTES=1 is shorter"
@@ -59,6 +63,18 @@ test: model
 
 quick: $(STAMP)
 	@$(BIN)/python -m pytest --quiet $(QUICK) $(ARGS)
+
+# Their packages lie in an environment of their own, over ours: .venv stays what the project needs. Without a network it must be there.
+plugs: $(PLUGS)/.installed
+	@PRIME_RL=$(PRIME_RL) SLIME=$(SLIME) $(PLUGS)/bin/python -m pytest -W default -m plugs tests/plugs $(ARGS)
+
+$(PLUGS)/.installed: $(STAMP)
+	@$(PYTHON) -m venv $(PLUGS)
+	@$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+		> $$($(PLUGS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/ours.pth
+	@$(PLUGS)/bin/python -m pip install --quiet --disable-pip-version-check $(CLIENTS) httptools uvloop
+	@$(PLUGS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps areal==1.0.4
+	@touch $@
 
 # What depends on how torch sums on the CPU, on one that it takes for an older one; and the wheel, without a compiler.
 test-arithmetic: model
@@ -103,4 +119,4 @@ bench-gpu: $(GPU_READY)
 	done; exit $$failed
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(PLUGS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

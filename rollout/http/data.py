@@ -216,11 +216,11 @@ class Data:
         if self._overlong == "empty" and len(ids) + (most or 1) > info.context:
             most = info.context - len(ids)
             if most < 1:
-                self.upstream.check(ids[:1], sampling := sampling_of(asked, 1))
+                self.upstream.check(ids[:1], sampling := sampling_of(asked, 1, self.text.special))
                 return np.zeros(len(ids), np.int32), msgspec.structs.replace(sampling, max_tokens=0)
         most = max_tokens_of(most, tokens, len(ids), info.context, info.limits)
         lag = lag_of(salt, self.upstream.version, info.limits)
-        sampling = sampling_of(asked, most, max_kv_lag=lag, priority=priority_of(priority), **more)
+        sampling = sampling_of(asked, most, self.text.special, max_kv_lag=lag, priority=priority_of(priority), **more)
         return self.upstream.check(ids, sampling), sampling
 
     async def sampled(self, request: Request, groups: list[Group]) -> list[list[Sample]]:

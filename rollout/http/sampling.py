@@ -8,6 +8,7 @@ taken in by its name: `EXTRAS` are served as soon as the struct has the field.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -152,9 +153,16 @@ def extras_of(given: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Return stop strings as `Sampling` has them."""
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+Special = Callable[[str], int | None]
+"""the id of the special token that is written so, None if there is none"""
+
+
+def stops(stop: str | list[str] | None, ids: list[int] | None, special: Special) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return stop tokens and stop strings. A string that is a special token (lm_eval sends the model's end) is that token."""
+    texts = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    of_texts = {text: special(text) for text in texts}
+    found = [id for id in of_texts.values() if id is not None]
+    return tuple(dict.fromkeys([*(ids or ()), *found])), tuple(text for text in texts if of_texts[text] is None)
 
 
 def top_k_of(top_k: int | None) -> int:
@@ -173,12 +181,13 @@ def max_tokens_of(asked: int | None, default: int | None, prompt_tokens: int, co
     return min(left if default is None else default, left, limits.max_tokens)
 
 
-def sampling_of(asked: Draws, max_tokens: int, **more: Any) -> Sampling:
+def sampling_of(asked: Draws, max_tokens: int, special: Special, **more: Any) -> Sampling:
     """Make the sampling that vLLM's parameters ask for; `more`: further fields. Raises HttpError."""
     refuse_what_is_not_there(asked)
+    stop_ids, stop = stops(asked.stop, asked.stop_token_ids, special)
     extras = extras_of(
         {
-            "stop": stops(asked.stop),
+            "stop": stop,
             "logit_bias": asked.logit_bias,
             "allowed_token_ids": None if asked.allowed_token_ids is None else tuple(asked.allowed_token_ids),
             "repetition_penalty": asked.repetition_penalty,
@@ -195,16 +204,17 @@ def sampling_of(asked: Draws, max_tokens: int, **more: Any) -> Sampling:
         top_p=1.0 if asked.top_p is None else asked.top_p,
         min_p=asked.min_p or 0.0,
         seed=asked.seed,
-        stop_token_ids=tuple(asked.stop_token_ids or ()),
+        stop_token_ids=stop_ids,
         ignore_eos=bool(asked.ignore_eos),
         **extras,
         **more,
     )
 
 
-def sglang_sampling_of(params: SGLangDraws, max_tokens: int, **more: Any) -> Sampling:
+def sglang_sampling_of(params: SGLangDraws, max_tokens: int, special: Special, **more: Any) -> Sampling:
     """Make the sampling that SGLang's parameters ask for. Raises HttpError."""
     refuse_what_is_not_there(params)
+    stop_ids, stop = stops(params.stop, params.stop_token_ids, special)
     extras = {name: getattr(params, name) for name in EXTRAS if name not in ("stop", "allowed_token_ids")}
     return Sampling(
         n=1 if params.n is None else params.n,
@@ -215,9 +225,9 @@ def sglang_sampling_of(params: SGLangDraws, max_tokens: int, **more: Any) -> Sam
         top_p=1.0 if params.top_p is None else params.top_p,
         min_p=params.min_p or 0.0,
         seed=params.sampling_seed,
-        stop_token_ids=tuple(params.stop_token_ids or ()),
+        stop_token_ids=stop_ids,
         ignore_eos=bool(params.ignore_eos),
-        **extras_of({"stop": stops(params.stop), **extras}),
+        **extras_of({"stop": stop, **extras}),
         **more,
     )
 

@@ -170,7 +170,9 @@ class SGLang:
             raise not_served("logprob_start_len", INSTEAD["prompt_logprobs"], "logprob_start_len")
         info = self.upstream.info
         tokens = max_tokens_of(params.max_new_tokens, NEW_TOKENS, len(ids), info.context, info.limits)
-        sampling = sglang_sampling_of(params, tokens, **top_logprobs_of(asked.top_logprobs_num or 0, "top_logprobs_num"))
+        sampling = sglang_sampling_of(
+            params, tokens, self._data.text.special, **top_logprobs_of(asked.top_logprobs_num or 0, "top_logprobs_num")
+        )
         return self.upstream.check(ids, sampling), sampling
 
     def _answer(

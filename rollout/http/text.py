@@ -17,8 +17,13 @@ class Text:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._special = special_tokens(tokenizer)
         self._tokens: dict[int, str] = {}
         """at most one for each id of the vocabulary"""
+
+    def special(self, text: str) -> int | None:
+        """Return the id of the special token that is written so, None if there is none."""
+        return self._special.get(text)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return the ids of a text; `special`: with the model's own tokens at its start, if it has any."""
@@ -43,3 +48,9 @@ class Text:
             return text
         except Exception as error:  # templates are programs of their own and raise what they like
             raise bad(f"the chat template refused the messages: {error}", "messages") from None
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the ids of a tokenizer's special tokens, by their text."""
+    added = {str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))

@@ -186,6 +186,13 @@ def test_a_stop_token_is_told(stack: Stack) -> None:
     assert (choice["finish_reason"], choice["stop_reason"], choice["token_ids"][-1]) == ("stop", stop, stop)
 
 
+def test_a_stop_string_that_is_a_special_token_is_that_token(stack: Stack) -> None:
+    for path, body in (("/v1/completions", {"prompt": PROMPT}), ("/generate", {"input_ids": PROMPT})):
+        draws = {"stop": ["</s>", "<s>"], "stop_token_ids": [7, 1]}
+        stack.ok(path, body | ({"sampling_params": draws} if path == "/generate" else draws))
+        assert stack.submitted[-1].sampling.stop_token_ids == (7, 1, 2)
+
+
 def test_a_stream_is_the_same_answer_in_chunks(stack: Stack) -> None:
     whole = stack.complete(n=2)
     response = stack.post("/v1/completions", {
@@ -250,7 +257,7 @@ BAD: list[tuple[str, Any, int]] = [
     ("/v1/completions", {"prompt": PROMPT, "seed": -1}, 400),
     ("/v1/completions", {"prompt": PROMPT, "seed": 2**63}, 400),
     ("/v1/completions", {"prompt": PROMPT, "stop_token_ids": [99999]}, 400),
-    ("/v1/completions", {"prompt": PROMPT, "stop_token_ids": [1] * 5}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "stop_token_ids": [3, 4, 5, 6, 7]}, 400),
     ("/v1/completions", {"prompt": PROMPT, "logprobs": -1}, 400),
     ("/v1/completions", {"prompt": PROMPT, "cache_salt": "secret"}, 400),
     ("/v1/completions", {"prompt": PROMPT, "priority": 10**9}, 400),
