@@ -33,7 +33,8 @@ help:
 	@echo "make quick   the heart of the test suite, in less than a minute: at each save"
 	@echo "make test    the test suite, in two processes; ARGS='-k fork' or a path picks"
 	@echo "make test-arithmetic   its native part where torch sums as on AVX2, and an installed wheel without a compiler"
-	@echo "make plugs   other people's clients (openai, TRL, verifiers, AReaL, lm_eval) against a live service; PRIME_RL=…, SLIME=… checkouts"
+	@echo "make plugs   other people's clients (openai, TRL, verifiers, AReaL, lm_eval) against a live service; PRIME_RL=…, SLIME=… checkouts,"
+	@echo "             VERL=… an interpreter with verl"
 	@echo "make check   format, lint, types, import directions"
 	@echo "make bench   throughput of the named workloads; WORKLOADS='fanout long' and ARGS='--scale 0.25' pick"
 	@echo "make fleet-chaos  ten minutes of a fleet under an adversary; MINUTES=1 is shorter"
@@ -66,7 +67,7 @@ quick: $(STAMP)
 
 # Their packages lie in an environment of their own, over ours: .venv stays what the project needs. Without a network it must be there.
 plugs: $(PLUGS)/.installed
-	@PRIME_RL=$(PRIME_RL) SLIME=$(SLIME) $(PLUGS)/bin/python -m pytest -W default -m plugs tests/plugs $(ARGS)
+	@PRIME_RL=$(PRIME_RL) SLIME=$(SLIME) VERL=$(VERL) $(PLUGS)/bin/python -m pytest -W default -m plugs tests/plugs $(ARGS)
 
 $(PLUGS)/.installed: $(STAMP)
 	@$(PYTHON) -m venv $(PLUGS)

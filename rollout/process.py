@@ -48,8 +48,9 @@ class RunningService(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def service_process(config: Config, *, start_timeout_s: float = 300.0) -> Iterator[RunningService]:
-    """Run `rollout serve` with `config` on a free loopback port until the block ends, however it ends.
+def service_process(config: Config, *, start_timeout_s: float = 300.0, python: str | None = None) -> Iterator[RunningService]:
+    """Run `rollout serve` with `config` on a free loopback port until the block ends, however it ends. `python`: the
+    interpreter of the environment that it runs in, None = this one.
 
     Raises ServiceFailed if it is not listening after start_timeout_s.
     """
@@ -58,7 +59,7 @@ def service_process(config: Config, *, start_timeout_s: float = 300.0) -> Iterat
     with tempfile.TemporaryDirectory(prefix="rollout-") as folder:
         toml, ready = Path(folder) / "config.toml", Path(folder) / "ready"
         toml.write_text(dump(config))
-        command = [sys.executable, "-m", "rollout", "serve", "--config", str(toml), "--ready-file", str(ready)]
+        command = [python or sys.executable, "-m", "rollout", "serve", "--config", str(toml), "--ready-file", str(ready)]
         child = subprocess.Popen(
             [*command, "--exit-on-stdin-close"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
         )

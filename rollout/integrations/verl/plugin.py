@@ -1,0 +1,5 @@
+"""Loaded by verl itself (entry point of the group `verl.plugins`)."""
+
+from rollout.integrations.verl import register
+
+register()

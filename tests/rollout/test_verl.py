@@ -1,0 +1,158 @@
+"""What a replica of verl does, without Ray and verl, over a service of the fake engine; tests/plugs has verl itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.types import Mode, Sample, Sampling
+from rollout.integrations.verl.server import Options, Served, ended
+from tests.support.fake_engine import FakeEngine, expected
+from tests.support.wire import serving
+from transport.errors import GroupFailed, InvalidRequest, RolloutError
+
+WAIT_S = 60.0
+VERLS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+"""what verl's agent loop sends"""
+
+
+class Pausable(FakeEngine):
+    """Steps make nothing between `pause` and `resume`."""
+
+    mode = Mode.RUNNING
+
+    def pause(self) -> None:
+        self.frozen = True
+
+    def resume(self) -> None:
+        self.frozen = False
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return Pausable(context=100)
+
+
+@pytest.fixture
+def served(engine: FakeEngine) -> Iterator[Served]:
+    with serving(engine) as service:
+        one = Served(Options(address=service.endpoint), "unused", response_length=8, prompt_length=10)
+        try:
+            yield one
+        finally:
+            one.close()
+
+
+def generate(served: Served, prompt: list[int], **params: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(served.generate(prompt, {**VERLS, **params}, "r"), WAIT_S))
+
+
+def test_a_response_has_tokens_logprobs_and_the_trainer_s_steps(served: Served) -> None:
+    served.note(3, 7)
+    done = generate(served, [5], max_tokens=6)
+    assert done.token_ids == expected([5], 0, 6) and len(done.log_probs) == 6 and done.stop_reason == "completed"
+    steps = {name: done.extra_fields[name] for name in ("global_steps", "min_global_steps", "max_global_steps")}
+    assert steps == {"global_steps": 7, "min_global_steps": 7, "max_global_steps": 7}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "tokens"),
+    [
+        (10, {}, 8),
+        (15, {}, 3),  # what is left of prompt_length + response_length
+        (40, {}, 1),
+        (10, {"max_new_tokens": 5}, 5),
+        (98, {"max_tokens": 50}, 2),  # of the context
+    ],
+)
+def test_how_long_a_response_may_be(served: Served, prompt: int, params: dict[str, Any], tokens: int) -> None:
+    assert served.sampling_of({**VERLS, **params}, prompt).max_tokens == tokens
+
+
+def test_words_of_verl_are_ours(served: Served) -> None:
+    sampling = served.sampling_of(
+        {**VERLS, "top_k": 50, "stop_token_ids": [3, 4], "ignore_eos": True, "seed": 9}, 1, priority=2
+    )
+    assert (sampling.top_k, sampling.stop_token_ids, sampling.ignore_eos, sampling.seed) == (50, (3, 4), True, 9)
+    assert sampling.priority == -2, "verl's lower numbers go first"
+    assert served.sampling_of(VERLS, 1).top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "said"),
+    [
+        (1, {"best_of": 4}, "best_of=4"),
+        (1, {"n": 2, "use_beam_search": True}, "use_beam_search"),
+        (1, {"temperature": "hot"}, "temperature"),
+        (100, {}, "leaves no room in a context of 100"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(served: Served, prompt: int, params: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        served.sampling_of({**VERLS, **params}, prompt)
+
+
+def test_paused_it_makes_nothing_and_what_runs_goes_on(served: Served, engine: FakeEngine) -> None:
+    async def run() -> Any:
+        served.pause(reject=False)
+        waits = asyncio.create_task(served.generate([5], {**VERLS, "max_tokens": 6}, "r"))
+        await asyncio.sleep(0)
+        assert not waits.done() and served.pause(reject=False) == 0
+        served.resume()
+        return await asyncio.wait_for(waits, WAIT_S)
+
+    assert asyncio.run(run()).stop_reason == "completed"
+
+
+def test_a_service_that_leaves_sends_requests_back(served: Served, engine: FakeEngine) -> None:
+    async def run() -> tuple[int, Any, Any]:
+        engine.frozen = True
+        runs = asyncio.create_task(served.generate([5], {**VERLS, "max_tokens": 6}, "r"))
+        while "r" not in served._running:
+            await asyncio.sleep(0)
+        ended = await asyncio.get_running_loop().run_in_executor(None, served.pause, True)
+        return ended, await asyncio.wait_for(runs, WAIT_S), await served.generate([5], VERLS, "late")
+
+    count, runs, late = asyncio.run(run())
+    assert count == 1 and runs.stop_reason == late.stop_reason == "aborted" and late.token_ids == []
+
+
+def test_one_request_is_aborted(served: Served, engine: FakeEngine) -> None:
+    async def run() -> Any:
+        engine.frozen = True
+        runs = asyncio.create_task(served.generate([5], VERLS, "r"))
+        while not served.abort("r"):
+            await asyncio.sleep(0)
+        assert not served.abort("another")
+        return await asyncio.wait_for(runs, WAIT_S)
+
+    assert asyncio.run(run()).stop_reason == "aborted"
+
+
+def test_a_request_that_fails_raises(served: Served, engine: FakeEngine) -> None:
+    engine.crash_on = 5
+    with pytest.raises(GroupFailed):
+        generate(served, [5])
+    with pytest.raises(RolloutError):
+        generate(served, [10**6])
+
+
+def test_a_request_that_verl_gives_up_is_cancelled(served: Served, engine: FakeEngine) -> None:
+    async def run() -> None:
+        engine.frozen = True
+        handle = served.client.submit([5], Sampling(max_tokens=8))
+        future = ended(handle)
+        future.cancel()
+        (sample,) = await asyncio.get_running_loop().run_in_executor(None, handle.result, WAIT_S)
+        assert isinstance(sample, Sample) and sample.finish_reason == "aborted"
+
+    asyncio.run(run())
+
+
+def test_versions_are_steps_of_the_trainer(served: Served) -> None:
+    for version, step in ((4, 10), (6, 11), (6, 12)):
+        served.note(version, step)
+    assert [served.step_of(version) for version in (3, 4, 5, 6, 7)] == [0, 10, 10, 12, 12] and served.step == 12
