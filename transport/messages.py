@@ -1,7 +1,7 @@
 """The messages, as msgspec tagged unions. docs/wire.md tells when each is sent and what answers it.
 
     client -> service:  Hello Submit Abort Ack StatusRequest Heartbeat Goodbye
-                        Begin Chunk Prepare Commit Abandon WeightsRequest Control Sleep Wake
+                        Begin Chunk Prepare Commit Abandon WeightsRequest Control Replicas Sleep Wake
     service -> client:  Welcome Refused SampleDone Progress StatusReply Alive Closing
                         Lease Staged Applied Asleep Done
 
@@ -175,6 +175,18 @@ class Control(msgspec.Struct, frozen=True, tag="control", forbid_unknown_fields=
     action: Literal["pause", "resume", "drain", "abort_all"]
 
 
+class Replicas(msgspec.Struct, frozen=True, tag="replicas", forbid_unknown_fields=True):
+    """Change the replicas of a fleet: how many there are, one that is to go, all restarted one after the other. Answer: Done,
+    once it has begun."""
+
+    request_id: int
+    action: Literal["scale", "drain", "roll"]
+    count: int = 0
+    """of scale"""
+    name: str = ""
+    """of drain: the replica"""
+
+
 class Sleep(msgspec.Struct, frozen=True, tag="sleep", forbid_unknown_fields=True):
     """Give the device's memory to others until Wake. Answer: Asleep, or why not."""
 
@@ -308,7 +320,7 @@ class Closing(msgspec.Struct, frozen=True, tag="closing", forbid_unknown_fields=
 
 
 WeightMessage = Begin | Chunk | Prepare | Commit | Abandon
-AdminMessage = WeightsRequest | Control | Sleep | Wake
+AdminMessage = WeightsRequest | Control | Replicas | Sleep | Wake
 ClientMessage = Hello | Submit | Abort | Ack | StatusRequest | Heartbeat | Goodbye | WeightMessage | AdminMessage
 Answer = Lease | Staged | Applied | Asleep | Done
 ServiceMessage = Welcome | Refused | SampleDone | Progress | StatusReply | Alive | Closing | Answer

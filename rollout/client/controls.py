@@ -10,7 +10,7 @@ from engine.types import Tag
 from rollout.client.link import Link
 from rollout.client.refresh import answer
 from transport.errors import InvalidRequest
-from transport.messages import Asleep, Control, Sleep, StatusRequest, Wake, WeightsRequest
+from transport.messages import Asleep, Control, Replicas, Sleep, StatusRequest, Wake, WeightsRequest
 
 
 class Controls:
@@ -52,6 +52,14 @@ class Controls:
         """Finish every group that has begun, of all clients, and start no other until `resume`. Returns when nothing runs.
         After a RequestTimeout the service goes on draining: wait again, or `resume`."""
         answer(self._link.request(lambda id: Control(id, "drain")), timeout, "end of what runs")
+
+    def change_replicas(
+        self, action: Literal["scale", "drain", "roll"], *, count: int = 0, name: str = "", timeout: float = 60.0
+    ) -> None:
+        """Change the replicas of a fleet; returns when that has begun, the status tells the rest. "scale": have `count`;
+        "drain": the one of this name finishes what it runs, and goes; "roll": all are restarted in turn, and what they run
+        goes on elsewhere. Raises InvalidRequest, also for a service that has one engine."""
+        answer(self._link.request(lambda id: Replicas(id, action, count, name)), timeout, "change of replicas")
 
     def abort_all(self, timeout: float = 60.0) -> None:
         """End every group of every client as "aborted", with the tokens it has."""

@@ -64,6 +64,19 @@ class StatusArgs(msgspec.Struct, kw_only=True):
     """seconds to go on asking where nobody listens or the loop stands; which of them it is goes to standard error"""
 
 
+class FleetArgs(msgspec.Struct, kw_only=True):
+    """Change the replicas of a running fleet: `scale 4`, `drain 2` (the name of one), `roll` (restart all, in turn).
+    Returns when it has begun; `rollout top` shows the rest."""
+
+    action: tyro.conf.Positional[Literal["scale", "drain", "roll"]]
+    what: tyro.conf.Positional[str] = ""
+    """of scale: how many replicas; of drain: which one"""
+    address: str = DEFAULT_ENDPOINT
+    """or a connection file"""
+    timeout: float = 60.0
+    """seconds to wait for the service"""
+
+
 class TopArgs(msgspec.Struct, kw_only=True):
     """Watch a running service; Ctrl-C ends it."""
 
@@ -161,7 +174,7 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     """of `fleet`"""
 
 
-Command = ServeArgs | HttpArgs | GenerateArgs | StatusArgs | TopArgs | KeysArgs | BenchArgs | DemoArgs
+Command = ServeArgs | HttpArgs | GenerateArgs | StatusArgs | TopArgs | FleetArgs | KeysArgs | BenchArgs | DemoArgs
 
 
 def commands(settings: Config) -> dict[str, Command]:
@@ -171,6 +184,7 @@ def commands(settings: Config) -> dict[str, Command]:
         "generate": GenerateArgs(prompts=tyro.MISSING, out=tyro.MISSING, settings=settings),
         "status": StatusArgs(),
         "top": TopArgs(),
+        "fleet": FleetArgs(action=tyro.MISSING),
         "keys": KeysArgs(action=tyro.MISSING),
         "http": HttpArgs(),
         "bench": BenchArgs(names=tyro.MISSING),
@@ -183,6 +197,7 @@ DESCRIPTIONS = {
     "generate": "sample completions of the prompts in a JSONL file",
     "status": "print the status of a running service",
     "top": "watch a running service",
+    "fleet": "change the replicas of a running fleet",
     "keys": "make and revoke the keys of clients",
     "http": "speak HTTP in front of a running service",
     "bench": "run named workloads and print a table",

@@ -18,6 +18,7 @@ from rollout.commands.arguments import (
     BenchArgs,
     Command,
     DemoArgs,
+    FleetArgs,
     GenerateArgs,
     HttpArgs,
     KeysArgs,
@@ -73,6 +74,8 @@ def run(args: Command) -> int:
             return generate.run(args.prompts, args.out, args.sampling, args.address, config, tokenizer=tokenizer)
         case StatusArgs():
             return status(args)
+        case FleetArgs():
+            return fleet(args)
         case TopArgs():
             from rollout.commands import top
 
@@ -106,6 +109,18 @@ def status(args: StatusArgs) -> int:
             if told != error.message:
                 told = error.message
                 print(f"rollout status: {told}; asking again", file=sys.stderr, flush=True)
+
+
+def fleet(args: FleetArgs) -> int:
+    """Change the replicas of a running fleet. Raises InputError, InvalidRequest, ServiceLost, RequestTimeout."""
+    from rollout.client.api import RolloutClient
+
+    if args.action == "scale" and not args.what.isdecimal():
+        raise InputError(f"scale {args.what!r}: say how many replicas, as in `rollout fleet scale 4`")
+    with RolloutClient(args.address, name="rollout fleet", connect_timeout_s=args.timeout) as client:
+        count = int(args.what) if args.action == "scale" else 0
+        client.change_replicas(args.action, count=count, name=args.what, timeout=args.timeout)
+    return 0
 
 
 def bench(args: BenchArgs) -> int:

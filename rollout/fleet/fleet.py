@@ -249,6 +249,9 @@ class Fleet:
         asked = [modes[self._mode]] if self._mode in modes else []
         return [*asked, sleeping(self._sleeps)] if self._sleeps else asked
 
+    def change_replicas(self, action: str, count: int, name: str) -> None:
+        self._members.change(action, count, name)
+
     # looking
 
     def status(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ STATUS_S = 1.0
 ANSWER_S = 120.0
 """longest that the front waits for replicas to pause, to sleep or to wake"""
 LOOK_S = 0.05
+MOST_REPLICAS = 1024
 MOST_FAILING = 3
 """groups in a row that a replica may fail on"""
 MOST_UPDATES = 3
@@ -97,6 +98,7 @@ class Members:
         self._on_serving = on_serving
         self._asked = asked
         self._looked_at = 0.0
+        self._to_roll: list[str] = []
         self._failed_updates: dict[Replica, int] = {}
 
     def serving(self) -> list[Replica]:
@@ -115,6 +117,8 @@ class Members:
             self._look_at_link(replica, now)
             if replica.leaving and not replica.load:
                 self._launcher.remove(replica.name)
+        if self._to_roll and len(self.serving()) == self._launcher.wanted:
+            self.restart(self._to_roll.pop(0))
         self.weights.tend(now)
         if now - self._looked_at >= STATUS_S:
             self._looked_at = now
@@ -167,10 +171,15 @@ class Members:
             raise refused[0]
         return [future.result() for future in answers if future.exception() is None]
 
-    def scale(self, count: int) -> None:
-        """Have so many replicas; those that go finish what they run."""
-        for name in self._launcher.scale(count):
-            self.retire(name)
+    def change(self, action: str, count: int, name: str) -> None:
+        """Scale to `count` replicas, drain the one of this name, or roll: restart all, in turn. Raises ValueError."""
+        if action == "scale" and not 1 <= count <= MOST_REPLICAS:
+            raise ValueError(f"scale to {count} replicas: must be 1 to {MOST_REPLICAS}")
+        if action == "drain" and name not in self.replicas:
+            raise ValueError(f"no replica {name!r}: there are {', '.join(self.replicas)}")
+        for going in self._launcher.scale(count) if action == "scale" else [name] if action == "drain" else []:
+            self.retire(going)
+        self._to_roll = list(self.replicas) if action == "roll" else self._to_roll
 
     def retire(self, name: str) -> None:
         """Give a replica nothing more, and end it when nothing runs there. Raises KeyError."""
@@ -181,9 +190,10 @@ class Members:
             replica.leaving = True
 
     def restart(self, name: str) -> None:
-        """Stop a replica in order; what it runs goes on elsewhere from the tokens it has. Raises KeyError."""
-        self.replicas[name].restarting = True
-        self._launcher.restart(name)
+        """Stop a replica in order, if it is there; what it runs goes on elsewhere from the tokens it has."""
+        if name in self.replicas:
+            self.replicas[name].restarting = True
+            self._launcher.restart(name)
 
     # joining
 

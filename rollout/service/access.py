@@ -32,6 +32,7 @@ ROLES_OF: dict[type[msgspec.Struct], tuple[Role, ...]] = {
     m.Abandon: ("weights",),
     m.WeightsRequest: ("weights", "read"),
     m.Control: ("admin",),
+    m.Replicas: ("admin",),
     m.Sleep: ("admin",),
     m.Wake: ("admin",),
 }

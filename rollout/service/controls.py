@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from engine.types import Mode, Tag
 from rollout.logs import logger
-from rollout.service.engine_api import EngineLike
+from rollout.service.engine_api import EngineLike, HasReplicas
 from rollout.service.session import Session
 from transport import messages as m
 from transport.errors import Busy, InvalidRequest
@@ -54,6 +54,16 @@ class Controls:
                 return
             self._engine.pause()
         session.reply(pack(m.Done(control.request_id)))
+
+    def change_replicas(self, session: Session, message: m.Replicas) -> None:
+        """Begin to change the replicas of a fleet. Raises InvalidRequest where there are none."""
+        if not isinstance(self._engine, HasReplicas):
+            raise InvalidRequest("this service has one engine: start it with `rollout serve --replicas N` to have several")
+        try:
+            self._engine.change_replicas(message.action, message.count, message.name)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
+        session.reply(pack(m.Done(message.request_id)))
 
     def sleep(self, session: Session, message: m.Sleep, pushing: str | None) -> None:
         """Send the engine to sleep. `pushing`: whose refresh is being staged. Raises Busy, InvalidRequest."""

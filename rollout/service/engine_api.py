@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from engine.types import Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
 
@@ -103,3 +103,12 @@ class EngineLike(Protocol):
     def resume(self) -> None: ...
     def sleep(self, level: int = 1) -> int: ...
     def wake(self, tags: Collection[Tag] | None = None) -> None: ...
+
+
+@runtime_checkable
+class HasReplicas(Protocol):
+    """An engine that is many."""
+
+    def change_replicas(self, action: str, count: int, name: str) -> None:
+        """Begin to change them, as `transport.messages.Replicas` says. Raises ValueError."""
+        ...

@@ -207,6 +207,8 @@ class Service:
                 if message.action == "abort_all":
                     self._running.abort_all(self._sessions)
                 self._controls.handle(session, message)
+            case m.Replicas():
+                self._controls.change_replicas(session, message)
             case m.Sleep():
                 self._controls.sleep(session, message, self._refreshes.owner)
             case m.Wake():

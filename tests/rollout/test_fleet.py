@@ -32,10 +32,10 @@ from rollout.fleet.weights import Transaction
 from rollout.process import service_process
 from tests.support.fleet import WAIT, Threads, collect, fleet_of, front_of, step_until
 from tests.support.fleet_chaos import FOUND, Chaos
-from tests.support.hash_engine import expected, key_of, manifest_of, weights_of
+from tests.support.hash_engine import HashEngine, expected, key_of, manifest_of, weights_of
 from tests.support.waiting import until
 from tests.support.wire import serving
-from transport.errors import Busy, WeightsRefused
+from transport.errors import Busy, InvalidRequest, WeightsRefused
 
 ROOT = Path(__file__).parents[2]
 KEYS = {version: key_of(weights_of(version)) for version in range(8)}
@@ -551,11 +551,33 @@ def test_fewer_and_more_replicas() -> None:
     with fleet_of(2, step_s=0.001) as (fleet, threads):
         for i in range(4):
             fleet.submit(group(i, max_tokens=200))
-        fleet._members.scale(1)
+        fleet.change_replicas("scale", 1, "")
         check(collect(fleet, 16).values())
         step_until(fleet, lambda: states(fleet) == ["serving"], "one has gone")
-        fleet._members.scale(3)
+        fleet.change_replicas("scale", 3, "")
         step_until(fleet, lambda: states(fleet) == ["serving"] * 3, "two have come")
+
+
+def test_all_are_restarted_in_turn_and_nothing_is_lost() -> None:
+    with fleet_of(2, step_s=0.002) as (fleet, threads), front_of(fleet) as front:
+        with RolloutClient(front.endpoint, connect_timeout_s=WAIT) as client:
+            handles = [client.submit(prompt(i), Sampling(n=2, max_tokens=800, seed=i), f"g{i}") for i in range(4)]
+            client.change_replicas("roll")
+            for handle in handles:
+                check(handle.result(WAIT))
+            until(lambda: threads.replaced == ["0", "1"] and client.status()["fleet"]["serving"] == 2, "all are new")
+            with pytest.raises(InvalidRequest, match="no replica '7'"):
+                client.change_replicas("drain", name="7")
+            with pytest.raises(InvalidRequest, match="must be 1 to"):
+                client.change_replicas("scale", count=0)
+            client.change_replicas("drain", name="1")
+            until(lambda: [one["name"] for one in client.status()["replicas"]] == ["0"], "it has gone")
+
+
+def test_a_service_with_one_engine_has_no_replicas() -> None:
+    with serving(HashEngine()) as one, RolloutClient(one.endpoint, connect_timeout_s=WAIT) as client:
+        with pytest.raises(InvalidRequest, match="--replicas"):
+            client.change_replicas("roll")
 
 
 # through the front's service

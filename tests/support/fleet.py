@@ -38,7 +38,7 @@ class Threads:
     def start(self, name: str) -> None:
         engine = self.engines[name] = HashEngine(self._step_s, self._faults.get(name, ""))
         service = self.services[name] = Service(engine, "tcp://127.0.0.1:*", client_grace_s=3600.0, linger_s=0.5)
-        thread = threading.Thread(target=service.run, daemon=True)
+        thread = threading.Thread(target=service.run, name=f"replica {service.endpoint}", daemon=True)
         self.threads.append(thread)
         thread.start()
         self.events.append(Event(name, service.endpoint, "it listens"))
@@ -58,7 +58,16 @@ class Threads:
             self.start(name)
 
     def restart(self, name: str) -> None:
-        self.services[name].stop()
+        service = self.services[name]
+        service.stop()
+
+        def tell() -> None:
+            for thread in self.threads:
+                if thread is not threading.current_thread() and thread.name == f"replica {service.endpoint}":
+                    thread.join(WAIT)
+            self.events.append(Event(name, None, "its process ended with exit status 0"))
+
+        threading.Thread(target=tell, daemon=True).start()
 
     def remove(self, name: str) -> None:
         if name in self.services:

@@ -72,6 +72,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     m.Abandon(4, "ab" * 16),
     m.WeightsRequest(5, True),
     m.Control(6, "drain"),
+    m.Replicas(9, "scale", 4),
     m.Sleep(7, 2),
     m.Wake(8),
     m.Wake(9, ("weights",)),
