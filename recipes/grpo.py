@@ -5,6 +5,7 @@
                                      refresh ┘ (in place, while groups run)     ┘
 
     python -m recipes.grpo                # learns one-digit products with SmolLM2-135M, minutes on 2 cores
+    python -m recipes.grpo --partial      # slow children go on beside the next batch, under new weights
     python -m recipes.grpo --no-refresh   # the control: the service keeps its first weights, the reward stays where it was
     python -m recipes.grpo --lora         # trains LoRA adapters alone, and sends nothing else
 
@@ -29,6 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import tyro
@@ -71,6 +73,9 @@ class Options:
     """questions that are never trained on, asked greedily before and after; 0 = none"""
     exact: bool = True
     """the trainer's forward has the service's bits; --no-exact trains with plain transformers"""
+    partial: bool = False
+    """a batch ends when three quarters of each group's children have: the others are cut, go on beside the next batch, under
+    new weights, and their groups are trained on one step later"""
     refresh: bool = True
     """push the weights after each step; --no-refresh is the control"""
     threads: int = 1
@@ -199,11 +204,9 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
 def train(options: Options, client: RolloutClient, task: Task, model: torch.nn.Module) -> Iterator[dict[str, float]]:
     """Yields the metrics of each step."""
     learner, began = Learner(model, options.rate), time.perf_counter()
-    pending = submit(options, client, task, 0)
-    for step in range(options.steps):
-        groups = [checked(handle.result(timeout=600)) for handle in pending]
+    batches = partial_batches if options.partial else whole_batches
+    for step, (groups, pending) in enumerate(batches(options, client, task)):
         waited = time.perf_counter() - began
-        pending = submit(options, client, task, step + 1) if step + 1 < options.steps else []
         first = step * options.groups
         rewards = np.array([[task.reward(first + i, s) for s in group] for i, group in enumerate(groups)])
         prompts = [task.prompt(first + i) for i in range(options.groups)]
@@ -245,12 +248,57 @@ Trainer = Callable[[Any, RolloutClient, Task, torch.nn.Module], Iterator[dict[st
 """as `train`"""
 
 
+Batch = tuple[list[list[Sample]], list[Handle]]
+"""the groups to train on, in the order of their questions, and those of the next batch, which run"""
+
+
+def whole_batches(options: Options, client: RolloutClient, task: Task) -> Iterator[Batch]:
+    """Yield batch after batch, each when all of it has ended; the next one runs from then on."""
+    pending = submit(options, client, task, 0)
+    for step in range(options.steps):
+        groups = [checked(handle.result(timeout=600)) for handle in pending]
+        pending = submit(options, client, task, step + 1)
+        yield groups, pending
+
+
+def partial_batches(options: Options, client: RolloutClient, task: Task) -> Iterator[Batch]:
+    """Yield batch after batch, each one step after most of its children have ended: the rest goes on meanwhile, beside the next
+    batch and under the weights that come in between. A token is two versions old at most; the spans say which made it, and its
+    log-prob is of that one."""
+    pending = submit(options, client, task, 0)
+    ended: list[list[Sample]] = []
+    late: list[Handle | None] = []
+    for step in range(options.steps + 1):
+        groups = [handle.result(timeout=600) for handle in pending]
+        resumed = [go_on(client, handle, group) for handle, group in zip(pending, groups, strict=True)]
+        pending = submit(options, client, task, step + 1)
+        if step:
+            rest = [[] if handle is None else handle.result(timeout=600) for handle in late]
+            yield [checked(joined(*parts)) for parts in zip(ended, rest, strict=True)], []
+        ended, late = [[sample for sample in group if sample.finish_reason != "cut"] for group in groups], resumed
+
+
+def go_on(client: RolloutClient, handle: Handle, group: list[Sample]) -> Handle | None:
+    """Let the children of a group that were cut go on; None: there are none."""
+    cut = [sample for sample in group if sample.finish_reason == "cut"]
+    whole = msgspec.structs.replace(handle.group.sampling, finish_after=None)
+    return client.resume(cut, handle.group.prompt, whole, f"{handle.group_id}/rest") if cut else None
+
+
+def joined(ended: list[Sample], rest: list[Sample]) -> list[Sample]:
+    return sorted([*ended, *rest], key=lambda sample: sample.index)
+
+
 def submit(options: Options, client: RolloutClient, task: Task, step: int) -> list[Handle]:
-    """Send the groups of a step; they run from now on."""
-    handles = []
+    """Send the groups of a step, if there is one; they run from now on."""
+    handles: list[Handle] = []
+    if step >= options.steps:
+        return handles
     for index in range(step * options.groups, (step + 1) * options.groups):
         seed = options.seed * 1_000_003 + index
         sampling = Sampling(n=options.n, max_tokens=options.max_tokens, temperature=options.temperature, seed=seed)
+        if options.partial:
+            sampling = msgspec.structs.replace(sampling, finish_after=-(-3 * options.n // 4))
         handles.append(client.submit(task.prompt(index), sampling, group_id=f"{step}/{index}"))
     return handles
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from engine.types import Group, Sample, Sampling
 from recipes import grpo
 from rollout.client.handle import Handle
+from rollout.client.submission import resumed_group
 from rollout.exact import use_exact
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine
 
@@ -52,6 +53,29 @@ class Client:
     def refresh_lora(self, model: Any, *, version: int, kv: str) -> Any:
         self.refresh(copy.deepcopy(model).merge_and_unload(), version=version, kv=kv)
         return SimpleNamespace(version=version, seconds=0.0, paused_seconds=0.0, bytes=2, sent_bytes=1)
+
+
+class Waited(Handle):
+    """The rest of a group, which runs when somebody waits for it."""
+
+    client: Client
+
+    def result(self, timeout: float | None = None) -> list[Sample]:
+        if not self.done:
+            self.client.engine.submit(self.group)
+            self.client.run()
+        return super().result(timeout)
+
+
+class CutClient(Client):
+    """Children that were cut go on when somebody waits for them: after the next refresh."""
+
+    resumed = 0
+
+    def resume(self, samples: list[Sample], prompt: np.ndarray, sampling: Sampling, group_id: str) -> Handle:
+        handle = self.handles[group_id] = Waited(resumed_group(group_id, samples, prompt, sampling), [], b"")
+        handle.client, self.resumed = self, self.resumed + len(samples)
+        return handle
 
 
 class Even:
@@ -91,6 +115,28 @@ def test_it_learns(rows: list[dict[str, float]]) -> None:
 
 def test_without_refresh_it_does_not() -> None:
     assert abs(gain(run(dataclasses.replace(OPTIONS, refresh=False)))) < 0.1
+
+
+def test_children_that_were_cut_go_on_under_new_weights() -> None:
+    """Every group is trained on whole, a step later; its tokens are two versions old at most."""
+    model, seen = tiny("llama"), list[Sample]()
+    client = CutClient(model)
+    client.engine.model.eos_token_ids = frozenset(range(5, 199, 12))  # children of different lengths
+
+    class Counted(Even):
+        def reward(self, index: int, sample: Sample) -> float:
+            seen.append(sample)
+            return super().reward(index, sample)
+
+    options = dataclasses.replace(OPTIONS, partial=True, max_tokens=12, steps=8)
+    rows = list(grpo.train(options, client, Counted(), model))  # type: ignore[arg-type]
+    assert [row["train/version"] for row in rows] == list(range(1, 9))
+    assert client.resumed > 8 and len(seen) == 8 * OPTIONS.groups * OPTIONS.n
+    assert {sample.finish_reason for sample in seen} == {"stop", "length"}
+    assert max(row["train/lag_max"] for row in rows) == 2
+    assert any(len(sample.weight_versions) > 1 for sample in seen)
+    for first in range(0, len(seen), OPTIONS.n):
+        assert [sample.index for sample in seen[first : first + OPTIONS.n]] == list(range(OPTIONS.n))
 
 
 def test_adapters_learn_and_travel_alone() -> None:
