@@ -77,7 +77,7 @@ def measure(folder: Path, config: EngineConfig, scale: float, repeat: int) -> It
     from engine.forward.model import open_model
 
     hide_progress_bars()
-    config = msgspec.structs.replace(config, model=str(folder), block_size=16)
+    config = msgspec.structs.replace(config, model=str(folder), block_size=16, drafts=0)
     model = open_model(config, device_of(config).memory)
     costs = measure_costs(model, config)
     yield {"workload": NAME, "costs": msgspec.to_builtins(costs)}

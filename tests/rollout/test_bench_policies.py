@@ -23,7 +23,7 @@ def test_children_get_as_long_as_they_must_on_the_engine_and_simulated(monkeypat
     """Step for step the same schedule: the engine's scheduler is the simulated one."""
     monkeypatch.setattr(simulator, "WORDS", range(16, 196))
     for pool in (10_000, 20):
-        engine = tiny_engine(kv_tokens=8 * pool, max_num_seqs=16, max_batch_tokens=64, cpu_offload_gib=0.01)
+        engine = tiny_engine(kv_tokens=8 * pool, max_num_seqs=16, max_batch_tokens=64, cpu_offload_gib=0.01, drafts=0)
         follow(engine.scheduler, WORK.lengths)
         for group in WORK.groups():
             engine.submit(group)
