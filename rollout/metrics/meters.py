@@ -37,7 +37,10 @@ RATES: dict[str, Callable[[Counts], tuple[float, float]]] = {
     "engine/accepted_ratio": lambda d: (d.get("accepted_tokens", 0), d.get("drafted_tokens", 0)),
     "engine/recomputed_ratio": lambda d: (d["recomputed_tokens"], d["prefill_tokens"] + d["generated_tokens"]),
     "kv/stall_share": lambda d: (d["move_seconds"], d["step_seconds"]),
-    "kv/prefix_hit_ratio": lambda d: (d["prefix_hit_tokens"], d["prefix_hit_tokens"] + d["prefill_tokens"]),
+    "kv/prefix_hit_ratio": lambda d: (
+        d["prefix_hit_tokens"] + d["kept_tokens"],
+        d["prefix_hit_tokens"] + d["kept_tokens"] + d["prefill_tokens"],
+    ),
 }
 """numerator and denominator from what the engine's counters grew by in the window; `elapsed` is its length in seconds"""
 
@@ -53,6 +56,7 @@ TOTALS: dict[str, str] = {
     "engine/recomputed_tokens": "recomputed_tokens",
     "engine/fork_saved_tokens": "fork_saved_tokens",
     "kv/prefix_hit_tokens": "prefix_hit_tokens",
+    "kv/kept_tokens": "kept_tokens",
     "kv/offloads": "offloads",
     "kv/soft_resets": "soft_resets",
     "kv/offloaded_blocks": "offloaded_blocks",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.cpu.isa import best, here, isa_of
-from engine.types import Sample
+from engine.types import Group, Sample, Sampling
 from tests.support.equivalence import CLASSES, ROOMY, assert_same, groups
 from tests.support.tiny import tiny_engine
 from tests.support.toy import group, run
@@ -90,3 +90,30 @@ def test_block_sizes_agree(block_size: int) -> None:
     for key, sample in one.items():
         np.testing.assert_array_equal(sample.token_ids, other[key].token_ids)
         np.testing.assert_allclose(sample.logprobs, other[key].logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("copies_pay")
+@pytest.mark.parametrize("gone", [False, True], ids=["on the device", "in host memory"])
+def test_a_turn_over_kept_kv_is_the_same_as_one_whose_prompt_is_prefilled(gone: bool) -> None:
+    """To the bit; the partial block of the turn before is written on. The control reads KV of other weights."""
+    prompt, sampling = np.arange(5, 42, dtype=np.int32), Sampling(max_tokens=21, ignore_eos=True, seed=3, keep_s=60.0)
+    drawn: dict[str, Sample] = {}
+    for way in ("kept", "old weights"):
+        engine = tiny_engine(cpu_offload_gib=0.01)
+        first = run(engine, [Group("one", prompt, sampling)])["one", 0]
+        history = np.concatenate([prompt, first.token_ids, np.array([9, 8, 7], np.int32)])
+        if gone:
+            engine.sleep()
+            engine.wake()
+            assert all(block.device is None for block in engine.scheduler.children.kept.blocks)
+        if way == "old weights":
+            engine.refresh({name: tensor * 1.01 for name, tensor in engine.model.module.named_parameters()})  # type: ignore[union-attr]
+        turn = Group("two", history, Sampling(max_tokens=9, ignore_eos=True, seed=4), after=("one", 0))
+        drawn[way] = run(engine, [turn])["two", 0]
+        assert engine.counters.kept_tokens == 37 + 20
+        live = {name: tensor.detach().clone() for name, tensor in engine.model.module.named_parameters()}  # type: ignore[union-attr]
+        fresh = tiny_engine()
+        if way == "old weights":
+            fresh.refresh(live)
+        alone = run(fresh, [Group("two", history, turn.sampling)])["two", 0]
+        assert (alone.logprobs.tobytes() == drawn[way].logprobs.tobytes()) == (way == "kept")

@@ -136,6 +136,7 @@ def status(**counters: float) -> dict[str, Any]:
         "generated_tokens": 0,
         "prefill_tokens": 0,
         "prefix_hit_tokens": 0,
+        "kept_tokens": 0,
         "step_seconds": 0.0,
         "model_seconds": 0.0,
         "sample_seconds": 0.0,
