@@ -75,7 +75,7 @@ class Groups:
         if not state.fresh and not state.resumed:
             return samples
         self.of_id[group.id] = state
-        turn = self.turns.find(group.after, client)
+        turn = self.turns.find(group, client)
         if turn is not None:
             state.order, state.own = (turn.since, state.number), turn.kv
         for index in state.fresh[:1] or state.resumed:

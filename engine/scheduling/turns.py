@@ -12,8 +12,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
+import numpy as np
+import xxhash
+
 from engine.kv.versions import KVVersions
 from engine.scheduling.sequence import Sequence
+from engine.types import Group
 
 MOST_TURNS = 65_536
 """that are remembered: the newest"""
@@ -30,6 +34,8 @@ class Turn(NamedTuple):
     """number of the group that its conversation began with"""
     kv: KVVersions | None
     """what computed its KV: this and no other old KV is read by the turn that continues it"""
+    tokens: bytes
+    """digest of the tokens that have it"""
 
 
 class Turns:
@@ -46,20 +52,30 @@ class Turns:
     def note(self, seq: Sequence) -> None:
         """Remember a child that ends and still holds its blocks."""
         state, known = seq.state, seq.num_prompt + len(seq.output)
-        kv = KVVersions.of((block.versions for block in seq.blocks), min(seq.cached, known - 1), self.block_size)
-        self._turns[state.group.id, seq.index] = Turn(state.client, state.order[0], kv)
+        cached = min(seq.cached, known - 1)
+        kv = KVVersions.of((block.versions for block in seq.blocks), cached, self.block_size)
+        self._turns[state.group.id, seq.index] = Turn(state.client, state.order[0], kv, digest(seq.tokens(0, cached)))
         self._turns.move_to_end((state.group.id, seq.index))
         if len(self._turns) > MOST_TURNS:
             self._turns.popitem(last=False)
 
-    def find(self, after: TurnId | None, client: str) -> Turn | None:
-        """Return the turn that a group of this client continues; None if this client had no such child."""
-        turn = self._turns.get(after) if after is not None else None
+    def find(self, group: Group, client: str) -> Turn | None:
+        """Return the turn that a group of this client continues; None if this client had no such child. Of a prompt that does
+        not begin with the turn's tokens no KV is its own."""
+        turn = self._turns.get(group.after) if group.after is not None else None
         if turn is None or turn.client != client:
             return None
-        spans = turn.kv.spans if turn.kv is not None else ()
-        return turn if spans and spans[0][1] >= self._readable_from else turn._replace(kv=None)
+        kv = turn.kv
+        if kv is not None and kv.spans and kv.spans[0][1] >= self._readable_from:
+            if len(group.prompt) > kv.tokens and digest(group.prompt[: kv.tokens]) == turn.tokens:
+                return turn
+        return turn._replace(kv=None)
 
     def forget_kv(self, version: int) -> None:
         """Let nobody read what weights before `version` computed for a turn, as a refresh asks that has KV computed again."""
         self._readable_from = version
+
+
+def digest(tokens: np.ndarray) -> bytes:
+    """Take 16 bytes that two sequences of int32 token ids share only if they are the same (xxh3-128)."""
+    return xxhash.xxh3_128_digest(tokens.tobytes())

@@ -24,7 +24,7 @@ from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.scheduling.tracked import Tracked
 from engine.scheduling.turns import Turn, TurnId, Turns
-from engine.types import Begun
+from engine.types import Begun, Group
 from tests.support.harness import Harness, conversations, random_schedule, tight_schedule
 
 
@@ -307,8 +307,8 @@ def patch_adjusted(monkeypatch: pytest.MonkeyPatch) -> None:
 def patch_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """a turn may read what another conversation of its client may"""
 
-    def find(self: Turns, after: TurnId | None, client: str) -> Turn | None:
-        return next((turn for turn in self._turns.values() if turn.client == client), None) if after else None
+    def find(self: Turns, group: Group, client: str) -> Turn | None:
+        return next((turn for turn in self._turns.values() if turn.client == client), None) if group.after else None
 
     monkeypatch.setattr(Turns, "find", find)
 
@@ -316,9 +316,12 @@ def patch_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def patch_any_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """a turn of another client is found"""
     find = Turns.find
-    monkeypatch.setattr(
-        Turns, "find", lambda self, after, client: find(self, after, getattr(self._turns.get(after), "client", ""))
-    )
+
+    def of_owner(self: Turns, group: Group, client: str) -> Turn | None:
+        turn = self._turns.get(group.after) if group.after else None
+        return None if turn is None else find(self, group, turn.client)
+
+    monkeypatch.setattr(Turns, "find", of_owner)
 
 
 def patch_own_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:

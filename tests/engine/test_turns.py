@@ -118,6 +118,18 @@ def test_another_history_takes_over_what_is_the_same() -> None:
     h.finish()
 
 
+def test_another_history_reads_nothing_old() -> None:
+    """Although somebody computed just its tokens by just the versions of the turn that it names."""
+    h = harness()
+    run(h, "one", PROMPT, keep_s=60.0)
+    edited = h.history(("one", 0))
+    edited[50] = (edited[50] + 1) % VOCAB
+    run(h, "other", edited, max_tokens=4)
+    h.refresh("keep")
+    assert run(h, "two", [*edited, *TOOL], after=("one", 0), max_tokens=4) == 230
+    h.finish()
+
+
 def test_a_refresh_in_the_middle_of_the_prefill_spares_what_was_there() -> None:
     """What the turn itself has prefilled is computed again, as in any prompt; with it its first block, which it began."""
     h = harness(max_batch_tokens=16)
