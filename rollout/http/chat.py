@@ -187,6 +187,8 @@ def spelled(token: str, id: int, logprob: float) -> dict[str, Any]:
 
 def refuse(asked: ChatRequest) -> None:
     """Raise HttpError for what a chat cannot be asked here."""
+    if asked.prompt_logprobs is not None:
+        raise not_served("prompt_logprobs", "POST /v1/completions with the prompt's ids", "prompt_logprobs")
     if asked.tool_choice not in (None, "auto", "none"):
         raise not_served(
             f"tool_choice={asked.tool_choice!r}"[:200], "give auto, and look for a call in the answer", "tool_choice"

@@ -140,7 +140,9 @@ class Data:
         # 1 asks for the likeliest token besides the drawn one, which those who send it (renderers) do not read
         more = {} if params.logprobs == 1 else top_logprobs_of(params.logprobs or 0, "logprobs")
         group = self.group(asked.token_ids, params, None, asked.cache_salt, asked.priority, more)
+        scored = None if params.prompt_logprobs is None else self.scoring([group], params.prompt_logprobs)
         (samples,) = await self.sampled(request, [group])
+        scores = None if scored is None else await unless_gone(request, self.upstream.score(*scored))
         choices = [
             {
                 "index": sample.index,
@@ -153,14 +155,14 @@ class Data:
             for sample in samples
         ]
         answer: dict[str, Any] = {"request_id": asked.request_id or self.id("gen"), "model": self.names[0], "choices": choices}
+        if scores is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(scores[0], self.text.token)
         answer["prompt_token_ids"] = asked.token_ids if asked.return_token_ids else None
         return json(answer | {"usage": usage([group[0]], [samples])})
 
     async def completions(self, request: Request) -> Response:
         asked = await self.bodies.decode(request, self._completion)
         name = self.name(asked.model)
-        if asked.echo:
-            raise not_served("echo", "put prompt and completion together yourself", "echo")
         if asked.suffix:
             raise not_served("suffix", "leave it out", "suffix")
         prompts = prompts_of(asked, self.text)
@@ -168,10 +170,17 @@ class Data:
             raise bad(f"{len(prompts)} prompts: at most {self.bounds.max_prompts} in one request (max_prompts)", "prompt")
         more = top_logprobs_of(asked.logprobs or 0, "logprobs")
         groups = [self.group(ids, asked, COMPLETION_TOKENS, asked.cache_salt, asked.priority, more) for ids in prompts]
+        top = max(asked.prompt_logprobs or 0, asked.logprobs or 0 if asked.echo else 0)
+        wanted = asked.prompt_logprobs is not None or bool(asked.echo and asked.logprobs is not None)
+        scored = self.scoring(groups, top) if wanted else None
         children = await self.sampled(request, groups)
+        scores = [None] * len(groups) if scored is None else await unless_gone(request, self.upstream.score(*scored))
         choices: list[dict[str, Any]] = []
-        for (prompt, sampling), samples in zip(groups, children, strict=True):
-            choices += [self.choice(len(choices) + i, prompt, sampling, sample, asked) for i, sample in enumerate(samples)]
+        for (prompt, sampling), samples, score in zip(groups, children, scores, strict=True):
+            made = [self.choice(len(choices) + i, prompt, sampling, sample, asked) for i, sample in enumerate(samples)]
+            if asked.prompt_logprobs is not None:
+                made = [choice | {"prompt_logprobs": prompt_logprobs(score, self.text.token)} for choice in made]
+            choices += [self.echoed(choice, prompt, score, asked) for choice in made] if asked.echo else made
         answer = {"id": self.id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": name}
         tokens = usage([prompt for prompt, _ in groups], children)
         if asked.stream:
@@ -196,6 +205,29 @@ class Data:
         if asked.return_token_ids:
             choice |= {"token_ids": ids, "prompt_token_ids": prompt.tolist()}
         return choice
+
+    def scoring(self, groups: list[Group], top: int) -> tuple[list[np.ndarray], Sampling]:
+        """Return what `Upstream.score` takes for the prompts of these groups. Raises HttpError, InvalidRequest."""
+        longest = max(1, *(len(prompt) - 1 for prompt, _ in groups))
+        sampling = Sampling(top_logprobs=top, max_tokens=longest)
+        self.upstream.check(groups[0][0][:1], sampling)
+        return [prompt for prompt, _ in groups], sampling
+
+    def echoed(
+        self, choice: dict[str, Any], prompt: np.ndarray, score: Sample | None, asked: CompletionRequest
+    ) -> dict[str, Any]:
+        """Put the prompt in front of a completion, as `echo` asks for."""
+        ids = prompt.tolist()
+        choice["text"] = self.text.decode(ids, asked.skip_special_tokens is not False) + choice["text"]
+        if choice["logprobs"] is None:
+            return choice
+        named: Callable[[int], str] = as_id if asked.return_tokens_as_token_ids else self.text.token
+        before = {"tokens": [named(ids[0])], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+        behind = {} if score is None else token_logprobs(ids[1:], score, named)
+        parts = [before, behind, choice["logprobs"]]
+        joined = {name: [one for part in parts for one in part.get(name, ())] for name in before}
+        joined["text_offset"] = offsets_of(joined["tokens"])
+        return choice | {"logprobs": joined}
 
     def _contents(self, ids: list[int], sample: Sample) -> Any:
         """List log-probs as /inference/v1/generate does, in the superset of its versions."""
@@ -289,12 +321,34 @@ def tops(sample: Sample) -> list[list[tuple[int, float]]]:
 def token_logprobs(ids: list[int], sample: Sample, named: Callable[[int], str]) -> dict[str, Any]:
     """List log-probs as /v1/completions does; the drawn token is among the likeliest in any case."""
     tokens, logprobs = [named(id) for id in ids], sample.logprobs.tolist()
-    offsets = list(itertools.accumulate(map(len, tokens), initial=0))[: len(tokens)]
     likeliest = [
         {named(id): value for id, value in top} | {token: logprob}
         for token, logprob, top in zip(tokens, logprobs, tops(sample), strict=True)
     ]
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": likeliest, "text_offset": offsets}
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": likeliest, "text_offset": offsets_of(tokens)}
+
+
+def offsets_of(tokens: list[str]) -> list[int]:
+    """Return where each token begins in their text."""
+    return list(itertools.accumulate(map(len, tokens), initial=0))[: len(tokens)]
+
+
+def prompt_logprobs(score: Sample | None, named: Callable[[int], str]) -> list[dict[str, Any] | None]:
+    """List the log-probs of a prompt's tokens as vLLM does: none for the first, then for each the token itself and the
+    likeliest ones, at temperature 1. The rank of a token that is not among those is not known."""
+    if score is None:
+        return [None]
+    rows: list[dict[str, Any] | None] = [None]
+    for id, logprob, likeliest in zip(score.token_ids.tolist(), score.logprobs.tolist(), tops(score), strict=True):
+        ranks = {one: rank for rank, (one, _) in enumerate(likeliest, 1)}
+        entries = {id: logprob} | dict(likeliest)
+        rows.append(
+            {
+                str(one): {"logprob": value, "rank": ranks.get(one), "decoded_token": named(one)}
+                for one, value in entries.items()
+            }
+        )
+    return rows
 
 
 def stopped_by(ids: list[int], sampling: Sampling, sample: Sample) -> dict[str, Any]:

@@ -42,7 +42,6 @@ INSTEAD = {
     "truncate_prompt_tokens": "cut the prompt before it is sent",
     "logits_processors": "leave it out",
     "use_beam_search": "give n",
-    "prompt_logprobs": "score with the trainer's model (rollout.exact)",
     "vllm_xargs": "leave it out",
     "extra_args": "leave it out",
     "custom_params": "leave it out",
@@ -184,6 +183,8 @@ def max_tokens_of(asked: int | None, default: int | None, prompt_tokens: int, co
 def sampling_of(asked: Draws, max_tokens: int, special: Special, **more: Any) -> Sampling:
     """Make the sampling that vLLM's parameters ask for; `more`: further fields. Raises HttpError."""
     refuse_what_is_not_there(asked)
+    if (asked.prompt_logprobs or 0) < 0:
+        raise bad(f"prompt_logprobs={asked.prompt_logprobs}: must not be negative", "prompt_logprobs")
     stop_ids, stop = stops(asked.stop, asked.stop_token_ids, special)
     extras = extras_of(
         {

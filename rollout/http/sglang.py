@@ -18,7 +18,7 @@ from rollout.http.control import FILES, load_folder, refusing, wake
 from rollout.http.data import Data, json, tops
 from rollout.http.errors import bad, not_served
 from rollout.http.frame import Bodies, Route, only_parameters, unless_gone
-from rollout.http.sampling import INSTEAD, NEUTRAL, SGLangDraws, max_tokens_of, sglang_sampling_of, top_logprobs_of
+from rollout.http.sampling import NEUTRAL, SGLangDraws, max_tokens_of, sglang_sampling_of, top_logprobs_of
 from rollout.http.upstream import Upstream
 
 NEW_TOKENS = 128
@@ -138,10 +138,13 @@ class SGLang:
         if len(params) != len(prompts):
             raise bad(f"{len(params)} sampling_params for {len(prompts)} prompts: must be as many, or one", "sampling_params")
         groups = [self._group(ids, one or SGLangDraws(), asked) for ids, one in zip(prompts, params, strict=True)]
+        start = asked.logprob_start_len
+        scored = None if start is None or start == -1 else self._data.scoring(groups, 0)
         children = await unless_gone(request, self.upstream.generate(groups))
+        scores = [None] * len(groups) if scored is None else await unless_gone(request, self.upstream.score(*scored))
         answers = [
-            self._answer(sample, group, one or SGLangDraws(), bool(asked.return_logprob))
-            for group, samples, one in zip(groups, children, params, strict=True)
+            self._answer(sample, group, one or SGLangDraws(), bool(asked.return_logprob), score, start or 0)
+            for group, samples, one, score in zip(groups, children, params, scores, strict=True)
             for sample in samples
         ]
         return json(answers if batched or len(answers) > 1 else answers[0])
@@ -165,9 +168,6 @@ class SGLang:
         return prompts, batched
 
     def _group(self, ids: list[int], params: SGLangDraws, asked: GenerateRequest) -> tuple[np.ndarray, Sampling]:
-        start = asked.logprob_start_len
-        if start is not None and start != -1 and start < len(ids):
-            raise not_served("logprob_start_len", INSTEAD["prompt_logprobs"], "logprob_start_len")
         info = self.upstream.info
         tokens = max_tokens_of(params.max_new_tokens, NEW_TOKENS, len(ids), info.context, info.limits)
         sampling = sglang_sampling_of(
@@ -176,8 +176,16 @@ class SGLang:
         return self.upstream.check(ids, sampling), sampling
 
     def _answer(
-        self, sample: Sample, group: tuple[np.ndarray, Sampling], params: SGLangDraws, logprobs: bool
+        self,
+        sample: Sample,
+        group: tuple[np.ndarray, Sampling],
+        params: SGLangDraws,
+        logprobs: bool,
+        score: Sample | None,
+        start: int,
     ) -> dict[str, Any]:
+        """Describe one sample. `score`: of its prompt, whose log-probs from the token behind `start` on are wanted: the first
+        token has none."""
         ids = sample.token_ids.tolist()
         shown = ids
         if sample.finish_reason == "stop" and ids and params.no_stop_trim is not True:
@@ -196,7 +204,7 @@ class SGLang:
             meta["output_token_logprobs"] = [
                 [logprob, id, None] for logprob, id in zip(sample.logprobs.tolist(), ids, strict=True)
             ]
-            meta["input_token_logprobs"] = []
+            meta["input_token_logprobs"] = [] if score is None else inputs(score, start)
         if sample.top_ids is not None:
             meta["output_top_logprobs"] = [[[logprob, id, None] for id, logprob in top] for top in tops(sample)]
         text = self._data.text.decode(shown, params.skip_special_tokens is not False)
@@ -294,6 +302,12 @@ def refuse(asked: GenerateRequest) -> None:
     for name, instead in wanted.items():
         if getattr(asked, name) not in (*NEUTRAL, 0):
             raise not_served(name, instead, name)
+
+
+def inputs(score: Sample, start: int) -> list[list[Any]]:
+    """List the log-probs of a prompt's tokens behind the one at `start`, as SGLang does."""
+    pairs = zip(score.logprobs.tolist(), score.token_ids.tolist(), strict=True)
+    return [[logprob, id, None] for logprob, id in pairs][max(start, 0) :]
 
 
 def finish_reason(sample: Sample, ids: list[int]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ import numpy as np
 from engine.types import Group, KVPolicy, Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
+from rollout.client.scoring import scored_group
 from rollout.http.errors import HttpError
 from transport.errors import InvalidRequest
 from transport.messages import Welcome
@@ -114,10 +115,26 @@ class Upstream:
         Raises the service's typed error of the first group that fails, HttpError for a child that the service failed on."""
         if len(self._open) + len(groups) > MAX_OPEN:
             raise HttpError(503, f"{len(self._open)} groups are open: at most {MAX_OPEN}; try again")
+        return await self._children(partial(self.client.submit, prompt, sampling) for prompt, sampling in groups)
+
+    async def score(self, prompts: Sequence[np.ndarray], sampling: Sampling) -> list[Sample | None]:
+        """Score prompts that were checked; returns for each a sample whose tokens are those behind the first, None for a prompt
+        of one token. `sampling`: which log-probs. Otherwise as `generate`."""
+        long = [prompt for prompt in prompts if len(prompt) > 1]
+        submit = self.client._submit
+        made = (scored_group(self.client._id(None), prompt[:1], [prompt[1:]], sampling) for prompt in long)
+        scored = iter(await self._children(partial(submit, group) for group in made))
+        samples = [next(scored)[0] if len(prompt) > 1 else None for prompt in prompts]
+        if any(sample is not None and sample.finish_reason != "scored" for sample in samples):
+            raise HttpError(503, "somebody ended all requests before this prompt was scored; try again")
+        return samples
+
+    async def _children(self, submits: Iterable[Callable[[], Handle]]) -> list[list[Sample]]:
+        """Submit groups and await them; cancelled, cancel them."""
         handles, futures = [], []
         try:
-            for prompt, sampling in groups:
-                handle = self.client.submit(prompt, sampling)
+            for submit in submits:
+                handle = submit()
                 future: asyncio.Future[None] = self._loop.create_future()
                 handles.append(handle)
                 futures.append(future)

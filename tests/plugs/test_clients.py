@@ -199,7 +199,7 @@ def test_trl_vllm_client(live: Any, service_logprobs: Any, monkeypatch: pytest.M
 # lm_eval
 
 
-def test_lm_eval_generates(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lm_eval_generates_and_scores(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -215,6 +215,14 @@ def test_lm_eval_generates(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ({"max_gen_toks": 6, "do_sample": False, "temperature": 0, "until": []},)
     requests = [Instance("generate_until", {}, (text, *arguments), i) for i, text in enumerate(["ab", "abc"])]
     answers = model.generate_until(requests)
+    pairs = [("ab", "cde"), ("question", "answer")]
+    likely = model.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)])
+    for (context, rest), (logprob, _) in zip(pairs, likely, strict=True):
+        ids, whole = (
+            httpx.post(f"{live.url}/tokenize", json={"prompt": text}).json()["tokens"] for text in (context, context + rest)
+        )
+        (sample,) = live.client.score([ids], [[whole[len(ids) :]]])[0]
+        assert abs(logprob - float(sample.logprobs.sum())) < 1e-4
     greedy = {"prompt": "ab", "max_tokens": 6, "temperature": 0}
     assert answers[0] == httpx.post(f"{live.url}/v1/completions", json=greedy).json()["choices"][0]["text"]
 

@@ -179,6 +179,39 @@ def test_the_likeliest_tokens_in_each_dialect(stack: Stack) -> None:
     assert stack.post("/v1/completions", {"prompt": PROMPT, "logprobs": 21}).status_code == 400
 
 
+def test_prompts_are_scored_in_each_dialect(stack: Stack) -> None:
+    prompt = [5, 6, 7, 8, 9, 10]
+    (scored,) = stack.client.score([prompt[:1]], [[prompt[1:]]], Sampling(top_logprobs=2))[0]
+    logprobs = scored.logprobs.tolist()
+    body = {"prompt": [prompt, [5]], "max_tokens": 1, "prompt_logprobs": 2}
+    whole, single = [choice["prompt_logprobs"] for choice in stack.ok("/v1/completions", body)["choices"]]
+    assert single == [None] and whole[0] is None and len(whole) == 6
+    for at, (id, logprob) in enumerate(zip(prompt[1:], logprobs, strict=True)):
+        entry = whole[at + 1]
+        assert next(iter(entry)) == str(id) and entry[str(id)]["logprob"] == logprob and 2 <= len(entry) <= 3
+        first = [int(one) for one, value in entry.items() if value["rank"] == 1]
+        assert first == [int(scored.top_ids[at][0])]
+    answer = stack.ok(
+        "/inference/v1/generate", {"token_ids": prompt, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 2}}
+    )
+    assert answer["prompt_logprobs"] == whole
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "logprob_start_len": 2}
+    meta = stack.ok("/generate", body)["meta_info"]
+    assert [[logprob, id] for logprob, id, _ in meta["input_token_logprobs"]] == [
+        list(pair) for pair in zip(logprobs[2:], prompt[3:], strict=True)
+    ]
+
+
+def test_echo_puts_the_prompt_in_front(stack: Stack) -> None:
+    plain = stack.complete(logprobs=1, return_tokens_as_token_ids=True)["choices"][0]
+    echo = stack.complete(logprobs=1, return_tokens_as_token_ids=True, echo=True)["choices"][0]
+    assert echo["text"] == stack.ok("/detokenize", {"tokens": PROMPT})["prompt"] + plain["text"]
+    (scored,) = stack.client.score([PROMPT[:1]], [[PROMPT[1:]]])[0]
+    assert echo["logprobs"]["tokens"] == [f"token_id:{id}" for id in PROMPT] + plain["logprobs"]["tokens"]
+    assert echo["logprobs"]["token_logprobs"] == [None, *scored.logprobs.tolist(), *plain["logprobs"]["token_logprobs"]]
+    assert len(echo["logprobs"]["top_logprobs"]) == len(echo["logprobs"]["text_offset"]) == len(echo["logprobs"]["tokens"])
+
+
 def test_a_stop_token_is_told(stack: Stack) -> None:
     (sample,) = stack.sample(max_tokens=20, ignore_eos=True)
     stop = int(sample.token_ids[3])
@@ -274,8 +307,10 @@ BAD: list[tuple[str, Any, int]] = [
     ("/v1/completions", {"prompt": [[[1]]]}, 400),
     ("/v1/completions", {"prompt": [[1]] * 5000}, 400),
     ("/v1/completions", {"prompt": [1] * 9000}, 400),
-    ("/v1/completions", {"prompt": PROMPT, "echo": True}, 501),
-    ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 1}, 501),
+    ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": -1}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 21}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "suffix": "a"}, 501),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 1}, 501),
     ("/v1/completions", {"prompt": PROMPT, "best_of": 4}, 501),
     ("/v1/completions", {"prompt": PROMPT, "structured_outputs": {"regex": "a"}}, 501),
     ("/inference/v1/generate", {"token_ids": PROMPT}, 400),
@@ -306,7 +341,6 @@ BAD: list[tuple[str, Any, int]] = [
     ("/generate", {"input_ids": PROMPT, "sampling_params": {"wrong": 1}}, 400),
     ("/generate", {"input_ids": PROMPT, "sampling_params": {"json_schema": "{}"}}, 501),
     ("/generate", {"input_ids": PROMPT, "stream": True}, 501),
-    ("/generate", {"input_ids": PROMPT, "logprob_start_len": 0}, 501),
     ("/generate", {"input_ids": PROMPT, "lora_path": "a"}, 501),
     ("/update_weights", {"weight_dir": "/no/such/folder"}, 400),
     ("/update_weights", {"weight_dir": ""}, 400),
