@@ -29,6 +29,7 @@ from rollout.bench import (
     refresh,
     score,
     sharing,
+    tail,
     turns,
 )
 from rollout.bench import plot as drawing
@@ -54,6 +55,7 @@ SPECIAL = (
     sharing.NAME,
     score.NAME,
     policies.NAME,
+    tail.NAME,
     http.NAME,
     turns.NAME,
     fleet.NAME,
@@ -77,6 +79,8 @@ def run(
     device: str = "cpu",
     compare: bool = True,
     unshared: bool = False,
+    undrafted: bool = False,
+    temperature: float = 1.0,
     against: str = "",
     floor: bool = False,
     plot: str | None = None,
@@ -100,10 +104,11 @@ def run(
         measure_special(names, text, folder, engine, open_target, scale, repeat, replicas, plot, out)
         rows = partial(
             measure, text=text, open_target=open_target, repeat=repeat, compare=compare and not peers, unshared=unshared,
+            undrafted=undrafted,
             against=peers, recordings=recordings,
         )  # fmt: skip
         bounded = bool(peers or floor) and device == "cpu"
-        workloads = [find(name).scaled(scale, engine.block_size) for name in names if name not in SPECIAL]
+        workloads = [find(name).scaled(scale, engine.block_size, temperature) for name in names if name not in SPECIAL]
         summaries = [measure_workload(workload, folder, engine, bounded, rows, out) for workload in workloads]
         if summaries:
             print_table(out.console, summaries)
@@ -197,6 +202,9 @@ def measure_special(
         row = fidelity.measure(text, engine, folder, open_target, scale)
         write_json(sink, row)
         fidelity.print_summary(console, row)
+    if tail.NAME in names:
+        for row in keep(tail.measure(text, engine, folder, scale, repeat), sink):
+            tail.print_row(console, row)
     if score.NAME in names:
         for row in keep(score.measure(text, engine, folder, scale, repeat), sink):
             score.print_row(console, row)

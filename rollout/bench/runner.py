@@ -23,7 +23,8 @@ from rollout.config import Config
 
 COUNTERS = (
     "prefill_tokens", "recomputed_tokens", "prefix_hit_tokens", "fork_saved_tokens", "offloads", "offloaded_blocks",
-    "restored_blocks", "bytes_to_host", "bytes_to_device", "move_seconds", "soft_resets", "steps",
+    "restored_blocks", "drafted_tokens", "accepted_tokens", "bytes_to_host", "bytes_to_device", "move_seconds", "soft_resets",
+    "steps",
 )  # fmt: skip
 
 
@@ -40,21 +41,21 @@ def measure(
     *,
     compare: bool = False,
     unshared: bool = False,
+    undrafted: bool = False,
     against: dict[str, str] | None = None,
     floor: Callable[[Workload], dict[str, Any]] | None = None,
     recordings: list[Recording] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Start a target, warm it up and yield one object a run, then the summary. Raises BenchFailed, ValueError.
 
-    compare: a workload with a tight KV pool runs in turn (A B C A B C …) with a roomy pool and with offload off; their runs
-        are named `workload/roomy` and `workload/no_offload`, and the summary has the median of the ratios of each turn.
-    unshared: the same with attention that reads a shared prefix once for each child, as `workload/unshared`.
+    compare: a workload with a tight KV pool runs in turn (A B C A B C …) with a roomy pool and with offload off, named
+        `workload/roomy` …; the summary has the median of the ratios of each turn. unshared, undrafted: the same with attention
+        that reads a shared prefix once for each child, and with drafts off.
     against: other engines (name -> interpreter) take part in each turn; the summary has `ratios`, ours over theirs.
-    floor: what bounds the workload on this machine (`bounded`). recordings: gets what happened along the last run of each.
-    """
+    floor: what bounds the workload on this machine (`bounded`). recordings: gets what happened along the last run of each."""
     if repeat < 1:
         raise ValueError(f"repeat={repeat}: must be at least 1")
-    configs = variants(workload, engine, compare, unshared)
+    configs = variants(workload, engine, compare, unshared, undrafted)
     runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in configs}
     with ExitStack() as stack:
         targets = {variant: stack.enter_context(open_target(Config(engine=config))) for variant, config in configs.items()}
@@ -93,7 +94,9 @@ def tight_engine(workload: Workload, engine: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(engine, kv_tokens=workload.kv_tokens(engine.block_size))
 
 
-def variants(workload: Workload, engine: EngineConfig, compare: bool, unshared: bool) -> dict[str, EngineConfig]:
+def variants(
+    workload: Workload, engine: EngineConfig, compare: bool, unshared: bool, undrafted: bool = False
+) -> dict[str, EngineConfig]:
     """Return the engine of a workload, and those it is compared with, by the suffix of their name."""
     own = tight_engine(workload, engine)
     configs = {"": own}
@@ -102,6 +105,8 @@ def variants(workload: Workload, engine: EngineConfig, compare: bool, unshared: 
         configs["/no_offload"] = msgspec.structs.replace(own, cpu_offload_gib=0)
     if unshared:
         configs["/unshared"] = msgspec.structs.replace(own, share_prefix=False)
+    if undrafted:
+        configs["/undrafted"] = msgspec.structs.replace(own, drafts=0)
     return configs
 
 
@@ -169,7 +174,9 @@ def warm_up(target: Target, text: PromptText, length: int) -> None:
 def one_run(workload: Workload, text: Prompts, target: Target, run: int, recording: Recording | None = None) -> dict[str, Any]:
     start = run * workload.prompts * workload.prompt_tokens
     prompts = text.slices(start, workload.prompts, workload.prompt_tokens)
-    sampling = Sampling(n=workload.n, max_tokens=workload.new_tokens, temperature=1.0, ignore_eos=True, seed=run)
+    sampling = Sampling(
+        n=workload.n, max_tokens=workload.new_tokens, temperature=workload.temperature, ignore_eos=True, seed=run
+    )
     before = target.status()
     with nullcontext() if recording is None else target.watch(recording):
         started = time.perf_counter()

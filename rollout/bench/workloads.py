@@ -28,6 +28,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """KV pool as a share of what all children need at their longest; None = roomy"""
     kv_groups: int | None = None
     """or as so many whole groups at their longest"""
+    temperature: float = 1.0
 
     @property
     def tight(self) -> bool:
@@ -39,13 +40,15 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         """Of its longest sequence."""
         return self.prompt_tokens + self.new_tokens
 
-    def scaled(self, factor: float, block_size: int) -> Workload:
-        """Scale prompt and new tokens by `factor`, but not below one block, unless the workload itself is."""
+    def scaled(self, factor: float, block_size: int, temperature: float = 1.0) -> Workload:
+        """Scale prompt and new tokens by `factor`, but not below one block, unless the workload itself is; drawn at
+        `temperature`."""
 
         def scale(tokens: int) -> int:
             return max(round(tokens * factor), min(tokens, block_size))
 
-        return msgspec.structs.replace(self, prompt_tokens=scale(self.prompt_tokens), new_tokens=scale(self.new_tokens))
+        sizes = {"prompt_tokens": scale(self.prompt_tokens), "new_tokens": scale(self.new_tokens)}
+        return msgspec.structs.replace(self, temperature=temperature, **sizes)
 
     def needed_kv_tokens(self, block_size: int) -> int:
         """Return the KV of all children at full length, in tokens of whole blocks: a prompt's full blocks once a group, the

@@ -164,6 +164,10 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     """run a workload whose KV pool is too small in turn with a roomy pool and with offload off, and print the ratios"""
     unshared: bool = False
     """run in turn with attention that reads a shared prefix once for each child, and print the ratios"""
+    undrafted: bool = False
+    """run in turn with drafts off, and print the ratios"""
+    temperature: float = 1.0
+    """of the workloads' draws"""
     against: str = ""
     """other engines that take turns with ours: vllm=PYTHON,transformers_cb,transformers (rollout/bench/peers)"""
     floor: bool = False

@@ -277,3 +277,25 @@ def test_bench_score_compares_with_prefill_and_with_generation(tiny_model: Path,
     turn, summary = map(json.loads, out.read_text().splitlines())
     assert turn["score_seconds"] > 0 and summary["ratio_to_prefill"] == turn["ratio_to_prefill"] > 0
     assert summary["max_abs_delta"] == 0 and (summary["completions"], summary["tokens"]) == (64, 32)
+
+
+def test_bench_tail_runs_with_drafts_and_without(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, few in {"GROUPS": 3, "N": 4, "MOST": 3, "ANSWERS": 4}.items():
+        monkeypatch.setattr(bench.tail, name, few)
+    out = tmp_path / "rows.jsonl"
+    options = {"in_process": True, "scale": 0.1, "repeat": 1, "dtype": "float32", "threads": 1}
+    assert bench.run(("tail",), model=str(tiny_model), json_file=str(out), **options) == 0  # type: ignore[arg-type]
+    drafted, plain, summary = map(json.loads, out.read_text().splitlines())
+    assert (drafted["workload"], plain["workload"]) == ("tail", "tail_plain")
+    for name in ("seconds_to_most", "seconds_to_all", "tokens_per_step"):
+        assert summary[name] == drafted[name] > 0 and summary[f"{name}_plain"] == plain[name] > 0
+    assert summary["tokens_per_step"] >= summary["tokens_per_step_plain"] == 1 and summary["tail_tokens_per_step"] >= 1
+
+
+def test_bench_without_drafts_in_turn_at_another_temperature(tiny_model: Path) -> None:
+    workload = find("single_stream").scaled(0.01, 32, 0.7)
+    engine = EngineConfig(model=str(tiny_model), dtype="float32", threads=1)
+    text = PromptText(models.load_tokenizer(tiny_model))
+    rows = list(measure(workload, engine=engine, text=text, open_target=bench.command.open_engine, repeat=1, undrafted=True))
+    assert [row["workload"] for row in rows] == ["single_stream", "single_stream/undrafted", "single_stream"]
+    assert rows[1]["drafted_tokens"] == 0 and rows[2]["ratio_to_undrafted"] > 0
