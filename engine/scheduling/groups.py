@@ -39,7 +39,6 @@ class Groups:
     ) -> None:
         self.block_size = config.block_size
         self.min_run_tokens = config.min_run_tokens
-        self.drafts = bool(config.drafts)
         self.store = store
         self.tables = tables
         self.running_table = running_table
@@ -245,10 +244,7 @@ class Groups:
             del self.of_id[state.group.id]
             self.shares.left(state.client, now)
         self.counters.ended[reason] += 1
-        sample = seq.sample(reason, now - state.arrived, error)
-        if self.drafts and state.sequences:
-            state.said[seq.index] = sample.token_ids
-        return sample
+        return state.heard(seq.sample(reason, now - state.arrived, error))
 
     def _leave_blocks(self, seq: Sequence, ran: bool, now: float, continues: bool) -> None:
         """Keep the blocks of a child that ends, if its group wants that, or give them up. `continues`: a turn may follow."""

@@ -78,7 +78,7 @@ class GroupState:
         self.finished = 0
         """children that ended by themselves"""
         self.said: dict[int, np.ndarray] = {}
-        """[tokens] int32 of children that have ended, if these help to draft"""
+        """[tokens] int32 of children that have ended: their siblings are drafted from these"""
         self.texts: Texts | None = None
         """index of what its children have said; None: nobody has drafted"""
         self.cut_at: int | None = None
@@ -104,6 +104,11 @@ class GroupState:
         """The group ends with its first `finish_after` children, and not so many have ended."""
         enough = self.group.sampling.finish_after
         return enough is not None and self.finished < enough
+
+    def heard(self, sample: Sample) -> Sample:
+        """Remember what a child has said that has ended. Returns its sample."""
+        self.said[sample.index] = sample.token_ids
+        return sample
 
     def readable_from(self, version: int) -> int:
         """The oldest version whose KV it may take over while `version` is live: as old as its `max_kv_lag` allows a new sample,
