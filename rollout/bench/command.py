@@ -104,8 +104,7 @@ def run(
         measure_special(names, text, folder, engine, open_target, scale, repeat, replicas, plot, out)
         rows = partial(
             measure, text=text, open_target=open_target, repeat=repeat, compare=compare and not peers, unshared=unshared,
-            undrafted=undrafted,
-            against=peers, recordings=recordings,
+            undrafted=undrafted, against=peers, recordings=recordings,
         )  # fmt: skip
         bounded = bool(peers or floor) and device == "cpu"
         workloads = [find(name).scaled(scale, engine.block_size, temperature) for name in names if name not in SPECIAL]
@@ -202,12 +201,10 @@ def measure_special(
         row = fidelity.measure(text, engine, folder, open_target, scale)
         write_json(sink, row)
         fidelity.print_summary(console, row)
-    if tail.NAME in names:
-        for row in keep(tail.measure(text, engine, folder, scale, repeat), sink):
-            tail.print_row(console, row)
-    if score.NAME in names:
-        for row in keep(score.measure(text, engine, folder, scale, repeat), sink):
-            score.print_row(console, row)
+    for each in (tail, score):
+        if each.NAME in names:
+            for row in keep(each.measure(text, engine, folder, scale, repeat), sink):
+                each.print_row(console, row)
     if turns.NAME in names:
         for row in keep(turns.measure(folder, engine, text, scale), sink):
             turns.print_row(console, row)
