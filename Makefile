@@ -11,8 +11,8 @@ NATIVE := $(wildcard tests/engine/test_cpu_*.py tests/engine/test_isa.py tests/e
 	tests/engine/test_smollm2.py tests/rollout/test_trainer_attention.py tests/rollout/test_exact*.py tests/rollout/test_fidelity*.py)
 # the heart without a process, a socket or a download; tests/test_shape.py holds that every file of scheduling and KV is met in it
 QUICK := $(addprefix tests/engine/test_,bad_groups.py block_store.py block_tables.py drafts.py engine.py lanes.py memory.py modes.py \
-	parked_group.py plan.py preemption.py prefix_index.py running_table.py shared_prefixes.py shares.py stats.py tiles.py \
-	turns.py waiting_queue.py) \
+	parked_group.py plan.py preemption.py prefix_index.py running_table.py shared_prefixes.py shares.py stats.py stop_strings.py \
+	tiles.py turns.py waiting_queue.py) \
 	$(addprefix tests/transport/test_,frames.py messages.py) $(addprefix tests/rollout/test_,config.py outgoing.py) \
 	tests/test_no_pickle.py tests/test_wire_documents.py tests/test_shape.py \
 	tests/engine/test_models.py::test_greedy_equals_generate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, get_args
 
 import msgspec
@@ -24,6 +24,7 @@ from engine.kv.sizing import blocks_in_host_memory, blocks_on_device
 from engine.scheduling.counters import Counters
 from engine.scheduling.invariants import check
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.stops import Vocabulary, stops_of
 from engine.status import status
 from engine.types import Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
 from engine.weights.live import Weights, WeightsTorn
@@ -46,6 +47,8 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, model: ModelLike | None = None, limits: Limits | None = None) -> None:
+        self.vocabulary = cache(partial(Vocabulary.load, config.model))
+        """reads the bytes of the tokens when a group asks for stop strings"""
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.limits = limits or Limits()
@@ -141,7 +144,7 @@ class Engine:
             unit = uniform(*(np.array([x], np.uint64) for x in (self.config.seed, self._seeded, 0)))
             seed = int(unit[0] * 2**53)
             self._seeded += 1
-        self.steps.ended += self.scheduler.submit(group, client, seed, eos)
+        self.steps.ended += self.scheduler.submit(group, client, seed, eos, stops_of(group, self.vocabulary))
 
     def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
         """End a group now, or one child of it. Returns the children that this ends, with what they have; [] for an unknown id

@@ -83,6 +83,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """entries of `Sampling.logit_bias`"""
     max_allowed_token_ids: int = 4096
     """entries of `Sampling.allowed_token_ids`"""
+    max_stop_strings: int = 16
+    """entries of `Sampling.stop`"""
+    max_stop_bytes: int = 256
+    """UTF-8 bytes of one of them"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""
@@ -155,6 +159,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """from -2 to 2: subtracted from the logits of tokens that are in the output"""
     frequency_penalty: float = 0.0
     """from -2 to 2: the same, times how often they are there"""
+    stop: tuple[str, ...] = ()
+    """strings that end a child with "stop", with the token that completes one in its text: `Sample.stopped_by`, `text_end`. The
+    text is that of all its tokens, special ones included. Before there are more than `min_tokens` tokens they do nothing"""
 
     def validate(self, limits: Limits, vocab_size: int) -> None:
         """Raises ValueError naming the field, its value and what would be accepted."""
@@ -162,6 +169,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         self._validate_ends(limits)
         self._validate_top(limits)
         self._validate_logits(limits, vocab_size)
+        self._validate_stop(limits)
 
     @property
     def changes_logits(self) -> bool:
@@ -190,6 +198,19 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= getattr(self, name) <= 2.0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be between -2 and 2; 0 is none")
+
+    def _validate_stop(self, limits: Limits) -> None:
+        if not isinstance(self.stop, tuple):
+            raise ValueError(f"stop={self.stop!r:.40}: must be a tuple of strings")
+        if len(self.stop) > limits.max_stop_strings:
+            raise ValueError(f"{len(self.stop)} stop strings: at most {limits.max_stop_strings} (Limits.max_stop_strings)")
+        for string in self.stop:
+            try:
+                size = len(string.encode())
+            except UnicodeEncodeError:
+                raise ValueError(f"stop holds {string!r:.40}: must be Unicode text, without lone surrogates") from None
+            if not 1 <= size <= limits.max_stop_bytes:
+                raise ValueError(f"a stop string of {size} bytes: must be 1 to {limits.max_stop_bytes} (Limits.max_stop_bytes)")
 
     def _validate_top(self, limits: Limits) -> None:
         if not 0 <= self.top_logprobs <= limits.max_top_logprobs:
@@ -471,6 +492,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaults=
     from, the likeliest first, of equal ones the lower id. -1 where fewer than k were left to draw from"""
     top_logprobs: np.ndarray | None = None
     """[tokens, k] float32: their log-probs there, as in `logprobs`; -inf where the id is -1"""
+    stopped_by: str | None = None
+    """which of `Sampling.stop` ended it: of those that the last token completes the one that begins first; None: none did"""
+    text_end: int | None = None
+    """characters of the text before that string: `tokenizer.decode(token_ids)[:text_end]`; docs/decisions/stop-strings.md"""
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

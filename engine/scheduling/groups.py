@@ -14,6 +14,7 @@ from engine.scheduling.plan import Top
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.scheduling.shares import Shares
+from engine.scheduling.stops import Stops
 from engine.scheduling.timers import Timers
 from engine.scheduling.turns import Turns
 from engine.scheduling.waiting import WaitingQueue
@@ -53,9 +54,9 @@ class Groups:
         self._submitted = 0
         self._deadlines: Timers[GroupState] = Timers(lambda state: self.of_id.get(state.group.id) is state)
 
-    def submit(self, group: Group, client: str, seed: int, eos: frozenset[int]) -> list[Sample]:
+    def submit(self, group: Group, client: str, seed: int, eos: frozenset[int], stops: Stops | None) -> list[Sample]:
         """Queue a group. Returns the children that are complete already. Raises ValueError if the id is taken, one child
-        could never fit into the pool, or as many are complete as end the group."""
+        could never fit into the pool or goes on behind a stop string, or as many are complete as end the group."""
         if group.id in self.of_id:
             raise ValueError(f"group id {group.id!r} is in use by a group that is not finished; choose another")
         need = -(-(len(group.prompt) + group.sampling.max_tokens) // self.block_size)
@@ -64,7 +65,7 @@ class Groups:
                 f"prompt of {len(group.prompt)} + max_tokens {group.sampling.max_tokens} need {need} KV blocks of "
                 f"{self.block_size} tokens, the pool has {self.store.device.size}; lower max_tokens or raise kv_tokens"
             )
-        state = GroupState(group, client, self._submitted, seed, self._clock(), eos)
+        state = GroupState(group, client, self._submitted, seed, self._clock(), eos, stops)
         state.ranks = self._ranks
         enough = group.sampling.finish_after
         if enough is not None and len(state.complete) >= enough:
@@ -272,6 +273,8 @@ class Groups:
 def reason_behind(seq: Sequence, token: int) -> FinishReason | None:
     """Return why a child ends behind `token`, its newest; None: it goes on."""
     state = seq.state
+    if seq.tracked is not None and seq.tracked.found and len(seq.output) > state.group.sampling.min_tokens:
+        return "stop"
     if token in state.eos and len(seq.output) > state.group.sampling.min_tokens:
         return "stop"
     if seq.num_prompt + len(seq.output) == seq.limit:

@@ -38,6 +38,7 @@ from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import Row, Sequence
 from engine.scheduling.shares import Shares, Turns, tokens_by_client
 from engine.scheduling.sharing import shared_prefixes
+from engine.scheduling.stops import Stops
 from engine.scheduling.waiting import WaitingQueue
 from engine.types import Group, Sample
 
@@ -82,9 +83,9 @@ class Scheduler:
         """of the steps that were planned and not committed, by number: the way back from a plan to its sequences"""
 
     # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def submit(self, group: Group, client: str, seed: int, eos: frozenset[int]) -> list[Sample]:
+    def submit(self, group: Group, client: str, seed: int, eos: frozenset[int], stops: Stops | None = None) -> list[Sample]:
         """Queue a group. Returns the children that are complete already; see `Groups.submit`."""
-        return self.children.submit(group, client, seed, eos)
+        return self.children.submit(group, client, seed, eos, stops)
 
     def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
         """End the children that are not finished, or one of them; see `Groups.abort`."""

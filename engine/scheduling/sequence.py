@@ -9,6 +9,7 @@ import numpy as np
 from engine.kv.block import Block
 from engine.kv.versions import KVVersions
 from engine.scheduling.order import Order, Rank, first_come
+from engine.scheduling.stops import Stops
 from engine.scheduling.texts import Texts
 from engine.scheduling.tracked import LogitRules, Tracked
 from engine.types import Begun, Chunk, FinishReason, Group, Sample
@@ -30,6 +31,7 @@ class GroupState:
         "eos",
         "stop_ids",
         "rules",
+        "stops",
         "oldest_kv",
         "complete",
         "resumed",
@@ -44,7 +46,10 @@ class GroupState:
         "texts",
     )
 
-    def __init__(self, group: Group, client: str, number: int, seed: int, arrived: float, eos: frozenset[int]) -> None:
+    def __init__(
+        self, group: Group, client: str, number: int, seed: int, arrived: float, eos: frozenset[int], stops: Stops | None = None
+    ) -> None:
+        """Raises ValueError for a child that goes on behind a stop string."""
         self.group = group
         self.client = client
         self.number = number
@@ -59,13 +64,12 @@ class GroupState:
         """tokens that end a child with "stop" """
         self.stop_ids = tuple(sorted(eos))
         """those that `min_tokens` forbids, in order"""
-        self.rules = LogitRules.of(group)
-        """how its logits are changed; None: they are not"""
+        self.stops, self.rules = stops, LogitRules.of(group)
+        """strings that end a child with "stop", and how its logits are changed; None: there are none, and they are not"""
         self.sequences: dict[int, Sequence] = {}
         """the children not yet finished by index; before the fork only the one that prefills the prompt for all"""
         begun = {child.index: child for child in group.begun}
-        ended = {} if group.score else {index: child.ended_as(group.sampling, eos) for index, child in begun.items()}
-        self.complete = {index: how for index, how in ended.items() if how is not None}
+        self.complete = {index: how for index, child in begun.items() if (how := _ended_as(child, group, eos, stops))}
         """how children ended that were complete when the group came"""
         self.resumed: dict[int, Begun] = {index: child for index, child in begun.items() if index not in self.complete}
         """what the other children had that had begun"""
@@ -114,6 +118,13 @@ class GroupState:
         """The oldest version whose KV it may take over while `version` is live: as old as its `max_kv_lag` allows a new sample,
         but none from before its KV was to be computed again."""
         return max(self.oldest_kv, version - self.group.sampling.max_kv_lag)
+
+
+def _ended_as(child: Begun, group: Group, eos: frozenset[int], stops: Stops | None) -> FinishReason | None:
+    """How a child had ended when its group came, if it had. Raises ValueError if it goes on behind a stop string."""
+    if stops is not None and stops.completes(child, group.sampling.min_tokens):
+        return "stop"
+    return None if group.score else child.ended_as(group.sampling, eos)
 
 
 class Sequence:
@@ -272,7 +283,7 @@ class Sequence:
     def _take_over(self, begun: Begun | None) -> None:
         """Start with what the child had, if it had begun: tokens to compute, none of them to draw again; or tokens to score."""
         score = self.state.group.score
-        self.tracked = Tracked.of(self.state.group.sampling, self.state.rules, None if score else begun)
+        self.tracked = Tracked.of(self.state.group.sampling, self.state.rules, self.state.stops, None if score else begun)
         if begun is not None and score:
             self.given = begun.token_ids
             self.limit = self.num_prompt + len(begun.token_ids)
@@ -362,7 +373,7 @@ class Sequence:
             seconds=seconds,
             offloads=self.offloads,
             seed=self.state.seed,
-            **({} if self.tracked is None else self.tracked.columns()),
+            **({} if self.tracked is None else self.tracked.columns() | self.tracked.stopped(reason, self.output)),
         )
 
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.scheduling.plan import Adjustment, Penalties, Top
-from engine.types import Begun, Group, Sampling
+from engine.scheduling.stops import Stops
+from engine.types import Begun, FinishReason, Group, Sampling
 
 
 class LogitRules(NamedTuple):
@@ -52,9 +53,9 @@ def penalties_of(sampling: Sampling) -> Penalties | None:
 class Tracked:
     """Of one sequence. A function of its own tokens and draws, so it outlives preemption and goes on from `Begun`."""
 
-    __slots__ = ("k", "top_ids", "top_logprobs", "rules", "counts", "new")
+    __slots__ = ("k", "top_ids", "top_logprobs", "rules", "counts", "new", "stops", "tail", "found")
 
-    def __init__(self, sampling: Sampling, rules: LogitRules | None, begun: Begun | None) -> None:
+    def __init__(self, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: Begun | None) -> None:
         self.k = sampling.top_logprobs
         self.top_ids, self.top_logprobs = bytearray(), bytearray()
         """[tokens, k] int32 and float32"""
@@ -63,6 +64,10 @@ class Tracked:
         """how often each token is in the output; None: nothing is penalised"""
         self.new: list[int] = []
         """tokens of the output that are not in the prompt, each once"""
+        self.stops, self.tail = stops, b""
+        """tail: the last bytes of the text, in which a stop string may have begun"""
+        self.found: tuple[int, int] | None = None
+        """of the stop string that the newest token completes: which, and bytes from its first to the last of the text"""
         if begun is None:
             return
         if begun.top_ids is not None and begun.top_logprobs is not None:
@@ -72,12 +77,15 @@ class Tracked:
             self.append(token)
 
     @classmethod
-    def of(cls, sampling: Sampling, rules: LogitRules | None, begun: Begun | None) -> Tracked | None:
+    def of(cls, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: Begun | None) -> Tracked | None:
         """None: the group asks for nothing that must be kept."""
-        return cls(sampling, rules, begun) if sampling.top_logprobs or rules is not None else None
+        asks = sampling.top_logprobs or rules is not None or stops is not None
+        return cls(sampling, rules, stops, begun) if asks else None
 
     def append(self, token: int) -> None:
-        """Count a token of the output."""
+        """Count a token of the output, and look for stop strings that it completes."""
+        if self.stops is not None:
+            self.tail, self.found = self.stops.find(self.tail, token)
         if self.counts is not None and self.rules is not None:
             before = self.counts.get(token, 0)
             self.counts[token] = before + 1
@@ -110,6 +118,13 @@ class Tracked:
             counted=np.fromiter(counts.keys(), np.int32, len(counts)),
             counts=np.fromiter(counts.values(), np.int32, len(counts)),
         )
+
+    def stopped(self, reason: FinishReason, output: list[int]) -> dict[str, Any]:
+        """Make the fields of a `Sample` that tell of the stop string that ended it."""
+        if self.stops is None or self.found is None or reason != "stop":
+            return {}
+        which, cut = self.found
+        return {"stopped_by": self.stops.strings[which], "text_end": self.stops.text_end(output, cut)}
 
     def columns(self, first: int = 0, last: int | None = None) -> dict[str, Any]:
         """Make the fields of a `Sample` or a `Chunk`, of the tokens `first` to before `last`."""

@@ -11,7 +11,7 @@ import pytest
 from engine.types import Group, Limits, Sampling
 
 SMALL = {"max_n": 16, "max_tokens": 100, "max_prompt_tokens": 50, "max_stop_token_ids": 2, "max_id_bytes": 20, "max_kv_lag": 3}
-LIMITS = Limits(**SMALL, max_frame_bytes=6400, max_logit_bias=2, max_allowed_token_ids=3)
+LIMITS = Limits(**SMALL, max_frame_bytes=6400, max_logit_bias=2, max_allowed_token_ids=3, max_stop_strings=2, max_stop_bytes=8)
 VOCAB, CONTEXT = 23, 120
 GOOD = {"id": "g", "prompt": np.arange(3, dtype=np.int32), "n": 2, "max_tokens": 4}
 NAN, INF = float("nan"), float("inf")
@@ -54,6 +54,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     *(({"repetition_penalty": bad}, f"repetition_penalty={bad}: must be between") for bad in (NAN, 0.0, -1.0, INF)),
     *(({"presence_penalty": bad}, f"presence_penalty={bad}: must be between -2 and 2") for bad in (NAN, -2.1, 2.1)),
     *(({"frequency_penalty": bad}, f"frequency_penalty={bad}: must be between -2 and 2") for bad in (INF, -2.1, 2.1)),
+    ({"stop": ("a", "")}, "a stop string of 0 bytes: must be 1 to 8 (Limits.max_stop_bytes)"),
+    ({"stop": ("é" * 5,)}, "a stop string of 10 bytes: must be 1 to 8 (Limits.max_stop_bytes)"),
+    ({"stop": ("a", "b", "c")}, "3 stop strings: at most 2 (Limits.max_stop_strings)"),
+    ({"stop": "ab"}, "stop='ab': must be a tuple of strings"),
+    ({"stop": ("\ud800",)}, "must be Unicode text"),
     ({"stream_every": -1}, "stream_every=-1: must be 0 (off)"),
     *(({"keep_s": bad}, f"keep_s={bad}: must be") for bad in (NAN, -1.0, 3601.0)),
     *(({"top_logprobs": bad}, f"top_logprobs={bad}: must be between 0 and 20 (Limits.max_top_logprobs)") for bad in (-1, 21)),
@@ -86,6 +91,7 @@ def test_the_largest_and_smallest_that_are_good() -> None:
         {"n": 16, "max_tokens": 100, "min_tokens": 100, "prompt": [VOCAB - 1] * 20, "id": "é" * 10},
         {"temperature": 0.0, "top_k": 2**31 - 1, "top_p": 1e-9, "min_p": 0.0, "seed": 2**63 - 1},
         {"stop_token_ids": (0, VOCAB - 1), "max_kv_lag": 3, "max_version_lag": 3, "finish_after": 2, "min_len_to_cut": 4},
+        {"stop": ("é" * 4, "a")},
         {"logit_bias": {0: -100.0, VOCAB - 1: 100.0}, "allowed_token_ids": (0, 1, VOCAB - 1), "repetition_penalty": 0.01},
     ):
         group(**fields).validate(LIMITS, VOCAB, CONTEXT)

@@ -66,7 +66,7 @@ def adjust_of(samplings: list[Sampling], prompt: list[int], output: list[int], p
     each = []
     for draw, sampling in enumerate(samplings):
         if sampling.changes_logits:
-            each.append(Tracked(sampling, rules_of(sampling, prompt), begun).adjustment(draw, 1))
+            each.append(Tracked(sampling, rules_of(sampling, prompt), None, begun).adjustment(draw, 1))
     return Adjust.build(each, plain.logits_row)
 
 

@@ -22,9 +22,10 @@ from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.kept import KeptKV
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
-from engine.scheduling.tracked import Tracked
+from engine.scheduling.stops import Stops
+from engine.scheduling.tracked import LogitRules, Tracked
 from engine.scheduling.turns import Turn, TurnId, Turns
-from engine.types import Begun, Group
+from engine.types import Begun, Group, Sampling
 from tests.support.harness import Harness, conversations, random_schedule, tight_schedule
 
 
@@ -284,7 +285,7 @@ def patch_top(monkeypatch: pytest.MonkeyPatch) -> None:
 def patch_begun_top(monkeypatch: pytest.MonkeyPatch) -> None:
     """a child that goes on forgets the most probable tokens that it had"""
     of = Tracked.of
-    monkeypatch.setattr(Tracked, "of", lambda sampling, rules, begun: of(sampling, rules, None))
+    monkeypatch.setattr(Tracked, "of", lambda sampling, rules, stops, begun: of(sampling, rules, stops, None))
 
 
 def patch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,6 +357,36 @@ def patch_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KeptKV, "hand_over", lend)
 
 
+def patch_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a stop string is not found across three tokens"""
+    find = Stops.find
+
+    def forgetful(self: Stops, tail: bytes, token: int) -> tuple[bytes, tuple[int, int] | None]:
+        tail, found = find(self, tail, token)
+        return tail[-1:], found
+
+    monkeypatch.setattr(Stops, "find", forgetful)
+
+
+def patch_begun_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """what a child had is not looked at for the beginning of a stop string"""
+    of = Tracked.of
+
+    def blind(sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: Begun | None) -> Tracked | None:
+        made = of(sampling, rules, stops, begun)
+        if made is not None:
+            made.tail = b""
+        return made
+
+    monkeypatch.setattr(Tracked, "of", blind)
+
+
+def patch_late_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a text is cut a character late"""
+    text_end = Stops.text_end
+    monkeypatch.setattr(Stops, "text_end", lambda self, tokens, cut: text_end(self, tokens, cut - 1))
+
+
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_release,
     patch_share,
@@ -388,6 +419,9 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_counts,
     patch_pending,
     patch_adjusted,
+    patch_tail,
+    patch_begun_tail,
+    patch_late_stop,
 ]
 
 

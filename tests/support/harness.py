@@ -23,6 +23,7 @@ from engine.scheduling.counters import Counters
 from engine.scheduling.invariants import check
 from engine.scheduling.plan import Drawn, Plan, Top
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.stops import Vocabulary, stops_of
 from engine.types import Begun, Group, Limits, Sample, Sampling
 from tests.support.plans import sent
 
@@ -48,6 +49,20 @@ def draw(ids: tuple[int, ...], seed: int, index: int, rules: Rules = ()) -> int:
     if seed % 4 == 3 and ids[-1] == 5 and number % 2:
         return EOS
     return 1 + ids[-1] % 5 if seed % 2 and number // 2 % 4 else number // 8 % VOCAB
+
+
+VOCABULARY = Vocabulary([b"abc"[token % 3 :][: 1 + token % 2] for token in range(VOCAB)])
+
+
+def stop_of(group: Group, tokens: list[int]) -> tuple[int, str] | None:
+    """Where the first stop string begins in the text of these tokens, and which, by plain search."""
+    text = VOCABULARY.text(tokens).decode()
+    return min(((text.find(string), string) for string in group.sampling.stop if string in text), default=None)
+
+
+def ended_by(group: Group, tokens: list[int]) -> bool:
+    """Whether a child with these tokens has ended by its last one, other than by their number."""
+    return bool(tokens) and (tokens[-1] in eos_of(group) or stop_of(group, tokens) is not None)
 
 
 def rules_of(group: Group, output: list[int]) -> Rules:
@@ -85,7 +100,7 @@ def expected(group: Group) -> list[list[int]]:
     children = []
     for index in range(group.sampling.n):
         tokens: list[int] = []
-        while len(tokens) < group.sampling.max_tokens and (not tokens or tokens[-1] not in eos_of(group)):
+        while len(tokens) < group.sampling.max_tokens and not ended_by(group, tokens):
             seen = (*group.prompt.tolist(), *tokens)
             tokens.append(draw(seen, group.sampling.seed or 0, index, rules_of(group, tokens)))
         children.append(tokens)
@@ -190,7 +205,8 @@ class Harness:
             group = with_begun(group, begun)
         group.validate(Limits(), VOCAB, 10_000)
         try:
-            self.scheduler.submit(group, client, group.sampling.seed or 0, eos_of(group))
+            stops = stops_of(group, lambda: VOCABULARY)
+            self.scheduler.submit(group, client, group.sampling.seed or 0, eos_of(group), stops)
         except ValueError:
             return False
         self.groups[id], self.clients[id] = group, client
@@ -359,7 +375,9 @@ class Harness:
                 elif sample.finish_reason in ("aborted", "stale", "cut"):
                     assert want[: len(got)] == got
                 else:
-                    assert got == want and sample.finish_reason == ("stop" if want[-1] in eos_of(group) else "length")
+                    stopped = stop_of(group, want)
+                    assert got == want and sample.finish_reason == ("stop" if ended_by(group, want) else "length")
+                    assert (sample.text_end, sample.stopped_by) == (stopped or (None, None))
                 check_top(sample, group.sampling.top_logprobs)
             self.check_cut(group, [self.got[id, index] for index in wanted])
         assert len(self.got) == sum(len(group.wanted) for group in self.groups.values())
@@ -496,6 +514,7 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
             n = r.choice([1, 2, 3, 7])
             rules = policies(r, n) if seed % 2 else {}
             rules |= changes.choice(LOGIT_RULES)
+            rules |= {"stop": changes.choice([(), ("abca", "ccc"), ("bcbc",)])} if seed % 4 == 3 else {}
             if more.random() < 0.2:
                 rules |= {"score": True, "finish_after": None}
             h.submit(
