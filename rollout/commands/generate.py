@@ -23,6 +23,7 @@ from tqdm import tqdm
 from engine.types import Sample, Sampling
 from rollout import models
 from rollout.client.api import RolloutClient
+from rollout.client.texts import text_of
 from rollout.config import Config, InputError
 from rollout.process import service_process
 
@@ -116,7 +117,7 @@ def record(sample: Sample, tokenizer: Any) -> dict[str, Any]:
     return {
         "group_id": sample.group_id,
         "index": sample.index,
-        "text": tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True),
+        "text": text_of(tokenizer, sample),
         "token_ids": sample.token_ids.tolist(),
         "logprobs": sample.logprobs.tolist(),
         "finish_reason": sample.finish_reason,

@@ -129,7 +129,7 @@ class Chat:
 
     def _choice(self, sample: Sample, group: tuple[np.ndarray, Sampling], asked: ChatRequest) -> dict[str, Any]:
         ids, logprobs = sample.token_ids.tolist(), sample.logprobs.tolist()
-        text = self._text.decode(ids, asked.skip_special_tokens is not False)
+        text = self._text.of(sample, asked.skip_special_tokens, asked.include_stop_str_in_output)
         with_tools = bool(asked.tools) and asked.tool_choice != "none"
         content, calls = tool_calls(text) if with_tools else (text, [])
         message: dict[str, Any] = {"role": "assistant", "content": content}

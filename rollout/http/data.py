@@ -193,7 +193,7 @@ class Data:
         ids = sample.token_ids.tolist()
         choice: dict[str, Any] = {
             "index": index,
-            "text": self.text.decode(ids, asked.skip_special_tokens is not False),
+            "text": self.text.of(sample, asked.skip_special_tokens, asked.include_stop_str_in_output),
             "finish_reason": FINISH.get(sample.finish_reason, "abort"),
             **stopped_by(ids, sampling, sample),
             "logprobs": None,
@@ -352,7 +352,9 @@ def prompt_logprobs(score: Sample | None, named: Callable[[int], str]) -> list[d
 
 
 def stopped_by(ids: list[int], sampling: Sampling, sample: Sample) -> dict[str, Any]:
-    """Tell the stop token that ended a sample, None for the model's own end."""
+    """Tell the stop string or token that ended a sample, None for the model's own end."""
+    if sample.stopped_by is not None:
+        return {"stop_reason": sample.stopped_by}
     stopped = sample.finish_reason == "stop" and ids and ids[-1] in sampling.stop_token_ids
     return {"stop_reason": ids[-1] if stopped else None}
 

@@ -187,9 +187,8 @@ class SGLang:
         """Describe one sample. `score`: of its prompt, whose log-probs from the token behind `start` on are wanted: the first
         token has none."""
         ids = sample.token_ids.tolist()
-        shown = ids
-        if sample.finish_reason == "stop" and ids and params.no_stop_trim is not True:
-            shown = ids[:-1]
+        by_token = sample.finish_reason == "stop" and sample.stopped_by is None
+        shown = ids[:-1] if by_token and params.no_stop_trim is not True else ids
         meta: dict[str, Any] = {
             "id": sample.group_id,
             "finish_reason": finish_reason(sample, ids),
@@ -207,7 +206,10 @@ class SGLang:
             meta["input_token_logprobs"] = [] if score is None else inputs(score, start)
         if sample.top_ids is not None:
             meta["output_top_logprobs"] = [[[logprob, id, None] for id, logprob in top] for top in tops(sample)]
-        text = self._data.text.decode(shown, params.skip_special_tokens is not False)
+        if by_token:
+            text = self._data.text.decode(shown, params.skip_special_tokens is not False)
+        else:
+            text = self._data.text.of(sample, params.skip_special_tokens, params.no_stop_trim)
         return {"text": text, "output_ids": ids, "meta_info": meta, "index": sample.index}
 
     async def health(self, request: Request) -> Response:
@@ -313,7 +315,7 @@ def inputs(score: Sample, start: int) -> list[list[Any]]:
 def finish_reason(sample: Sample, ids: list[int]) -> dict[str, Any]:
     """Tell how a sample ended, as SGLang does."""
     if sample.finish_reason == "stop":
-        return {"type": "stop", "matched": ids[-1] if ids else None}
+        return {"type": "stop", "matched": sample.stopped_by or (ids[-1] if ids else None)}
     if sample.finish_reason == "length":
         return {"type": "length", "length": len(ids)}
     return {"type": "abort", "message": f"the sample ended as {sample.finish_reason!r}"}

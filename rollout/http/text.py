@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from engine.types import Sample
+from rollout.client.texts import text_of
 from rollout.http.errors import bad
 
 
@@ -33,6 +35,11 @@ class Text:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special)
         return text
+
+    def of(self, sample: Sample, skip_special: bool | None = None, keep_stop: bool | None = None) -> str:
+        """Return the text of a sample, cut at the stop string that ended it unless `keep_stop`. None is the dialects' default:
+        no special tokens, no stop string."""
+        return text_of(self.tokenizer, sample, skip_special=skip_special is not False, keep_stop=bool(keep_stop))
 
     def token(self, id: int) -> str:
         """Return the text of one token."""
