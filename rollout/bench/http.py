@@ -83,15 +83,15 @@ def turns(config: Config, tokenizer: Path, text: Prompts, new_tokens: int, repea
         service_process(config) as service,
         RolloutClient(service.endpoint, name="rollout bench") as client,
         facade_process(service.endpoint, tokenizer) as (port, facade),
-        connections(port, PROMPTS * N) as sockets,
     ):
         for turn in range(repeat + 1):
             start = 2 * turn * PROMPTS * PROMPT_TOKENS
             native = run_native(client, text.slices(start, PROMPTS, PROMPT_TOKENS), new_tokens)
             prompts = text.slices(start + PROMPTS * PROMPT_TOKENS, PROMPTS, PROMPT_TOKENS)
-            before = facade.cpu_times()
-            seconds = run_http(sockets, prompts, new_tokens)
-            after = facade.cpu_times()
+            with connections(port, PROMPTS * N) as sockets:  # a facade hangs up on those that say nothing for long
+                before = facade.cpu_times()
+                seconds = run_http(sockets, prompts, new_tokens)
+                after = facade.cpu_times()
             cpu = after.user + after.system - before.user - before.system
             if turn:
                 yield {
