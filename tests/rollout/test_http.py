@@ -219,6 +219,24 @@ def test_a_stop_token_is_told(stack: Stack) -> None:
     assert (choice["finish_reason"], choice["stop_reason"], choice["token_ids"][-1]) == ("stop", stop, stop)
 
 
+def test_a_stop_string_cuts_the_text_in_each_dialect(stack: Stack) -> None:
+    """Greedy, without ends of its own: what comes is known, and its middle characters are taken for a stop string."""
+    greedy = {"temperature": 0, "ignore_eos": True}
+    text = stack.complete(max_tokens=40, **greedy)["choices"][0]["text"]
+    plain = [i for i in range(2, len(text) - 2) if text[i : i + 2].isascii() and text[i : i + 2].isprintable()]
+    stop = text[plain[0] : plain[0] + 2]
+    before = text[: text.index(stop)]
+    (choice,) = stack.complete(max_tokens=40, stop=["never", stop], return_token_ids=True, **greedy)["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (before, "stop", stop)
+    (choice,) = stack.complete(max_tokens=40, stop=stop, include_stop_str_in_output=True, **greedy)["choices"]
+    assert choice["text"] == before + stop
+    params = {"max_new_tokens": 40, "stop": [stop], **greedy}
+    answer = stack.ok("/generate", {"input_ids": PROMPT, "sampling_params": params})
+    assert (answer["text"], answer["meta_info"]["finish_reason"]) == (before, {"type": "stop", "matched": stop})
+    answer = stack.ok("/generate", {"input_ids": PROMPT, "sampling_params": params | {"no_stop_trim": True}})
+    assert answer["text"] == before + stop
+
+
 def test_a_stop_string_that_is_a_special_token_is_that_token(stack: Stack) -> None:
     for path, body in (("/v1/completions", {"prompt": PROMPT}), ("/generate", {"input_ids": PROMPT})):
         draws = {"stop": ["</s>", "<s>"], "stop_token_ids": [7, 1]}
