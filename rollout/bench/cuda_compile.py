@@ -31,7 +31,7 @@ TYPES = {
     ),
     **dict.fromkeys(("x_row", "weight_row"), INT64),
     **dict.fromkeys(("q_weight", "k_weight"), BF16),
-    **dict.fromkeys(("window", "mine", "draws", "vocabulary", "rows", "outs", "size", "inner"), "i32"),
+    **dict.fromkeys(("window", "mine", "draws", "vocabulary", "rows", "outs", "size", "inner", "best"), "i32"),
     **dict.fromkeys(("eps", "q_eps", "k_eps"), "fp32"),
     "asked": "*fp64",
     "scaling": "fp32",
@@ -144,9 +144,9 @@ def others(capability: int) -> Iterator[dict[str, Any]]:
     yield compiled(fused_kernels.silu_mul, capability, {"WIDTH": 1024}, EXACT)
     for kernel in (triton_kernels.store, triton_kernels.merge):
         yield compiled(kernel, capability, constants(PRODUCTION, launch), EXACT)
-    for cut in (False, True):
-        made = compiled(draw_kernel, capability, {"N": BLOCK, "CUT": cut}, {"num_warps": 8, **EXACT})
-        yield made | {"cut": cut}
+    for cut, top in ((False, False), (True, False), (True, True)):
+        made = compiled(draw_kernel, capability, {"N": BLOCK, "CUT": cut, "TOP": top}, {"num_warps": 8, **EXACT})
+        yield made | {"cut": cut, "top": top}
 
 
 def rows(capability: int, everything: bool) -> Iterator[dict[str, Any]]:

@@ -92,7 +92,7 @@ def beside_device(config: EngineConfig) -> Engine:
 def measure(sequences: int, scale: float = 1.0, threads: int | None = None) -> dict[str, Any]:
     """Medians over the steps in which all `sequences` decode. `scale`: factor on the tokens that each makes, at least 32."""
     config = EngineConfig(
-        dtype="float32", kv_tokens=sequences * 1024, max_num_seqs=sequences, cpu_offload_gib=0, threads=threads
+        dtype="float32", kv_tokens=sequences * 1024, max_num_seqs=sequences, cpu_offload_gib=0, threads=threads, drafts=0
     )
     engine = Engine(config, NoModel())
     alone = _decode(engine, scale)

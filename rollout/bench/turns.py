@@ -68,6 +68,7 @@ def measure(folder: Path, engine: EngineConfig, text: PromptText, scale: float) 
     serving = EngineConfig(
         model=str(folder), dtype=engine.dtype, threads=engine.threads, isa=engine.isa,
         kv_tokens=4 * CONVERSATIONS * longest, cpu_offload_gib=0,
+        drafts=0,  # all conversations are at the same token when the refresh comes
     )  # fmt: skip
     rows: dict[str, list[dict[str, Any]]] = {}
     status: dict[str, Any] = {}

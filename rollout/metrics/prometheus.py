@@ -10,7 +10,8 @@ from rollout.config import InputError
 TOTALS = frozenset(
     (
         "rollout/samples rollout/sample_tokens rollout/groups engine/steps engine/failed_steps engine/unused_draws "
-        "engine/generated_tokens engine/prefill_tokens engine/recomputed_tokens engine/fork_saved_tokens kv/offloads "
+        "engine/generated_tokens engine/prefill_tokens engine/recomputed_tokens engine/fork_saved_tokens engine/drafted_tokens "
+        "engine/accepted_tokens engine/scored_tokens kv/kept_tokens kv/offloads "
         "kv/soft_resets kv/offloaded_blocks kv/restored_blocks kv/bytes_to_host kv/bytes_to_device kv/stall_s kv/failed_moves "
         "kv/prefix_hit_tokens weights/refreshes loop/stalled_s mismatch/audited_tokens mismatch/skipped_samples "
         "mismatch/audit_s"

@@ -114,6 +114,7 @@ def run_checked(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
         max_num_seqs=r.choice([3, 16]),
         cpu_offload_gib=r.choice([0, 0.001]),
         overlap_steps=seed % 2 == 1,
+        drafts=0,  # the plain batch knows none
     )
     base = [r.randrange(1, 23) for _ in range(30)]
     for i in range(8):

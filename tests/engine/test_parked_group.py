@@ -44,6 +44,7 @@ def parked_group() -> tuple[Engine, list[Any], Travels]:
         kv_tokens=PREFIX + 3 * N * BLOCK,
         max_batch_tokens=512,
         cpu_offload_gib=0.1,
+        order="first_come",
     )
     travels = Travels(engine)
     rng = np.random.default_rng(0)
