@@ -48,8 +48,8 @@ def named(schedule: Callable[[int], Any], seed: int) -> None:
 
 @pytest.mark.timeout(900)
 def test_random_schedules() -> None:
-    """1,000 schedules of 50 operations: nothing lost, nothing leaked, nothing wrong, whatever fails in between."""
-    over_seeds(random_schedule, 0, 1000)
+    """700 schedules of 50 operations: nothing lost, nothing leaked, nothing wrong, whatever fails in between."""
+    over_seeds(random_schedule, 0, 700)
 
 
 @pytest.mark.long
@@ -62,8 +62,8 @@ def test_random_schedules_long() -> None:
 
 @pytest.mark.timeout(900)
 def test_random_conversations() -> None:
-    """300 schedules of turns: a turn reads KV of the one that it continues, and no other that is older than it may be."""
-    over_seeds(conversations, 0, 300)
+    """150 schedules of turns: a turn reads KV of the one that it continues, and no other that is older than it may be."""
+    over_seeds(conversations, 0, 150)
 
 
 @pytest.mark.timeout(900)

@@ -11,6 +11,7 @@ from rollout.bench import run, turns
 from rollout.config import InputError
 
 
+@pytest.mark.long
 def test_turns_prefill_what_is_new(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
