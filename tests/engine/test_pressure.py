@@ -125,9 +125,9 @@ def test_resets_cost_a_bounded_share() -> None:
 
 
 def test_clients_change_places_a_bounded_number_of_times() -> None:
-    """200 runs beside a client that comes and goes: all ends; clients stop for others at most LEVELS + 1 times for each time
+    """120 runs beside a client that comes and goes: all ends; clients stop for others at most LEVELS + 1 times for each time
     that an idle client comes, and each time no more than the pool is computed again."""
-    for seed in range(200):
+    for seed in range(120):
         random_run(seed, interactive=True)
 
 

@@ -48,8 +48,8 @@ def named(schedule: Callable[[int], Any], seed: int) -> None:
 
 @pytest.mark.timeout(900)
 def test_random_schedules() -> None:
-    """700 schedules of 50 operations: nothing lost, nothing leaked, nothing wrong, whatever fails in between."""
-    over_seeds(random_schedule, 0, 700)
+    """500 schedules of 50 operations: nothing lost, nothing leaked, nothing wrong, whatever fails in between."""
+    over_seeds(random_schedule, 0, 500)
 
 
 @pytest.mark.long
@@ -68,8 +68,8 @@ def test_random_conversations() -> None:
 
 @pytest.mark.timeout(900)
 def test_tight_pools_finish() -> None:
-    """250 pools of 1.0 to 1.5 times the largest sequence: everything finishes, and no child is preempted without bound."""
-    over_seeds(tight_schedule, 0, 250)
+    """150 pools of 1.0 to 1.5 times the largest sequence: everything finishes, and no child is preempted without bound."""
+    over_seeds(tight_schedule, 0, 150)
 
 
 @pytest.mark.parametrize("fail", [False, True])

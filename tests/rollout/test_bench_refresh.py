@@ -39,6 +39,7 @@ def test_refresh_needs_two_processes() -> None:
         run(("refresh",), model="x", in_process=True, scale=1, repeat=1, json_file=None, dtype="float32", threads=1)
 
 
+@pytest.mark.long
 def test_lora_equals_pefts_merge(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft")
     out = tmp_path / "rows.jsonl"
@@ -49,6 +50,7 @@ def test_lora_equals_pefts_merge(tiny_model: Path, tmp_path: Path, capsys: pytes
     assert 0 < row["sent_bytes"] < row["model_bytes"] and "digests equal" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_delta_sends_what_has_changed(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"
     options = {"in_process": False, "scale": 0.1, "repeat": 1, "dtype": "bfloat16", "threads": 1}

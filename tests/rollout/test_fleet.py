@@ -676,7 +676,7 @@ def test_a_host_is_divided() -> None:
 
 
 def test_a_short_chaos() -> None:
-    found = Chaos(seed=1, replicas=4).run(8.0)
+    found = Chaos(seed=1, replicas=4).run(6.0)
     print(json.dumps(found))
     assert not any(found[name] for name in FOUND), found
     assert found["kills"] and found["refreshes"] and found["samples"] > 100
