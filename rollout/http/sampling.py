@@ -1,8 +1,7 @@
 """From the dialects' sampling parameters to `Sampling`, in one place.
 
 A field is one of four kinds: it has a place in `Sampling`; it is neutral and asks for nothing; it asks for what is not served
-(501, with what to use instead); or nobody knows it (400). Nothing is clamped or dropped. What a later `Sampling` can do more is
-taken in by its name: `EXTRAS` are served as soon as the struct has the field.
+(501, with what to use instead); or nobody knows it (400). Nothing is clamped or dropped.
 """
 
 from __future__ import annotations
@@ -16,22 +15,7 @@ import msgspec
 from engine.types import MAX_PRIORITY, Limits, Sampling
 from rollout.http.errors import bad, not_served
 
-EXTRAS: dict[str, Any] = {
-    "stop": (),
-    "logit_bias": {},
-    "allowed_token_ids": None,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-"""fields of `Sampling` that change what is drawn, and their neutral values"""
 INSTEAD = {
-    "stop": "give stop_token_ids",
-    "logit_bias": "leave it out",
-    "allowed_token_ids": "leave it out",
-    "repetition_penalty": "set it to 1.0",
-    "presence_penalty": "set it to 0.0",
-    "frequency_penalty": "set it to 0.0",
     "best_of": "give n",
     "bad_words": "leave it out",
     "structured_outputs": "ask in the prompt, and check the text",
@@ -133,23 +117,16 @@ def refuse_what_is_not_there(asked: msgspec.Struct) -> None:
     """Raise HttpError 501 for the first field that asks for something, and has no place in `Sampling`."""
     for name, instead in INSTEAD.items():
         value = getattr(asked, name, None)
-        if name in EXTRAS or value in NEUTRAL:
+        if value in NEUTRAL:
             continue
         if name == "best_of" and value == (getattr(asked, "n", None) or 1):
             continue
         raise not_served(f"{name}={value!r}"[:200], instead, name)
 
 
-def extras_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Sampling` for those `EXTRAS` that ask for something. Raises HttpError 501 for one it lacks."""
-    fields = {}
-    for name, value in given.items():
-        if value is None or value == EXTRAS[name] or value in NEUTRAL:
-            continue
-        if name not in Sampling.__struct_fields__:
-            raise not_served(f"{name}={value!r}"[:200], INSTEAD[name], name)
-        fields[name] = value
-    return fields
+def said(**fields: Any) -> dict[str, Any]:
+    """Return the fields of `Sampling` that say something: a null is the default, any other value is judged by `Sampling`."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 Special = Callable[[str], int | None]
@@ -186,15 +163,12 @@ def sampling_of(asked: Draws, max_tokens: int, special: Special, **more: Any) ->
     if (asked.prompt_logprobs or 0) < 0:
         raise bad(f"prompt_logprobs={asked.prompt_logprobs}: must not be negative", "prompt_logprobs")
     stop_ids, stop = stops(asked.stop, asked.stop_token_ids, special)
-    extras = extras_of(
-        {
-            "stop": stop,
-            "logit_bias": asked.logit_bias,
-            "allowed_token_ids": None if asked.allowed_token_ids is None else tuple(asked.allowed_token_ids),
-            "repetition_penalty": asked.repetition_penalty,
-            "presence_penalty": asked.presence_penalty,
-            "frequency_penalty": asked.frequency_penalty,
-        }
+    changes = said(
+        logit_bias=asked.logit_bias or None,
+        allowed_token_ids=None if asked.allowed_token_ids is None else tuple(asked.allowed_token_ids),
+        repetition_penalty=asked.repetition_penalty,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
     )
     return Sampling(
         n=1 if asked.n is None else asked.n,
@@ -207,7 +181,8 @@ def sampling_of(asked: Draws, max_tokens: int, special: Special, **more: Any) ->
         seed=asked.seed,
         stop_token_ids=stop_ids,
         ignore_eos=bool(asked.ignore_eos),
-        **extras,
+        stop=stop,
+        **changes,
         **more,
     )
 
@@ -216,7 +191,12 @@ def sglang_sampling_of(params: SGLangDraws, max_tokens: int, special: Special, *
     """Make the sampling that SGLang's parameters ask for. Raises HttpError."""
     refuse_what_is_not_there(params)
     stop_ids, stop = stops(params.stop, params.stop_token_ids, special)
-    extras = {name: getattr(params, name) for name in EXTRAS if name not in ("stop", "allowed_token_ids")}
+    changes = said(
+        logit_bias=params.logit_bias or None,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+    )
     return Sampling(
         n=1 if params.n is None else params.n,
         max_tokens=max_tokens,
@@ -228,7 +208,8 @@ def sglang_sampling_of(params: SGLangDraws, max_tokens: int, special: Special, *
         seed=params.sampling_seed,
         stop_token_ids=stop_ids,
         ignore_eos=bool(params.ignore_eos),
-        **extras_of({"stop": stop, **extras}),
+        stop=stop,
+        **changes,
         **more,
     )
 

@@ -212,6 +212,12 @@ def test_echo_puts_the_prompt_in_front(stack: Stack) -> None:
     assert len(echo["logprobs"]["top_logprobs"]) == len(echo["logprobs"]["text_offset"]) == len(echo["logprobs"]["tokens"])
 
 
+@pytest.mark.parametrize("bad", [{"repetition_penalty": 0}, {"allowed_token_ids": []}], ids=str)
+def test_what_asks_for_the_impossible_is_not_taken_for_a_default(stack: Stack, bad: dict[str, Any]) -> None:
+    response = stack.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, **bad})
+    assert response.status_code == 400 and next(iter(bad)) in response.text
+
+
 def test_a_stop_token_is_told(stack: Stack) -> None:
     (sample,) = stack.sample(max_tokens=20, ignore_eos=True)
     stop = int(sample.token_ids[3])

@@ -85,7 +85,8 @@ def test_words_of_verl_are_ours(served: Served) -> None:
     ("prompt", "params", "said"),
     [
         (1, {"best_of": 4}, "best_of=4"),
-        (1, {"n": 2, "use_beam_search": True}, "use_beam_search"),
+        (1, {"use_beam_search": True}, "use_beam_search"),
+        (1, {"n": 2}, "send as many requests"),
         (1, {"temperature": "hot"}, "temperature"),
         (100, {}, "leaves no room in a context of 100"),
     ],

@@ -25,8 +25,6 @@ TAGS: dict[str, Tag] = {"weights": "weights", "kv_cache": "kv"}
 """verl's names of what sleeps"""
 IGNORED = {"logprobs", "max_tokens", "max_new_tokens"}
 """of verl's sampling parameters, those that are served otherwise: log-probs always come"""
-NEUTRAL: dict[str, Any] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}
-"""of those that `Sampling` may not have, the values that change nothing"""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,11 +133,11 @@ class Served:
                 continue
             if name == "top_k":
                 value = max(0, value)  # -1 is off
-            if name in NEUTRAL and value == NEUTRAL[name]:
-                continue
+            if name == "n" and value != 1:
+                raise InvalidRequest(f"n={value!r}: a request is one response; send as many requests")
             if name not in known:
                 raise InvalidRequest(f"{name}={value!r}: the service does not have this sampling parameter; leave it out")
-            ours[name] = tuple(value) if isinstance(value, list) else value
+            ours[name] = (value,) if name == "stop" and isinstance(value, str) else value
         try:
             return msgspec.convert(ours, Sampling)
         except msgspec.ValidationError as error:
