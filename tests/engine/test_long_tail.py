@@ -8,13 +8,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from engine.engine import Engine
 from engine.types import Begun, Chunk, Group, Limits, Sample, Sampling
 from rollout.client.partials import Partials
 from tests.support.equivalence import assert_same
 from tests.support.plans import rows, small_scheduler, step, submit
-from tests.support.tiny import tiny_engine
+from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import engine as toy_engine
 from tests.support.toy import group, run
 
@@ -58,19 +59,45 @@ def test_some_children_of_a_group(indices: tuple[int, ...]) -> None:
     assert_same({("g", i): whole["g", i] for i in indices}, part)
 
 
-def stopped_and_resumed(r: random.Random, options: dict[str, Any]) -> None:
-    """A group is stopped after some steps, in some way, and its unfinished children go on elsewhere, on two engines."""
+class Engines:
+    """Engines of one model, each used again when it has nothing to do: what it did before must not matter."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._module = tiny("llama", getattr(torch, options["dtype"]))
+        self._made: dict[tuple[int, int, int], Engine] = {}
+
+    def __call__(self, number: int, drafts: int, max_batch_tokens: int = 128) -> Engine:
+        """Return engine `number` with so many drafts, with nothing to do."""
+        key = number, drafts, max_batch_tokens
+        if key not in self._made:
+            options = {"max_num_seqs": 8, "max_batch_tokens": max_batch_tokens, "drafts": drafts, **self._options}
+            self._made[key] = tiny_engine(model=self._module, **options)
+        assert not self._made[key].has_work
+        return self._made[key]
+
+    @property
+    def accepted(self) -> int:
+        """Tokens that were drafted and stayed, in all engines."""
+        return sum(engine.counters.accepted_tokens for engine in self._made.values())
+
+
+def stopped_and_resumed(r: random.Random, engines: Engines) -> None:
+    """A group is stopped after some steps, in some way, and its unfinished children go on elsewhere, on two engines; each
+    engine has drafts or none."""
     n, seed = r.randrange(1, 7), r.randrange(1000)
     cuts = {"temperature": r.choice([0.0, 0.7, 1.0]), "top_p": r.choice([1.0, 0.9]), "raw_logprobs": r.random() < 0.5}
     cuts["top_logprobs"] = r.choice([0, 0, 3])
     asked = group("g", [r.randrange(3, 199) for _ in range(r.randrange(1, 40))], n=n, max_tokens=24, seed=seed, **cuts)
-    whole = run(tiny_engine(**options), [asked])
-    elsewhere = [tiny_engine(**options, max_num_seqs=8, max_batch_tokens=r.choice([8, 128])) for _ in range(2)]
+    whole = run(engines(0, drafts=0), [asked])
     for _ in range(3):
         got: Samples = {}
-        for sample in r.choice((interrupted, cut_by_siblings, split, crashed))(tiny_engine(**options), asked, r.randrange(30)):
+        way, engine = r.choice((interrupted, cut_by_siblings, split, crashed)), engines(1, r.choice([0, 6]))
+        elsewhere = [engines(2 + i, r.choice([0, 6]), max_batch_tokens=r.choice([8, 128])) for i in range(2)]
+        for sample in way(engine, asked, r.randrange(30)):
             ended = sample.finish_reason in ("stop", "length")
             got["g", sample.index] = sample if ended else resumed(elsewhere[sample.index % 2], asked, sample)
+        engine.abort(asked.id)
         assert_same(whole, got)
         for key, sample in got.items():
             assert sample.weight_versions == whole[key].weight_versions and sample.seed == whole[key].seed
@@ -132,16 +159,21 @@ def resumed(engine: Engine, asked: Group, sample: Sample) -> Sample:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_stopped_and_resumed_elsewhere(dtype: str) -> None:
+    engines = Engines(dtype=dtype)
     for seed in range(6):
-        stopped_and_resumed(random.Random(seed), {"dtype": dtype})
+        stopped_and_resumed(random.Random(seed), engines)
+    assert engines.accepted > 10
 
 
 @pytest.mark.long
 @pytest.mark.timeout(14_400)
+@pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_stopped_and_resumed_elsewhere_long(dtype: str) -> None:
-    for seed in range(2000):
-        stopped_and_resumed(random.Random(seed), {"dtype": dtype})
+def test_stopped_and_resumed_elsewhere_long(dtype: str, prefix_cache: bool) -> None:
+    engines = Engines(dtype=dtype, prefix_cache=prefix_cache)
+    for seed in range(1000):
+        stopped_and_resumed(random.Random(f"{prefix_cache}/{seed}"), engines)
+    assert engines.accepted > 2_000
 
 
 @pytest.mark.parametrize("overlap", [False, True])
