@@ -1,7 +1,10 @@
 """`rollout bench score`: log-probs of given tokens, beside a prefill of the same tokens and beside what generation gave.
 
 In process. The same sequences are prefilled as prompts of a group each, and scored as completions, in turn; both read a prompt
-that sequences have in common once. Scoring has the logits of every token to compute on top.
+that sequences have in common once. Scoring has the logits of every token to compute on top: by count its rate is
+1 - `vocabulary_share` of that of prefill, where `vocabulary_share` is what the vocabulary has of the model's parameters that a
+token is multiplied with. In small models that is much (21 % of SmolLM2-135M). So the same is measured with the same decoder and
+a vocabulary of the share that Llama-3.1-8B's has, with random weights: `ratio_to_prefill_8b`.
 """
 
 from __future__ import annotations
@@ -10,21 +13,26 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 from rich.console import Console
+from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.forward.model import module_of
 from engine.types import Begun, Group, Sample, Sampling
+from rollout.bench.longer import of_vocabulary
 from rollout.bench.runner import BenchFailed
 from rollout.bench.text import PromptText
 from rollout.models import hide_progress_bars
 
 NAME = "score"
 PROMPTS, N, PROMPT_TOKENS, TOKENS = 8, 8, 64, 1024
+SHARE_8B = 128_256 * 4096 / (128_256 * 4096 + 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14_336))
+"""`vocabulary_share` of Llama-3.1-8B: 32 layers of 4,096, 8 of 32 heads with keys and values, 14,336 inside, 128,256 tokens"""
 DRAWN = 128
 """tokens of each sample that is drawn and then scored"""
 DRAWS = (
@@ -34,36 +42,75 @@ DRAWS = (
 
 
 def measure(text: PromptText, engine: EngineConfig, folder: Path, scale: float, repeat: int) -> Iterator[dict[str, Any]]:
-    """Yield a row a turn and the summary. Raises BenchFailed if a group did not end as it must."""
+    """Yield a row a turn of each model and the summary. Raises BenchFailed if a group did not end as it must."""
     hide_progress_bars()
     tokens, drawn = (max(engine.block_size, round(each * scale)) for each in (TOKENS, DRAWN))
-    room = PROMPTS * N * (PROMPT_TOKENS + tokens + 2 * engine.block_size)
-    serving = Engine(msgspec.structs.replace(engine, model=str(folder), kv_tokens=room, prefix_cache=False, cpu_offload_gib=0))
     prompts = text.slices(0, PROMPTS, PROMPT_TOKENS)
     completions = text.slices(PROMPTS * PROMPT_TOKENS, PROMPTS * N, tokens)
-    run_all(serving, as_prompts("warm", prompts[:1], completions[:1]))
+    serving = open_engine(engine, folder, tokens)
     turns = []
-    for turn in range(repeat):
-        prefill, _ = run_all(serving, as_prompts(f"prefill{turn}", prompts, completions))
-        score, samples = run_all(serving, as_given(f"score{turn}", prompts, completions))
-        if {sample.finish_reason for sample in samples} != {"scored"} or len(samples) != len(completions):
-            raise BenchFailed(f"{len(samples)} of {len(completions)} completions were scored")
-        turns.append({"prefill_seconds": prefill, "score_seconds": score, "ratio_to_prefill": prefill / score})
-        yield {"workload": NAME, "turn": turn} | {name: round(value, 4) for name, value in turns[-1].items()}
-    score = statistics.median(each["score_seconds"] for each in turns)
+    for row in in_turn(serving, prompts, completions, repeat):
+        turns.append(row)
+        yield {"workload": NAME, "turn": len(turns) - 1} | rounded(row)
+    score, share = statistics.median(each["score_seconds"] for each in turns), vocabulary_share(serving)
+    largest, arithmetic = largest_difference(serving, prompts, drawn), serving.arithmetic
+    vocab_size = round(serving.vocab_size * SHARE_8B / (1 - SHARE_8B) * (1 - share) / share)
+    del serving
+    ratios = []
+    with of_vocabulary(folder, vocab_size) as like_8b:
+        serving = open_engine(engine, like_8b, tokens)
+        prompts_8b, completions_8b = ([ids % vocab_size for ids in each] for each in (prompts, completions))
+        for row in in_turn(serving, prompts_8b, completions_8b, repeat):
+            ratios.append(row["ratio_to_prefill"])
+            yield {"workload": f"{NAME}_8b", "turn": len(ratios) - 1} | rounded(row)
     yield {
         "workload": NAME,
         "summary": True,
         "turns": repeat,
         "ratio_to_prefill": round(statistics.median(each["ratio_to_prefill"] for each in turns), 4),
+        "vocabulary_share": round(share, 4),
+        "ratio_to_prefill_8b": round(statistics.median(ratios), 4),
+        "vocabulary_share_8b": round(vocabulary_share(serving), 4),
         "scored_tokens_per_second": round(len(completions) * tokens / score, 2),
-        "max_abs_delta": largest_difference(serving, prompts, drawn),
+        "max_abs_delta": largest,
         "completions": len(completions),
         "tokens": tokens,
-        "arithmetic": serving.arithmetic,
+        "arithmetic": arithmetic,
         "dtype": engine.dtype,
         "model": str(folder),
     }
+
+
+def open_engine(engine: EngineConfig, folder: Path, tokens: int) -> Engine:
+    """Open an engine with room for all completions at once."""
+    room = PROMPTS * N * (PROMPT_TOKENS + tokens + 2 * engine.block_size)
+    return Engine(msgspec.structs.replace(engine, model=str(folder), kv_tokens=room, prefix_cache=False, cpu_offload_gib=0))
+
+
+def in_turn(
+    engine: Engine, prompts: list[np.ndarray], completions: list[np.ndarray], repeat: int
+) -> Iterator[dict[str, float]]:
+    """Prefill and score the sequences, `repeat` times in turn, and yield what that took."""
+    run_all(engine, as_prompts("warm", prompts[:1], completions[:1]))
+    for turn in range(repeat):
+        prefill, _ = run_all(engine, as_prompts(f"prefill{turn}", prompts, completions))
+        score, samples = run_all(engine, as_given(f"score{turn}", prompts, completions))
+        if {sample.finish_reason for sample in samples} != {"scored"} or len(samples) != len(completions):
+            raise BenchFailed(f"{len(samples)} of {len(completions)} completions were scored")
+        yield {"prefill_seconds": prefill, "score_seconds": score, "ratio_to_prefill": prefill / score}
+
+
+def vocabulary_share(engine: Engine) -> float:
+    """Return what the output's weight has of all parameters that a token is multiplied with: those of more than one dimension,
+    without the table that tokens are looked up in."""
+    module = cast(PreTrainedModel, module_of(engine.model))
+    embeddings, head = module.get_input_embeddings().weight, module.get_output_embeddings().weight
+    matrices = sum(each.numel() for each in module.parameters() if each.ndim > 1 and each is not embeddings)
+    return float(head.numel() / (matrices + (head.numel() if head is embeddings else 0)))
+
+
+def rounded(row: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in row.items()}
 
 
 def as_prompts(name: str, prompts: list[np.ndarray], completions: list[np.ndarray]) -> list[Group]:
@@ -126,5 +173,7 @@ def print_row(console: Console, row: dict[str, Any]) -> None:
         return
     console.print(
         f"score: {row['completions']} x {row['tokens']} tokens at {row['ratio_to_prefill']:.3f} x the rate of their prefill, "
-        f"{row['scored_tokens_per_second']:.0f} tokens/s; largest difference from generation {row['max_abs_delta']:.1e}"
+        f"{row['scored_tokens_per_second']:.0f} tokens/s; largest difference from generation {row['max_abs_delta']:.1e}\n"
+        f"  the vocabulary is {row['vocabulary_share']:.1%} of the products; where it is {row['vocabulary_share_8b']:.1%}, as "
+        f"in Llama-3.1-8B: {row['ratio_to_prefill_8b']:.3f} x"
     )

@@ -274,8 +274,10 @@ def test_bench_score_compares_with_prefill_and_with_generation(tiny_model: Path,
     out = tmp_path / "rows.jsonl"
     options = {"in_process": True, "scale": 0.01, "repeat": 1, "dtype": "float32", "threads": 1}
     assert bench.run(("score",), model=str(tiny_model), json_file=str(out), **options) == 0  # type: ignore[arg-type]
-    turn, summary = map(json.loads, out.read_text().splitlines())
+    turn, like_8b, summary = map(json.loads, out.read_text().splitlines())
     assert turn["score_seconds"] > 0 and summary["ratio_to_prefill"] == turn["ratio_to_prefill"] > 0
+    assert like_8b["workload"] == "score_8b" and summary["ratio_to_prefill_8b"] == like_8b["ratio_to_prefill"] > 0
+    assert abs(summary["vocabulary_share_8b"] - 0.07) < 0.005 < summary["vocabulary_share"] - 0.07
     assert summary["max_abs_delta"] == 0 and (summary["completions"], summary["tokens"]) == (64, 32)
 
 
