@@ -5,6 +5,7 @@ text.py        prompts: slices of real text
 target.py      what is driven: the service as a process of its own, or an engine in this one
 runner.py      warm up, run, measure, check; one dict a run and one summary
 report.py      the table and the JSON lines
+special.py     what is measured in its own way: one row a way
 """
 
 from rollout.bench.command import run

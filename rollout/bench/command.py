@@ -15,23 +15,6 @@ from rich.console import Console
 
 from engine.config import EngineConfig, IsaName
 from rollout import models
-from rollout.bench import (
-    cuda_static,
-    delta,
-    fidelity,
-    fleet,
-    host,
-    http,
-    keys,
-    lora,
-    policies,
-    products,
-    refresh,
-    score,
-    sharing,
-    tail,
-    turns,
-)
 from rollout.bench import plot as drawing
 from rollout.bench.against import parse
 from rollout.bench.floor import Machine
@@ -39,30 +22,11 @@ from rollout.bench.longer import long_enough
 from rollout.bench.record import Recording
 from rollout.bench.report import print_run, print_start, print_table, write_json
 from rollout.bench.runner import measure
-from rollout.bench.target import OpenTarget, open_engine, open_service
+from rollout.bench.special import SPECIAL, WITH_MODEL, WITHOUT_MODEL, Asked
+from rollout.bench.target import open_engine, open_service
 from rollout.bench.text import PromptText
 from rollout.bench.workloads import WORKLOADS, Workload, find
 from rollout.config import InputError
-
-SPECIAL = (
-    host.NAME,
-    keys.NAME,
-    products.NAME,
-    refresh.NAME,
-    lora.NAME,
-    delta.NAME,
-    fidelity.NAME,
-    sharing.NAME,
-    score.NAME,
-    policies.NAME,
-    tail.NAME,
-    http.NAME,
-    turns.NAME,
-    fleet.NAME,
-    cuda_static.NAME,
-)
-"""measured in their own way; everything else is a row of WORKLOADS"""
-WITHOUT_MODEL = (host.NAME, keys.NAME, products.NAME, cuda_static.NAME)
 
 
 def run(
@@ -101,7 +65,7 @@ def run(
         folder = models.resolve(model)
         text = PromptText(models.load_tokenizer(folder))
         engine = EngineConfig(dtype=dtype, threads=threads, isa=isa, device=device)
-        measure_special(names, text, folder, engine, open_target, scale, repeat, replicas, plot, out)
+        measure_special(names, Asked(folder, text, engine, open_target, scale, repeat, replicas), plot, out)
         rows = partial(
             measure, text=text, open_target=open_target, repeat=repeat, compare=compare and not peers, unshared=unshared,
             undrafted=undrafted, against=peers, recordings=recordings,
@@ -138,17 +102,34 @@ def open_out(stack: ExitStack, json_file: str | None) -> Out:
 
 def measure_without_model(names: tuple[str, ...], scale: float, threads: int | None, out: Out) -> None:
     """Measure what needs no model: WITHOUT_MODEL."""
-    if host.NAME in names:
-        for row in keep((host.measure(sequences, scale, threads) for sequences in host.SEQUENCES), out.sink):
-            host.print_row(out.console, row)
-    if products.NAME in names:
-        products.print_rows(out.console, list(keep(products.measure(scale, threads), out.sink)))
-    if keys.NAME in names:
-        for row in keep(keys.measure(scale), out.sink):
-            keys.print_row(out.console, row)
-    if cuda_static.NAME in names:
-        for row in keep(cuda_static.measure(), out.sink):
-            cuda_static.print_row(out.console, row)
+    for way in (way for name, way in WITHOUT_MODEL.items() if name in names):
+        told(way.rows(scale, threads), way.show, way.show_all, out)
+
+
+def measure_special(names: tuple[str, ...], asked: Asked, plot: str | None, out: Out) -> None:
+    """Measure what is measured in its own way, with a model. plot: where the picture of a way that has one goes."""
+    for way in (way for name, way in WITH_MODEL.items() if name in names):
+        rows = told(way.rows(asked), way.show, way.show_all, out)
+        if plot is not None and way.draw is not None:
+            way.draw(rows, plot)
+
+
+def told(
+    rows: Iterable[dict[str, Any]],
+    show: Callable[[Console, dict[str, Any]], None] | None,
+    show_all: Callable[[Console, list[dict[str, Any]]], None] | None,
+    out: Out,
+) -> list[dict[str, Any]]:
+    """Write and print the rows, each as it comes. Returns them."""
+    seen = []
+    for row in rows:
+        write_json(out.sink, row)
+        seen.append(row)
+        if show is not None:
+            show(out.console, row)
+    if show_all is not None:
+        show_all(out.console, seen)
+    return seen
 
 
 def measure_workload(
@@ -175,58 +156,6 @@ def measure_workload(
     return summary
 
 
-def measure_special(
-    names: tuple[str, ...],
-    text: PromptText,
-    folder: Path,
-    engine: EngineConfig,
-    open_target: OpenTarget,
-    scale: float,
-    repeat: int,
-    replicas: int,
-    plot: str | None,
-    out: Out,
-) -> None:
-    """Measure what is measured in its own way, with a model. plot: where the picture of `policies` goes."""
-    sink, console = out
-    if refresh.NAME in names:
-        rows = list(keep(refresh.measure(folder, engine.dtype, engine.threads, repeat, text), sink))
-        refresh.print_summaries(console, [row for row in rows if "summary" in row])
-    for bench in (lora, delta):
-        if bench.NAME in names:
-            row = bench.measure(folder, engine, text, scale)
-            write_json(sink, row)
-            bench.print_summary(console, row)
-    if fidelity.NAME in names:
-        row = fidelity.measure(text, engine, folder, open_target, scale)
-        write_json(sink, row)
-        fidelity.print_summary(console, row)
-    for each in (tail, score):
-        if each.NAME in names:
-            for row in keep(each.measure(text, engine, folder, scale, repeat), sink):
-                each.print_row(console, row)
-    if turns.NAME in names:
-        for row in keep(turns.measure(folder, engine, text, scale), sink):
-            turns.print_row(console, row)
-    if policies.NAME in names:
-        rows = []
-        for row in keep(policies.measure(folder, engine, scale, repeat), sink):
-            policies.print_row(console, row)
-            rows.append(row)
-        if plot is not None:
-            policies.draw(rows, plot)
-    if sharing.NAME in names:
-        for row in keep(sharing.measure_model(folder, engine, scale, repeat), sink):
-            sharing.print_row(console, row)
-    if fleet.NAME in names:
-        for row in keep(fleet.measure(folder, engine, scale, repeat, replicas), sink):
-            fleet.print_row(console, row)
-    if http.NAME in names:
-        for row in keep(http.measure(folder, engine, scale, repeat, text), sink):
-            if "summary" in row:
-                http.print_summary(console, row)
-
-
 def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, plot: str | None) -> None:
     """Find mistakes before the first minute of measuring. Raises InputError."""
     if not scale > 0:
@@ -235,13 +164,13 @@ def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, p
         raise InputError(f"--repeat {repeat}: must be at least 1")
     if not names:
         raise InputError(f"name a workload: {', '.join([*WORKLOADS, *SPECIAL])}")
-    for name in (refresh.NAME, lora.NAME, delta.NAME, turns.NAME, fleet.NAME):
-        if name in names and in_process:
+    for name in (name for name, way in WITH_MODEL.items() if way.between_processes and name in names):
+        if in_process:
             raise InputError(f"{name} goes from process to process: leave --in-process out")
     for name in set(names) - set(SPECIAL):
         find(name)
     if plot is not None:
-        without = [name for name in SPECIAL if name != policies.NAME]
+        without = [name for name in SPECIAL if name not in WITH_MODEL or WITH_MODEL[name].draw is None]
         if not set(names) - set(without):
             raise InputError(
                 f"--plot draws workloads and policies; {', '.join(without[:-1])} and {without[-1]} have no picture"
@@ -255,7 +184,7 @@ def check_device(device: str, names: tuple[str, ...], peers: Iterable[str], floo
         return
     if not torch.cuda.is_available():
         raise InputError(f"--device {device}: torch {torch.__version__} finds no CUDA device here; --device cpu works")
-    on_cpu = [name for name in names if name in SPECIAL and name != sharing.NAME]
+    on_cpu = [name for name in names if name in SPECIAL and not (name in WITH_MODEL and WITH_MODEL[name].on_a_device)]
     on_cpu += [f"--against {name}" for name in peers if name != "transformers_cb"] + ["--floor"] * floor
     if on_cpu:
         raise InputError(f"{on_cpu[0]} measures the CPU: leave --device {device} out")
@@ -266,10 +195,3 @@ def _open(path: str) -> TextIO:
         return open(path, "w", encoding="utf-8")
     except OSError as error:
         raise InputError(f"--json {path}: {error.strerror}") from error
-
-
-def keep(rows: Iterator[dict[str, Any]], sink: TextIO | None) -> Iterator[dict[str, Any]]:
-    """Yield the rows, each written as it comes."""
-    for row in rows:
-        write_json(sink, row)
-        yield row
