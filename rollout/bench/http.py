@@ -5,7 +5,8 @@
 
 Both make the same tokens on one service, in turn, with prompts that no run had before. The load comes from this process, as
 plain bytes, so that it costs little beside the facade; microseconds a request are CPU time of the facade's process.
-Once with a model of two tiny layers, where the facade is what costs, and once with `--model`.
+Once with a model of two tiny layers, where the facade is what costs and a run takes a second at any `--scale`, and once with
+`--model`, of which `--scale` says how many tokens each request wants.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from rollout.process import service_process
 NAME = "http"
 PROMPTS, N = 8, 32
 PROMPT_TOKENS, NEW_TOKENS = 128, 128
+WARM_UP_TOKENS = 8
 WAIT_S = 300.0
 VOCABULARY = 1024
 """of the tiny model"""
@@ -45,12 +47,15 @@ VOCABULARY = 1024
 
 def measure(folder: Path, engine: EngineConfig, scale: float, repeat: int, text: PromptText) -> Iterator[dict[str, Any]]:
     """Yield one object for each pair of runs and a summary for each model. Raises InputError without the extra `http`."""
-    new_tokens = max(8, round(NEW_TOKENS * scale))
+    scaled = max(WARM_UP_TOKENS, round(NEW_TOKENS * scale))
     with tempfile.TemporaryDirectory(prefix="rollout-") as temporary:
         tiny = Path(temporary)
         save_tiny(tiny)
-        models: list[tuple[str, Path, Prompts]] = [("tiny", tiny, RandomText(VOCABULARY)), (folder.name, folder, text)]
-        for name, model, prompts in models:
+        models: list[tuple[str, Path, Prompts, int]] = [
+            ("tiny", tiny, RandomText(VOCABULARY), NEW_TOKENS),
+            (folder.name, folder, text, scaled),
+        ]
+        for name, model, prompts, new_tokens in models:
             config = msgspec.structs.replace(
                 engine, model=str(model), kv_tokens=131_072, cpu_offload_gib=0, max_num_seqs=PROMPTS * N
             )
@@ -86,11 +91,12 @@ def turns(config: Config, tokenizer: Path, text: Prompts, new_tokens: int, repea
     ):
         for turn in range(repeat + 1):
             start = 2 * turn * PROMPTS * PROMPT_TOKENS
-            native = run_native(client, text.slices(start, PROMPTS, PROMPT_TOKENS), new_tokens)
+            tokens = new_tokens if turn else WARM_UP_TOKENS
+            native = run_native(client, text.slices(start, PROMPTS, PROMPT_TOKENS), tokens)
             prompts = text.slices(start + PROMPTS * PROMPT_TOKENS, PROMPTS, PROMPT_TOKENS)
             with connections(port, PROMPTS * N) as sockets:  # a facade hangs up on those that say nothing for long
                 before = facade.cpu_times()
-                seconds = run_http(sockets, prompts, new_tokens)
+                seconds = run_http(sockets, prompts, tokens)
                 after = facade.cpu_times()
             cpu = after.user + after.system - before.user - before.system
             if turn:

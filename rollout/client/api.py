@@ -18,7 +18,7 @@ from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
 from rollout.client.patience import Patience
 from rollout.client.refresh import RefreshHandle, answer
-from rollout.client.scoring import score_all
+from rollout.client.scoring import score_all, scored_group
 from rollout.client.submission import Prompt, Samples, check_budget, group_of, resumption, seeded, sendable
 from rollout.client.weights import Refreshing
 from transport.errors import ServiceLost
@@ -232,6 +232,17 @@ class RolloutClient(Refreshing):
         end, ServiceLost, RequestTimeout."""
         with Generation(self._submit, self._id) as generation:
             return score_all(generation, lambda: self._id(None), prompts, completions, sampling, timeout)
+
+    def submit_score(
+        self,
+        prompt: Prompt,
+        completions: Sequence[Prompt],
+        sampling: Sampling | None = None,
+        group_id: str | None = None,
+    ) -> Handle:
+        """Send one prompt whose completions are to be scored; returns at once. The samples of the handle end as "scored", or
+        as "aborted" if somebody ended them before. Otherwise as `score`, and as `submit`."""
+        return self._submit(scored_group(self._id(group_id), prompt, completions, sampling))
 
     def close(self) -> None:
         """End the session: the service aborts what is still open, waiting callers get ClientClosed. May be repeated."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,8 @@ def run(args: HttpArgs) -> int:
 
     with RolloutClient(args.address, name="rollout http") as client:
         tokenizer = models.load_tokenizer(models.resolve(args.tokenizer or client.info.model))
+        gc.collect()
+        gc.freeze()  # a tokenizer's library has half a million objects: walking them takes longer than a hundred requests
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(run_facade(client, tokenizer, settings, ready))
     return 0

@@ -300,10 +300,12 @@ def contents(ids: list[int], logprobs: list[float], heads: dict[int, bytes]) -> 
         return msgspec.Raw(b"[]")
     for id in ids:
         if id not in heads:
-            heads[id] = b'{"token":"token_id:%d","token_id":%d,"top_logprobs":[],"logprob":' % (id, id)
-    numbers = msgspec.json.encode(logprobs)[1:-1].split(b",")
-    entries = b"},".join([heads[id] + number for id, number in zip(ids, numbers, strict=True)])
-    return msgspec.Raw(b"[" + entries + b"}]")
+            heads[id] = b'},{"token":"token_id:%d","token_id":%d,"top_logprobs":[],"logprob":' % (id, id)
+    parts = [b""] * (2 * len(ids))
+    parts[::2] = map(heads.__getitem__, ids)
+    parts[1::2] = msgspec.json.encode(logprobs)[1:-1].split(b",")
+    parts[0] = b"[" + parts[0].removeprefix(b"},")
+    return msgspec.Raw(b"".join(parts) + b"}]")
 
 
 def named_id(id: int, logprob: float) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from rollout.http.upstream import Gone
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
+GONE = "rollout.gone"
+"""in the scope of a request: a future that is done when whoever asked has hung up"""
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
@@ -162,20 +164,21 @@ class App:
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`, and cancel it if whoever asked hangs up. Raises Gone then."""
-    task = asyncio.current_task()
+    task, over = asyncio.current_task(), False
+    gone: asyncio.Future[None] = request.scope[GONE]
     assert task is not None
 
-    async def hung_up() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        task.cancel()
+    def cancel(_: asyncio.Future[None]) -> None:
+        if not over:
+            task.cancel()
 
-    watch = asyncio.ensure_future(hung_up())
+    gone.add_done_callback(cancel)
     try:
         return await work
     except asyncio.CancelledError:
-        if watch.done() and not watch.cancelled():
+        if gone.done():
             raise Gone from None
         raise
     finally:
-        watch.cancel()
+        over = True
+        gone.remove_done_callback(cancel)

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rollout.config import InputError
 from rollout.http.errors import body_of
-from rollout.http.frame import App, Bounds
+from rollout.http.frame import GONE, App, Bounds
 
 MAX_HEAD_BYTES = 65_536
 AFTER_ABORT_S = 10
@@ -37,6 +37,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
     """One connection. Subclasses say the `bounds`."""
 
     bounds: Bounds
+    _gone: asyncio.Future[None]
     _in_head = True
     _head_bytes = 0
     _refused = False
@@ -44,6 +45,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        self._gone = self.loop.create_future()
         if len(self.connections) > self.bounds.max_connections:
             self._refuse(503, f"{self.bounds.max_connections} connections are open, the most allowed (max_connections)")
         else:
@@ -51,6 +53,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timing()
+        self._gone.set_result(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -67,6 +70,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         if self._timer is None:
             self._time_head()
         super().on_message_begin()
+        self.scope[GONE] = self._gone
 
     def on_headers_complete(self) -> None:
         self._in_head = False

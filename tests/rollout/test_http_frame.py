@@ -27,7 +27,8 @@ pytest.importorskip("uvicorn", reason="pip install 'rollout[http]'")
 pytest.importorskip("httptools", reason="pip install 'rollout[http]'")
 
 TOKEN = "a token of more than sixteen"
-BODY = {"token_ids": [5], "sampling_params": {"max_tokens": 3, "logprobs": 0}}
+BODY = {"token_ids": [5], "sampling_params": {"max_tokens": 3, "logprobs": 0, "seed": 1}}
+"""with a seed it is a group of its own"""
 
 
 class Stack(msgspec.Struct):

@@ -229,6 +229,21 @@ def test_bad_scores_are_refused(clients: tuple[RolloutClient, RolloutClient], pr
     assert clients[0].status()["groups"] == 0
 
 
+def test_a_score_that_is_not_waited_for_is_a_group_like_others(clients: tuple[RolloutClient, RolloutClient]) -> None:
+    want = [sample for _, sample in sorted(whole().items())]
+    handle = clients[1].submit_score(PROMPT, [sample.token_ids for sample in want], SAMPLING, group_id="mine")
+    scored = handle.result(WAIT)
+    assert handle.group_id == "mine" and {sample.finish_reason for sample in scored} == {"scored"}
+    for scores, sample in zip(scored, want, strict=True):
+        assert scores.logprobs.tobytes() == sample.logprobs.tobytes()
+    with pytest.raises(InvalidRequest, match="completion 0 has no tokens"):
+        clients[0].submit_score(PROMPT, [[]])
+    clients[0].pause()
+    handle = clients[0].submit_score(PROMPT, [[1, 2]])
+    handle.cancel()
+    assert [sample.finish_reason for sample in handle.result(WAIT)] == ["aborted"]
+
+
 def test_a_score_that_somebody_ends_is_an_error(clients: tuple[RolloutClient, RolloutClient]) -> None:
     clients[0].pause()
     clients[1].pause()
