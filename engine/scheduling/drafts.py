@@ -17,6 +17,8 @@ grouped speculative decoding among siblings (Seer, arXiv 2511.14617).
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
+from statistics import median
 
 import numpy as np
 
@@ -32,42 +34,73 @@ MOST_TOKENS = 65_536
 """of one group's texts in the index; with more it begins anew with the latest of each text"""
 SIZES = (*range(1, 17), *range(20, 65, 4), *range(72, 257, 8))
 """numbers of tokens of a step whose seconds are kept apart"""
-REMEMBERED = 512
-"""steps after which what a size took is measured again"""
-PLAIN_EVERY = 32
-"""one step in so many drafts nothing, so that it is known what that takes"""
+ENOUGH, NEWEST = 3, 9
+"""steps of a size before what it takes counts as known, so that a pause of the machine is no price; and of how many of the
+newest it is the median"""
+REMEMBERED = 1024
+"""steps after which a size that was not seen again is forgotten, so that it is tried again"""
+PLAIN_EVERY, PLAIN_AT_FIRST = 64, 4
+"""one step in so many drafts nothing, so that it is known what that takes; and of so many as long as it is not"""
 
 
 class StepSeconds:
-    """What steps took that did nothing but draw, by their number of tokens."""
+    """What steps took that did nothing but draw, by their number of tokens: of each size the median of the newest, and over the
+    sizes what rises and is nearest to these (isotonic regression, by pooling adjacent violators: Ayer et al. 1955)."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-        """by index of SIZES, means that decay"""
-        self._measured: dict[int, int] = {}
+        self._newest: dict[int, deque[float]] = {}
+        """seconds by index of SIZES"""
+        self._seen: dict[int, int] = {}
         self._steps = 0
+        self._table: tuple[list[int], list[float]] | None = None
+        """of the sizes that are known, tokens and seconds; None: to be made"""
 
     def add(self, tokens: int, seconds: float) -> None:
         """Count a step."""
         if tokens > SIZES[-1] or seconds <= 0:
             return
-        size, self._steps = bisect_right(SIZES, tokens) - 1, self._steps + 1
-        mean = self._seconds.get(size, seconds)
-        self._seconds[size] = mean + (min(seconds, 2 * mean) - mean) / 8  # a pause of the machine counts little
-        self._measured[size] = self._steps
+        size, self._steps, self._table = bisect_right(SIZES, tokens) - 1, self._steps + 1, None
+        self._newest.setdefault(size, deque(maxlen=NEWEST)).append(seconds)
+        self._seen[size] = self._steps
         if self._steps % 64 == 0:
-            for old in [size for size, step in self._measured.items() if step < self._steps - REMEMBERED]:
-                del self._seconds[old], self._measured[old]
+            for old in [size for size, step in self._seen.items() if step < self._steps - REMEMBERED]:
+                del self._newest[old], self._seen[old]
+
+    def knows(self, tokens: int) -> bool:
+        """True if enough steps of that size were seen."""
+        return len(self._newest.get(bisect_right(SIZES, tokens) - 1, ())) >= ENOUGH
+
+    @property
+    def table(self) -> tuple[list[int], list[float]]:
+        """tokens of the sizes that are known, ascending, and their seconds, which never fall"""
+        if self._table is None:
+            known = {size: each for size, each in sorted(self._newest.items()) if len(each) >= ENOUGH}
+            rising = never_falling([median(each) for each in known.values()], [len(each) for each in known.values()])
+            self._table = [SIZES[size] for size in known], rising
+        return self._table
 
     def of(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the seconds of steps of so many tokens: as long as one that is known to be smaller, until they are tried. [T]
-        float64 for [T] ascending numbers."""
-        if not self._seconds:
+        """Return the seconds of steps of so many tokens: between sizes that are known in proportion; beyond the largest as long
+        as that, until they are tried. [T] float64 for [T] ascending numbers."""
+        sizes, known = self.table
+        if not sizes:
             return np.ones(len(tokens))
-        sizes = sorted(self._seconds)
-        known = np.array([self._seconds[size] for size in sizes])
-        seconds: np.ndarray = np.interp(tokens, [SIZES[size] for size in sizes], np.maximum.accumulate(known))
+        seconds: np.ndarray = np.interp(tokens, sizes, known)
         return seconds
+
+
+def never_falling(values: list[float], weights: list[int]) -> list[float]:
+    """Return the values that never fall and whose weighted squared distance from those given is least: where some fall, their
+    mean."""
+    pools: list[tuple[float, int, int]] = []
+    """mean, weight and number of values that are pooled"""
+    for value, weight in zip(values, weights, strict=True):
+        pools.append((value, weight, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (mean, before, some), (other, after, more) = pools[-2:]
+            total = before + after
+            pools[-2:] = [((mean * before + other * after) / total, total, some + more)]
+    return [mean for mean, _, count in pools for _ in range(count)]
 
 
 class Drafts:
@@ -97,7 +130,7 @@ class Drafts:
             return rows
         self._steps += 1
         self._counters.draft_rows += len(rows)
-        if self._steps % PLAIN_EVERY:
+        if self._steps % (PLAIN_EVERY if self.seconds.knows(len(rows)) else PLAIN_AT_FIRST):
             for state in {row[0].state.number: row[0].state for row in rows if may_draft(row[0])}.values():
                 index(state)
             guesses = [self._guess(row[0]) for row in rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import engine.scheduling.drafts as drafts
 import engine.scheduling.recording as recording
 import engine.scheduling.rows as planning
 from engine.scheduling.block_tables import BlockTables
-from engine.scheduling.drafts import MOST_ROWS, PLAIN_EVERY, Drafts, StepSeconds
+from engine.scheduling.drafts import ENOUGH, MOST_ROWS, PLAIN_EVERY, REMEMBERED, Drafts, StepSeconds, never_falling
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import GroupState
 from engine.scheduling.texts import LONGEST, Texts
@@ -50,11 +50,17 @@ def test_prompt_and_own_text_are_looked_at() -> None:
     assert own.guess(own.end(0), 4) == ((3, 1, 2), 2)
 
 
+def test_where_a_pair_never_stood_the_last_token_says_what_may_follow() -> None:
+    made = texts([1, 2, 3, 4], [9, 2, 3, 5], [8, 2])
+    assert made.guess(made.end(2), 3) == ((3, 5), 1)
+    longer = texts([1, 2, 6], [2, 7], [2, 7], [8, 1, 2])
+    assert longer.guess(longer.end(3), 1) == ((6,), 2), "a longer match goes before many shorter ones"
+
+
 def test_nothing_is_guessed_behind_what_never_stood_there() -> None:
     made = texts([1, 2, 3], [4, 5], [])
-    assert made.guess(made.end(1), 3) == ((), 2)
-    assert made.guess(made.end(2), 3) == ((), 2)
-    assert Texts().add(0, [], 10) == -1 and Texts().guess(-1, 3) == ((), 2)
+    assert made.guess(made.end(1), 3)[0] == made.guess(made.end(2), 3)[0] == ()
+    assert Texts().add(0, [], 10) == -1 and Texts().guess(-1, 3)[0] == ()
 
 
 def test_texts_grow_token_by_token() -> None:
@@ -90,19 +96,67 @@ def test_what_is_right_is_trusted_more() -> None:
     assert made.chances(LONGEST, 1)[0] < 0.05, "what is longer than can be told counts with the longest"
 
 
+def table(took: Callable[[int], float], sizes: Iterable[int] = range(1, 65), times: int = ENOUGH) -> StepSeconds:
+    """Steps of so many tokens, each so many times."""
+    seconds = StepSeconds()
+    for size in [size for size in sizes for _ in range(times)]:
+        seconds.add(size, took(size))
+    return seconds
+
+
 def test_seconds_of_sizes_between_and_beyond() -> None:
     seconds = StepSeconds()
     assert seconds.of(np.arange(1, 4)).tolist() == [1, 1, 1], "nothing is known: every size is worth a try"
-    seconds.add(1, 1.0)
+    seconds = table(lambda size: 1.0, [1])
     assert seconds.of(np.array([1, 8])).tolist() == [1, 1]
-    seconds.add(9, 5.0)
-    assert seconds.of(np.array([1, 5, 9, 100])).tolist() == [1, 3, 5, 5]
-    seconds.add(9, 500.0)
-    assert seconds.of(np.array([9]))[0] < 6, "one pause is no price"
-    for _ in range(600):
+    for _ in range(ENOUGH):
+        assert seconds.of(np.array([1, 9])).tolist() == [1, 1] and not seconds.knows(9), "few steps are no price"
+        seconds.add(9, 5.0)
+    assert seconds.of(np.array([1, 5, 9, 100])).tolist() == [1, 3, 5, 5] and seconds.knows(9)
+    for _ in range(REMEMBERED + 64):
         seconds.add(1, 1.0)
     assert seconds.of(np.array([1, 9])).tolist() == [1, 1], "what was long ago is tried again"
     seconds.add(10_000, 9.0)
+
+
+@pytest.mark.parametrize("at", [1, 4, 5, 16, 64])
+@pytest.mark.parametrize("outlier", [1e-3, 1e3])
+def test_a_single_outlier_changes_nothing(at: int, outlier: float) -> None:
+    """Wherever it is, however few steps of that size were seen: neither that size nor any other has another price."""
+    wanted = table(lambda size: 10.0 + size)
+    for before in range(ENOUGH + 1):
+        seconds = table(lambda size: 10.0 + size, [size for size in range(1, 65) if size != at])
+        for number in range(ENOUGH + 1):
+            seconds.add(at, outlier if number == before else 10.0 + at)
+        assert np.allclose(seconds.of(np.arange(1, 65)), wanted.of(np.arange(1, 65)))
+
+
+def test_noise_does_not_add_up() -> None:
+    """Prices rise with the sizes, as they must, and what is noise is no price: the largest of many values is no bound for those
+    behind it."""
+    random = np.random.default_rng(0)
+    known = table(lambda size: 10 + random.uniform(-1, 1), times=9).of(np.arange(1, 65))
+    assert (np.diff(known) >= 0).all() and abs(known.mean() - 10) < 0.3 and known[56] - known[8] < 0.4
+    assert never_falling([1.0, 3.0, 2.0, 2.0, 5.0], [1, 1, 1, 2, 1]) == [1.0, 2.25, 2.25, 2.25, 5.0]
+    assert never_falling([4.0, 2.0], [3, 1]) == [3.5, 3.5] and never_falling([], []) == []
+
+
+@pytest.mark.parametrize(
+    ("took", "least", "most"),
+    [
+        (lambda tokens: 1.0, 6, 6),
+        (lambda tokens: 10.0 + 0.1 * tokens, 5, 6),
+        (lambda tokens: 14.0 + 1.2 * tokens, 1, 4),
+        (lambda tokens: float(tokens), 0, 0),
+    ],
+)
+def test_as_much_is_drafted_as_pays(took: Callable[[int], float], least: int, most: int) -> None:
+    """By the table alone, no clock: all where tokens are free, nothing where each costs its share."""
+    scheduler = small_scheduler(32, drafts=6, max_batch_tokens=16)
+    scheduler.drafts.seconds = table(took, [1, 2, 3, 4, 5, 6, 7, 8])
+    likely(scheduler)
+    counts = [drafted(scheduler) for _ in range(3)]  # the prior's chances: 0.26, 0.34 … of a match of 2, 3 …
+    assert least <= counts[0] <= most, counts
 
 
 def likely(scheduler: Scheduler, **sampling: Any) -> None:
