@@ -79,6 +79,18 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """processes on this host that have the engine, each with its part of the cores or GPUs; 0 = this process has it"""
     replica_grace_s: float = 60.0
     """a group waits so many seconds for a replica that serves, then it ends as "error" """
+    listen_replicas: str | None = None
+    """of a front: address at which replicas that others start join it; as for clients, loopback without --service.keys"""
+    join: str | None = None
+    """this process is a replica of the front that listens for replicas at this address; or a connection file that
+    `rollout keys add NAME --role replica --address …` made"""
+    name: str | None = None
+    """of this replica in its front's status; unset: HOST-PID. One that starts again under its name is the same replica"""
+
+    @property
+    def is_front(self) -> bool:
+        """Whether this process has replicas in place of an engine."""
+        return bool(self.replicas) or self.listen_replicas is not None
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""
@@ -86,6 +98,8 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"replicas={self.replicas}: must be 0 (no fleet) or positive")
         if not self.replica_grace_s >= 0:
             raise ValueError(f"replica_grace_s={self.replica_grace_s}: must be 0 or positive")
+        if self.join is not None and (self.replicas or self.listen_replicas is not None):
+            raise ValueError("join together with replicas or listen_replicas: a process is a replica or a front, not both")
 
 
 class TrackingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

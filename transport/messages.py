@@ -2,6 +2,7 @@
 
     client -> service:  Hello Submit Abort Ack StatusRequest Heartbeat Goodbye
                         Begin Chunk Prepare Commit Abandon WeightsRequest Control Replicas Sleep Wake
+    replica -> front:   Join Leave          front -> replica:   Joined Refused
     service -> client:  Welcome Refused SampleDone Progress StatusReply Alive Closing
                         Lease Staged Applied Asleep Done
 
@@ -318,6 +319,46 @@ class Closing(msgspec.Struct, frozen=True, tag="closing", forbid_unknown_fields=
 
     reason: str
 
+
+# between a replica that joins and its front, at an address of their own
+
+
+ReplicaName = Annotated[str, msgspec.Meta(pattern=r"\A(?!\d+\Z)[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}\Z")]
+"""numbers are the names of replicas that a front starts itself"""
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """Be a replica of this front, or go on being one; once a second. Answer: Joined, or Refused. Unknown fields pass, as in
+    Hello."""
+
+    protocol: int
+    name: ReplicaName
+    incarnation: SessionId
+    """of the process"""
+    address: str
+    """where its service listens, for the front"""
+    server: str = ""
+    """public key of that service, which knows the front by the front's own; "": it has no keys"""
+    pid: int = 0
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave", forbid_unknown_fields=True):
+    """The replica has stopped in order: nothing more comes of it."""
+
+    name: ReplicaName
+    incarnation: SessionId
+
+
+class Joined(msgspec.Struct, frozen=True, tag="joined"):
+    """The front knows the replica."""
+
+    leave: Literal["", "restart", "stop"] = ""
+    """the process is to stop in order; "restart": for another one to take its place"""
+    why: str = ""
+
+
+ReplicaMessage = Join | Leave
+FrontMessage = Joined | Refused
 
 WeightMessage = Begin | Chunk | Prepare | Commit | Abandon
 AdminMessage = WeightsRequest | Control | Replicas | Sleep | Wake

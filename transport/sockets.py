@@ -38,7 +38,7 @@ from transport.frames import Frame
 from transport.inflow import FRAME_OVERHEAD, Inflow
 from transport.keys.curve import FRAME_BYTES, check_libzmq, guard, introduce, renew_routing_id
 from transport.keys.door import Door
-from transport.keys.files import DEFAULT_FILE, read_client
+from transport.keys.files import DEFAULT_FILE, ClientKeys, read_client
 from transport.keys.ring import NO_KEY, KeyRing, identified, routing_id
 
 QUEUED_MESSAGES = 256
@@ -335,17 +335,19 @@ class ClientEnd:
     routing id of its own, which nobody can guess.
 
     Args:
-        address: tcp://HOST:PORT of this host, ipc://PATH, or the path of a connection file.
+        address: tcp://HOST:PORT of this host, ipc://PATH, or the path of a connection file, or what is in one.
 
     Raises ValueError for an address that is none, or is another host's, and for a file that cannot be used."""
 
-    def __init__(self, address: str, limits: Limits) -> None:
-        keys = read_client(address) if "://" not in address and Path(address).is_file() else None
-        address = address if keys is None else keys.address
-        if keys is None:
-            check_address(address)
-        else:
+    def __init__(self, address: str | ClientKeys, limits: Limits) -> None:
+        if isinstance(address, str) and "://" not in address and Path(address).is_file():
+            address = read_client(address)
+        keys = address if isinstance(address, ClientKeys) else None
+        if isinstance(address, ClientKeys):
             check_libzmq()
+            address = address.address
+        else:
+            check_address(address)
         self.address = address
         self.connected = False
         self.refusal = ""

@@ -30,6 +30,10 @@ class ServeArgs(msgspec.Struct, kw_only=True):
     """short for --tracking.metrics-port"""
     replicas: int | None = None
     """short for --fleet.replicas"""
+    listen_replicas: str | None = None
+    """short for --fleet.listen-replicas"""
+    join: str | None = None
+    """short for --fleet.join"""
     ready_file: str | None = None
     """file that appears, holding the endpoint, once the service listens"""
     exit_on_stdin_close: bool = False
@@ -46,9 +50,10 @@ class KeysArgs(msgspec.Struct, kw_only=True):
     file: str = DEFAULT_FILE
     """the service's key file"""
     address: str = ""
-    """init: where clients will reach the service, tcp://HOST:PORT"""
+    """init: where clients will reach the service, tcp://HOST:PORT; add: where this client does, if elsewhere, as replicas do"""
     role: tuple[Role, ...] = ()
-    """add: rollout = groups, weights = refreshes, admin = pause, drain, sleep, abort all, read = status and metrics"""
+    """add: rollout = groups, weights = refreshes, admin = pause, drain, sleep, abort all, read = status and metrics, replica =
+    `rollout serve --join`"""
     out: str | None = None
     """add: the connection file to make; NAME.json beside the key file if left out"""
 

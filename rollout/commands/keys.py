@@ -24,7 +24,7 @@ def run(args: KeysArgs) -> int:
             init(file, args.address)
         case "add":
             out = Path(args.out) if args.out else file.parent / f"{args.name}.json"
-            files.add(file, args.name, args.role, out)
+            files.add(file, args.name, args.role, out, checked(args.address) if args.address else "")
             print(f"{out}: give it to the client over a safe way, e.g. scp; RolloutClient({str(out)!r}), --address {out}")
         case "revoke":
             files.revoke(file, args.name)
@@ -36,13 +36,19 @@ def run(args: KeysArgs) -> int:
 
 def init(file: Path, address: str) -> None:
     """Make the service's file. Raises InputError for an address that clients cannot connect to, BadKeys."""
+    files.create(file, checked(address))
+    port = address.rpartition(":")[2]
+    print(f"{file}: made. rollout serve --service.keys {file} --service.endpoint tcp://*:{port} …")
+    print(f"a key for a client: rollout keys add NAME --role rollout weights read --file {file}")
+
+
+def checked(address: str) -> str:
+    """Return an address that others can connect to. Raises InputError for one that they cannot."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not address.startswith("tcp://") or not host or host in ("*", "0.0.0.0", "[::]") or not port.isdigit() or port == "0":
         raise InputError(f"--address {address!r}: give the address at which clients reach the service, tcp://HOST:PORT")
     check_bind(address, keyed=True)
-    files.create(file, address)
-    print(f"{file}: made. rollout serve --service.keys {file} --service.endpoint tcp://*:{port} …")
-    print(f"a key for a client: rollout keys add NAME --role rollout weights read --file {file}")
+    return address
 
 
 def show(file: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -14,18 +15,23 @@ import msgspec
 import psutil
 
 from engine.config import EngineConfig
+from engine.types import Limits
 from rollout import models
+from rollout.commands.starting import listen
 from rollout.config import CannotServe, Config, FleetConfig, InputError, TrackingConfig, dump
+from rollout.fleet.joins import Both, Joins
+from rollout.fleet.launcher import Launcher, LauncherLike, Place
+from rollout.logs import logger
 from rollout.metrics.sinks import open_sinks
 from rollout.metrics.tracker import Tracker
-from rollout.service.watchdog import Watch
 from transport.errors import ServiceLost
 from transport.sockets import ServiceEnd
 
 if TYPE_CHECKING:
-    from rollout.fleet.launcher import Place
     from rollout.service.journal import Journal
     from rollout.service.loop import Service
+
+log = logger("rollout.commands.serve")
 
 KV_SHARE = 0.25
 """of the free memory, for the KV of all replicas of a host without GPUs, as one engine would take"""
@@ -34,53 +40,73 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 @contextmanager
 def fleet_service(config: Config, journal: Journal | None) -> Iterator[Service]:
-    """Run the replicas and make the service in front of them, which closes the journal. Raises InputError,
-    CannotServe where they do not start."""
+    """Have replicas and make the service in front of them, which closes the journal. Raises InputError, CannotServe where
+    those that are started here do not start."""
     from rollout.fleet.fleet import Fleet
-    from rollout.fleet.launcher import Launcher
-    from rollout.service.loop import Service
 
-    try:
-        ServiceEnd(
-            config.service.endpoint, config.limits, config.service.keys
-        ).close()  # a port in use is told before a model is loaded
-        folder = models.resolve(config.engine.model)
-        places, engine = divided(msgspec.structs.replace(config.engine, model=str(folder)), config.fleet.replicas)
-        sinks = open_sinks(config.tracking)
-    except models.ModelNotFound as error:
-        raise CannotServe(str(error)) from error
-    except ValueError as error:
-        raise InputError(str(error)) from error
-    with TemporaryDirectory(prefix="rollout-front-") as temporary:
-        toml = Path(temporary) / "replica.toml"
-        toml.write_text(dump(replica_config(config, engine)))
-        serve = [sys.executable, "-m", "rollout", "serve", "--config", str(toml), "--exit-on-stdin-close"]
-
-        def command(ready: Path) -> list[str]:  # a socket in a folder of this user's: the replicas have no keys
-            return [*serve, "--ready-file", str(ready), "--service.endpoint", f"ipc://{ready}.sock"]
-
-        launcher = Launcher(command, places)
-        fleet = Fleet(launcher, config.limits, config.fleet.replica_grace_s, config.engine.seed)
+    with ExitStack() as stack:
         try:
-            fleet.open()
-            service = Service(
-                fleet,
-                config.service.endpoint,
-                keys=config.service.keys,
-                journal=journal,
-                limits=config.limits,
-                client_grace_s=config.service.client_grace_s,
-                max_outbox_bytes=config.service.max_outbox_bytes,
-                lease_s=config.service.lease_s,
-                tracker=Tracker(config.tracking, sinks),
-                watch=Watch(config.service.stall_s),
-            )
-            fleet.inbox.wake = service.wake
-            yield service
+            # a port in use, or keys that cannot be used, are told before a model is loaded
+            ServiceEnd(config.service.endpoint, config.limits, config.service.keys).close()
+            launcher = make_launcher(config, stack)
+            sinks = open_sinks(config.tracking)
+        except models.ModelNotFound as error:
+            raise CannotServe(str(error)) from error
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        fleet = Fleet(launcher, config.limits, config.fleet.replica_grace_s, config.engine.seed)
+        stack.callback(fleet.close)
+        try:
+            if config.fleet.replicas:
+                fleet.open(count=config.fleet.replicas)
+            else:
+                fleet.open(math.inf, count=1, patient=True)
+            service = listen(config, fleet, journal, Tracker(config.tracking, sinks))
         except ServiceLost as error:
             raise CannotServe(f"{error.message}; the reason is above") from error
-        finally:
-            fleet.close()
+        fleet.inbox.wake = service.wake
+        yield service
+
+
+def make_launcher(config: Config, stack: ExitStack) -> LauncherLike:
+    """Make what starts replicas, lets them join, or both. What the stack closes is needed as long as the launcher. Raises
+    ModelNotFound, InputError, ValueError."""
+    joins = None
+    if config.fleet.listen_replicas is not None:
+        joins = Joins(ServiceEnd(config.fleet.listen_replicas, Limits(), config.service.keys))
+        log.info("replicas join at %s", joins.endpoint)
+    if not config.fleet.replicas:
+        assert joins is not None
+        return joins
+    try:
+        launcher = local_launcher(config, Path(stack.enter_context(TemporaryDirectory(prefix="rollout-front-"))))
+    except BaseException:
+        if joins is not None:
+            joins.close()
+        raise
+    return launcher if joins is None else Both(launcher, joins)
+
+
+def local_launcher(config: Config, folder: Path) -> Launcher:
+    """Make what starts replicas on this host. `folder`: for what they are told. Raises ModelNotFound, InputError."""
+    model = models.resolve(config.engine.model)
+    places, engine = divided(msgspec.structs.replace(config.engine, model=str(model)), config.fleet.replicas)
+    toml = folder / "replica.toml"
+    toml.write_text(dump(replica_config(config, engine)))
+    serve = [sys.executable, "-m", "rollout", "serve", "--config", str(toml), "--exit-on-stdin-close"]
+
+    def command(ready: Path) -> list[str]:  # a socket in a folder of this user's: the replicas have no keys
+        return [*serve, "--ready-file", str(ready), "--service.endpoint", f"ipc://{ready}.sock"]
+
+    return Launcher(command, places)
+
+
+def described(config: Config) -> str:
+    """Tell people where the replicas come from."""
+    ways = [f"{config.fleet.replicas} replicas"] if config.fleet.replicas else []
+    if config.fleet.listen_replicas is not None:
+        ways.append(f"replicas join at {config.fleet.listen_replicas}")
+    return ", ".join(ways)
 
 
 def replica_config(config: Config, engine: EngineConfig) -> Config:
@@ -91,8 +117,6 @@ def replica_config(config: Config, engine: EngineConfig) -> Config:
 
 def divided(engine: EngineConfig, replicas: int) -> tuple[list[Place], EngineConfig]:
     """Divide this host among replicas: on CUDA a GPU each, else cores and memory. Raises InputError where it has too few."""
-    from rollout.fleet.launcher import Place
-
     if engine.device.startswith("cuda"):
         gpus = visible_gpus()
         if len(gpus) < replicas:

@@ -15,7 +15,8 @@ from typing import Any, get_args
 from engine.types import Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
 from rollout.fleet.groups import Groups
 from rollout.fleet.inbox import Inbox
-from rollout.fleet.members import LOOK_S, Facts, LauncherLike, Make, Members
+from rollout.fleet.launcher import LauncherLike
+from rollout.fleet.members import LOOK_S, Facts, Make, Members
 from rollout.fleet.merge import counters, described, merged
 from rollout.fleet.replica import Replica, State
 from rollout.fleet.weights import FleetStaging
@@ -66,9 +67,9 @@ class Fleet:
         """counters of replicas that are dead, added up"""
         self._tend_at = 0.0
 
-    def open(self, timeout: float = 600.0, count: int | None = None) -> None:
+    def open(self, timeout: float = 600.0, count: int | None = None, patient: bool = False) -> None:
         """Wait until replicas serve: `count` of them, None = all. Raises ServiceLost with what has become of one that ended,
-        or of all at the time-out."""
+        unless `patient`, or of all at the time-out."""
         deadline = time.monotonic() + timeout
         while True:
             self.step()
@@ -77,7 +78,7 @@ class Fleet:
             if serving >= wanted:
                 return
             dead = [replica for replica in replicas if replica.state is State.DEAD]
-            if self._members.deaths or time.monotonic() > deadline:
+            if (self._members.deaths and not patient) or time.monotonic() > deadline:
                 why = "; ".join(f"replica {one.name}: {one.why}" for one in dead) or f"{serving} of {wanted} replicas serve"
                 raise ServiceLost(f"the fleet does not start: {why}")
             time.sleep(LOOK_S)

@@ -2,7 +2,7 @@
 
     start ─→ (ready file appears) ─→ up(address) ─→ (process ends) ─→ down(why) ─→ pause 0.5 s, 1 s, … 30 s ─→ start
 
-Whoever launches replicas otherwise has the same three methods: `tend`, `replace`, `close`.
+Whoever launches replicas otherwise is `LauncherLike` as well.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from rollout.logs import logger
+from transport.keys.files import ClientKeys
 
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.5, 30.0
 """before a replica is started again; twice as long each time"""
@@ -33,9 +34,25 @@ class Event(NamedTuple):
     """Something has become of a replica's process."""
 
     name: str
-    address: str | None
+    address: str | ClientKeys | None
     """where it listens; None: it has ended"""
     why: str
+    gone: bool = False
+    """for good: nobody will be the replica of this name"""
+
+
+class LauncherLike(Protocol):
+    """Whoever has replicas: starts them (`Launcher`), or lets them join (`rollout.fleet.joins`)."""
+
+    @property
+    def wanted(self) -> int: ...
+    def tend(self) -> list[Event]: ...
+    def replace(self, name: str, sick: bool = False) -> None: ...
+    def restart(self, name: str) -> None: ...
+    def remove(self, name: str) -> None: ...
+    def scale(self, count: int) -> list[str]: ...
+    def pid(self, name: str) -> int | None: ...
+    def close(self) -> None: ...
 
 
 class Place(NamedTuple):
@@ -111,8 +128,8 @@ class Launcher:
             events += self._look(slot, self._clock())
         return events
 
-    def replace(self, name: str) -> None:
-        """Kill a replica's process, if it lives, and start another one after the pause."""
+    def replace(self, name: str, sick: bool = False) -> None:
+        """Kill a replica's process, if it lives, `sick` or cut off, and start another one after the pause."""
         slot = self.slots.get(name)
         if slot is not None and slot.child is not None:
             slot.child.kill()

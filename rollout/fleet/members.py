@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from rollout.fleet.inbox import Inbox
-from rollout.fleet.launcher import Event
+from rollout.fleet.launcher import Event, LauncherLike
 from rollout.fleet.replica import Replica, State
 from rollout.fleet.weights import FleetWeights
 from rollout.logs import logger
@@ -38,20 +38,6 @@ Make = Callable[[int], Any]
 """builds a message for the id of a request"""
 
 log = logger("rollout.fleet.members")
-
-
-class LauncherLike(Protocol):
-    """Whoever starts replicas: `rollout.fleet.launcher.Launcher`."""
-
-    @property
-    def wanted(self) -> int: ...
-    def tend(self) -> list[Event]: ...
-    def replace(self, name: str) -> None: ...
-    def restart(self, name: str) -> None: ...
-    def remove(self, name: str) -> None: ...
-    def scale(self, count: int) -> list[str]: ...
-    def pid(self, name: str) -> int | None: ...
-    def close(self) -> None: ...
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -128,8 +114,9 @@ class Members:
                     self._admit(replica)
         self.none_since = None if self.serving() else self.none_since or now
 
-    def lose(self, replica: Replica, why: str) -> None:
-        """Take a replica for dead: what runs there goes elsewhere, and another process takes its place."""
+    def lose(self, replica: Replica, why: str, sick: bool = True) -> None:
+        """Take a replica for dead: what runs there goes elsewhere, and another process takes its place; one that is not `sick`
+        may come back itself."""
         if replica.state is State.DEAD:
             return
         log.warning("replica lost name=%s state=%s why=%r", replica.name, replica.state.value, why)
@@ -139,7 +126,7 @@ class Members:
         replica.disconnect()
         self._failed_updates.pop(replica, None)
         self.weights.drop(replica)
-        self._launcher.replace(replica.name)
+        self._launcher.replace(replica.name, sick)
         self._on_lost(replica)
 
     def failed(self, replica: Replica, group_id: str, error: RolloutError | None) -> None:
@@ -148,7 +135,7 @@ class Members:
             return
         replica.failing.add(group_id)
         if isinstance(error, ServiceLost):
-            self.lose(replica, error.message)
+            self.lose(replica, error.message, sick=False)
         elif isinstance(error, StaleWeights):
             self.lose(replica, f"it has not the weights that it said it had: {error.message}")
         elif len(replica.failing) >= MOST_FAILING:
@@ -201,8 +188,8 @@ class Members:
         replica = self.replicas.get(event.name)
         if event.address is None:
             if replica is not None:
-                self.lose(replica, event.why)
-                if replica.leaving:
+                self.lose(replica, event.why, sick=False)
+                if replica.leaving or event.gone:
                     del self.replicas[event.name]
             return
         if replica is None:
@@ -214,7 +201,7 @@ class Members:
 
     def _welcomed(self, replica: Replica, answer: Future[Any]) -> None:
         if (error := answer.exception()) is not None:
-            self.lose(replica, f"it does not let the front in: {error}")
+            self.lose(replica, f"it does not let the front in: {error}", sick=False)
             return
         facts = Facts.of(answer.result())
         if self.facts is None:
@@ -286,7 +273,7 @@ class Members:
         if replica.silent_since is None:
             replica.silent_since = now
         if now - replica.silent_since > LOST_S:
-            self.lose(replica, f"its link was down for {LOST_S} s")
+            self.lose(replica, f"its link was down for {LOST_S} s", sick=False)
         elif replica.state is State.SERVING:
             self._set(replica, State.SUSPECT, "its link is down")
 

@@ -14,6 +14,7 @@ from engine.types import Limits
 from rollout.client.link import Link
 from rollout.client.patience import Patience
 from rollout.fleet.inbox import Inbox
+from transport.keys.files import ClientKeys
 from transport.messages import Welcome
 from transport.sockets import ClientEnd
 
@@ -73,7 +74,7 @@ class Replica:
     def connected(self) -> bool:
         return self._end is not None and self._end.connected
 
-    def connect(self, address: str, then: Callable[[Future[Any]], None]) -> None:
+    def connect(self, address: str | ClientKeys, then: Callable[[Future[Any]], None]) -> None:
         """Open a link. `then` is called in the service's thread with the first Welcome, or with what was refused."""
         self._end = ClientEnd(address, Limits())
         self.link = Link(

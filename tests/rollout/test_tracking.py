@@ -26,7 +26,7 @@ from engine.types import Group, Sample, Sampling
 from engine.weights.offload import Streamed
 from rollout.client.api import RolloutClient
 from rollout.commands.main import main
-from rollout.commands.serve import make_tracker
+from rollout.commands.starting import make_tracker
 from rollout.config import Config, InputError, TrackingConfig, dump, load
 from rollout.exact import sample_logprobs
 from rollout.metrics.audit import Audit, plain_twin

@@ -51,7 +51,7 @@ class Threads:
         events, self.events = self.events, []
         return events
 
-    def replace(self, name: str) -> None:
+    def replace(self, name: str, sick: bool = False) -> None:
         self.replaced.append(name)
         self.services.pop(name).stop()
         if self.again and name not in self.going:

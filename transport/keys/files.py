@@ -21,8 +21,9 @@ FILE_VERSION = 1
 DEFAULT_FILE = "rollout-keys/service.json"
 SERVICE_TAG, CLIENT_TAG = "rollout service keys", "rollout connection"
 
-Role = Literal["rollout", "weights", "admin", "read"]
-"""rollout: groups. weights: refreshes. admin: pause, drain, sleep, the end of all groups. read: status and metrics"""
+Role = Literal["rollout", "weights", "admin", "read", "replica"]
+"""rollout: groups. weights: refreshes. admin: pause, drain, sleep, the end of all groups. read: status and metrics. replica:
+joins a front, and is given what its clients send"""
 ROLES: tuple[Role, ...] = get_args(Role)
 Key = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}\Z")]
 """32 bytes in Z85, as libzmq has them"""
@@ -131,17 +132,18 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def create(path: Path, address: str) -> ServiceKeys:
+def create(path: Path, address: str, clients: tuple[ClientKey, ...] = ()) -> ServiceKeys:
     """Make a service's file. Raises BadKeys where there is one: its clients would lose their service."""
     public, secret = _pair()
-    keys = ServiceKeys(FILE_VERSION, address, public, secret)
+    keys = ServiceKeys(FILE_VERSION, address, public, secret, clients)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _write(path, keys, replace=False)
     return keys
 
 
-def add(path: Path, name: str, roles: tuple[Role, ...], out: Path) -> ClientKeys:
-    """Make a key for a client: its connection file at `out`, its public half in the service's file. Raises BadKeys."""
+def add(path: Path, name: str, roles: tuple[Role, ...], out: Path, address: str = "") -> ClientKeys:
+    """Make a key for a client: its connection file at `out`, its public half in the service's file. `address`: where this
+    client connects, "" = where all do. Raises BadKeys."""
     if not roles:
         raise BadKeys(f"{name}: give --role with at least one of {', '.join(ROLES)}")
     with _alone(path.parent):
@@ -153,7 +155,7 @@ def add(path: Path, name: str, roles: tuple[Role, ...], out: Path) -> ClientKeys
             client = msgspec.convert({"name": name, "public": public, "roles": sorted(set(roles), key=ROLES.index)}, ClientKey)
         except msgspec.ValidationError:
             raise BadKeys(f"name {name!r}: must be 1 to 64 of A-Z, a-z, 0-9, and behind the first . _ -") from None
-        mine = ClientKeys(FILE_VERSION, keys.address, keys.public, name, public, secret)
+        mine = ClientKeys(FILE_VERSION, address or keys.address, keys.public, name, public, secret)
         _write(out, mine, replace=False)
         _write(path, msgspec.structs.replace(keys, clients=(*keys.clients, client)), replace=True)
     return mine

@@ -1,0 +1,376 @@
+"""Replicas that others start and that join a fleet: with keys, from other hosts, and what becomes of them."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.types import Group, Limits, Sampling
+from rollout.client.api import RolloutClient
+from rollout.commands.arguments import ServeArgs, parse
+from rollout.commands.serve import run
+from rollout.commands.serve_replica import AGAIN
+from rollout.config import Config, FleetConfig, InputError, dump
+from rollout.fleet import joins as joins_module
+from rollout.fleet.joins import Joins
+from tests.support.fleet import WAIT, collect, step_until
+from tests.support.hash_engine import expected, key_of, manifest_of, weights_of
+from tests.support.joined import JoinedFleet, end, joined_fleet
+from tests.support.keyed import RawDealer
+from tests.support.lasting import free_port
+from tests.support.waiting import until
+from transport import messages as m
+from transport.errors import KeyRefused, ServiceLost
+from transport.frames import Decoder, pack
+from transport.keys import files
+from transport.sockets import ServiceEnd
+
+KEYS = {version: key_of(weights_of(version)) for version in range(4)}
+
+
+def prompt(i: int) -> np.ndarray:
+    return np.random.default_rng(i).integers(0, 900, 12).astype(np.int32)
+
+
+def group(i: int, max_tokens: int = 20) -> Group:
+    return Group(f"g{i}", prompt(i), Sampling(n=4, max_tokens=max_tokens, seed=i))
+
+
+def check(samples: Any) -> None:
+    for sample in samples:
+        assert sample.finish_reason == "length", sample.error
+        assert sample.token_ids.tolist() == expected(prompt(int(sample.group_id[1:])), sample, KEYS)
+
+
+def refresh(fleet: Any, version: int) -> None:
+    payload = np.concatenate([values.view(np.uint8) for values in weights_of(version).values()])
+    staging = fleet.stage(manifest_of(weights_of(version)), version=version)
+
+    def read(memory: np.ndarray) -> int:
+        left = payload[staging.received :][: len(memory)]
+        memory[: len(left)] = left
+        return len(left)
+
+    def staged() -> bool:
+        while not staging.complete and staging.feed(read):
+            pass
+        return bool(staging.complete)
+
+    step_until(fleet, staged, "all have prepared")
+    step_until(fleet, lambda: fleet.commit(staging) is not None, "all have applied")
+    staging.close()
+
+
+def test_replicas_join_with_keys_die_and_come_back(tmp_path: Path) -> None:
+    """As on another host: both ends have keys. One is killed and comes back with the live weights; one stops in order."""
+    with joined_fleet(tmp_path, "a", "b", step_s=0.002) as joined:
+        fleet = joined.fleet
+        for i in range(6):
+            fleet.submit(group(i, 300))
+        joined.processes["a"].kill()
+        check(collect(fleet, 24).values())
+        assert joined.replica("a")["state"] == "dead" and fleet.status()["fleet"]["moved"]
+        refresh(fleet, 1)
+        joined.processes["a"].wait()
+        joined.start("a", 0.002)
+        joined.await_state("a", "serving")
+        assert joined.replica("a")["version"] == 1, "never the base checkpoint"
+        for i in range(6, 12):
+            fleet.submit(group(i, 600))
+        step_until(fleet, lambda: joined.replica("b")["parts"], "it has work")
+        joined.processes["b"].terminate()
+        got = collect(fleet, 24).values()
+        check(got)
+        assert {tuple(sample.weight_versions) for sample in got} == {((0, 1),)}
+        assert joined.processes["b"].wait(WAIT) == 0
+        assert joined.replica("b")["why"] in ("it has stopped", "the service is closing: stopped")
+
+
+def test_nobody_but_the_front_gets_into_a_replica(tmp_path: Path) -> None:
+    with joined_fleet(tmp_path, "a") as joined:
+        known = joined.joins._known["a"].join
+        assert known.server and known.address.startswith("tcp://127.0.0.1:")
+        with pytest.raises(ServiceLost):
+            RolloutClient(known.address, connect_timeout_s=1.0)
+        mine = files.read_client(joined.folder / "a.json")  # type: ignore[operator]  the replica's own key is none of the front's
+        stranger = tmp_path / "stranger.json"
+        fields = files.ClientKeys(1, known.address, known.server, "a", mine.public, mine.secret)
+        files._write(stranger, fields, replace=False)
+        with pytest.raises(KeyRefused):
+            RolloutClient(str(stranger), connect_timeout_s=WAIT)
+
+
+def test_a_key_that_is_revoked_is_no_replica_s(tmp_path: Path) -> None:
+    with joined_fleet(tmp_path, "a", "b") as joined:
+        assert joined.file is not None
+        files.revoke(joined.file, "a")
+        step_until(joined.fleet, lambda: not joined.replica("a"), "it is gone")
+        joined.fleet.submit(group(1))
+        check(collect(joined.fleet, 4).values())
+
+
+class Front:
+    """The end where replicas join, and replicas of somebody's own making."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.now = 0.0
+        file = None if folder is None else folder / "service.json"
+        if file is not None:
+            files.create(file, "tcp://127.0.0.1:1")
+        self.folder, self.file = folder, file
+        self.end = ServiceEnd("tcp://127.0.0.1:*", Limits(), None if file is None else str(file))
+        self.joins = Joins(self.end, lambda: self.now)
+        self.dealers: list[RawDealer] = []
+        self.events: list[tuple[str, bool, bool]] = []
+
+    def dealer(self, *roles: files.Role) -> RawDealer:
+        keys = None
+        if self.file is not None and self.folder is not None and roles:
+            name = f"k{len(self.dealers)}"
+            keys = files.add(self.file, name, roles, self.folder / f"{name}.json", self.joins.endpoint)
+            self.end.keys.look()  # type: ignore[union-attr]
+        dealer = RawDealer(self.joins.endpoint, keys)
+        dealer._decoder = Decoder(m.FrontMessage, Limits())  # type: ignore[assignment]
+        self.dealers.append(dealer)
+        return dealer
+
+    def tend(self) -> None:
+        self.events += [(event.name, event.address is not None, event.gone) for event in self.joins.tend()]
+
+    def ask(self, dealer: RawDealer, message: m.ReplicaMessage) -> Any:
+        """The answer: Joined, or the kind of the refusal."""
+        dealer.send(message)
+        until(lambda: self.tend() or dealer.sock.poll(10), "an answer", WAIT)
+        answer = dealer.receive(WAIT, 1)[0]
+        return answer.kind if isinstance(answer, m.Refused) else answer
+
+    def close(self) -> None:
+        for dealer in self.dealers:
+            dealer.close()
+        self.joins.close()
+
+
+@pytest.fixture
+def front() -> Iterator[Front]:
+    one = Front(None)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def keyed_front(tmp_path: Path) -> Iterator[Front]:
+    one = Front(tmp_path)
+    yield one
+    one.close()
+
+
+def join(name: str = "a", **fields: Any) -> m.Join:
+    return m.Join(
+        **{
+            "protocol": m.PROTOCOL,
+            "name": name,
+            "incarnation": secrets.token_hex(16),
+            "address": "tcp://127.0.0.1:7",
+            "pid": 3,
+            **fields,
+        }
+    )
+
+
+def test_who_may_join_a_front_with_keys(keyed_front: Front) -> None:
+    server = files.read_service(keyed_front.file).public  # type: ignore[arg-type]  any key will do
+    trainer = keyed_front.dealer("rollout", "weights", "admin", "read")
+    assert keyed_front.ask(trainer, join(server=server)) == "forbidden"
+    replica = keyed_front.dealer("replica")
+    assert keyed_front.ask(replica, join(server="")) == "invalid_request", "its link would be in clear"
+    assert keyed_front.ask(replica, join(server="x" * 39)) == "invalid_request"
+    assert not keyed_front.events
+    mine = join(server=server)
+    assert keyed_front.ask(replica, mine) == m.Joined() and keyed_front.events == [("a", True, False)]
+    other = keyed_front.dealer("replica")
+    assert keyed_front.ask(other, mine) == "busy", "a name belongs to the key that has it"
+    assert keyed_front.ask(other, m.Leave("a", mine.incarnation)) == m.Joined()
+    assert keyed_front.events == [("a", True, False)], "and nobody else says that it has left"
+    nobody = keyed_front.dealer()
+    nobody.send(join("b", server=server))
+    keyed_front.ask(replica, mine)
+    assert not nobody.receive(0.3) and len(keyed_front.events) == 1
+
+
+def test_who_may_join_a_front_without_keys(front: Front) -> None:
+    dealer = front.dealer()
+    assert front.ask(dealer, join(address="tcp://10.0.0.7:5")) == "invalid_request", "another host, in clear"
+    assert front.ask(dealer, join(address="rubbish")) == "invalid_request"
+    assert front.ask(dealer, join(server="k" * 40)) == "invalid_request"
+    assert front.ask(dealer, join(protocol=m.PROTOCOL + 1)) == "version_mismatch"
+    for name in ("", "7", "-x", "a b", "x" * 65):
+        assert front.ask(dealer, join(name)) == "protocol_error", name
+    dealer.sock.send_multipart([b"rubbish"])
+    assert front.ask(dealer, join("b"))  # its answer, or that to the rubbish
+    with pytest.raises(ValueError, match="can be reached from other hosts"):
+        ServiceEnd("tcp://0.0.0.0:*", Limits())
+
+
+def test_a_name_has_one_process(front: Front) -> None:
+    first, second, one, other = front.dealer(), front.dealer(), join(), join()
+    assert front.ask(first, one) == m.Joined()
+    assert front.ask(second, other) == "busy"
+    front.now += joins_module.SILENT_S
+    assert front.ask(second, other) == m.Joined()
+    assert front.events == [("a", True, False), ("a", False, False), ("a", True, False)], "the first one was lost in between"
+    assert front.ask(second, m.Leave("a", other.incarnation)) == m.Joined()
+    assert front.ask(first, one) == m.Joined() and front.joins.wanted == 1
+    assert front.events[3:] == [("a", False, False), ("a", True, False)], "who leaves makes room at once"
+
+
+def test_what_a_front_asks_of_those_that_joined(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    dealer, one = front.dealer(), join()
+    front.ask(dealer, one)
+    front.joins.replace("a")
+    assert front.ask(dealer, one) == m.Joined() and len(front.events) == 1, "after a pause only"
+    front.now += 0.6
+    assert front.ask(dealer, one) == m.Joined() and front.events[1:] == [("a", True, False)]
+    front.joins.replace("a", sick=True)
+    front.now += 10
+    assert front.ask(dealer, one).leave == "restart" and len(front.events) == 2
+    front.ask(dealer, m.Leave("a", one.incarnation))
+    again = join()
+    assert front.ask(dealer, again) == m.Joined() and front.joins.pid("a") == 3
+    front.joins.restart("a")
+    assert front.ask(dealer, again).leave == "restart"
+    with pytest.raises(ValueError, match="start more with"):
+        front.joins.scale(2)
+    assert front.joins.scale(0) == ["a"]
+    front.joins.remove("a")
+    assert front.ask(dealer, again).leave == "stop" and front.joins.wanted == 0
+    front.ask(dealer, m.Leave("a", again.incarnation))
+    assert front.events[-1] == ("a", False, True) and "a" not in front.joins
+    front.ask(dealer, one)
+    front.joins.replace("a")
+    front.now += joins_module.GONE_S + 1
+    front.tend()
+    assert front.events[-1] == ("a", False, True) and "a" not in front.joins, "who does not come back is forgotten"
+
+
+def test_scale_drain_and_roll() -> None:
+    with joined_fleet(None, "a", "b", step_s=0.002) as joined:
+        fleet = joined.fleet
+        for i in range(4):
+            fleet.submit(group(i, 400))
+        first, second = [one["name"] for one in fleet.status()["replicas"]]
+        fleet.change_replicas("roll", 0, "")
+        got = step_until(fleet, lambda: joined.processes[first].poll() is not None, "it has stopped")
+        assert joined.processes[first].returncode == AGAIN, "its launcher is told to start another one"
+        assert joined.processes[second].poll() is None, "one after the other"
+        joined.start(first, 0.002)
+        got += step_until(fleet, lambda: joined.processes[second].poll() is not None, "and so has the other")
+        joined.start(second, 0.002)
+        got += step_until(fleet, lambda: joined.replica(second)["state"] == "serving" and not fleet._groups.open)
+        check(got)
+        assert len(got) == 16
+        fleet.change_replicas("drain", 0, "b")
+        step_until(fleet, lambda: joined.processes["b"].poll() is not None and not joined.replica("b"), "it has gone")
+        assert joined.processes["b"].returncode == 0
+        fleet.submit(group(5))
+        check(collect(fleet, 4).values())
+
+
+def test_replicas_join_the_next_front(tmp_path: Path) -> None:
+    """A front that ends leaves them: they join whoever listens there afterwards, with the weights that they have."""
+    first = JoinedFleet(None)
+    second: JoinedFleet | None = None
+    try:
+        child = first.start("a")
+        first.fleet.open(WAIT, 1, patient=True)
+        refresh(first.fleet, 1)
+        endpoint = first.joins.endpoint
+        first.fleet.close()
+        second = JoinedFleet(None)
+        second.joins.close()
+        second.joins._end = ServiceEnd(endpoint, Limits())
+        second.fleet.open(WAIT, 1, patient=True)
+        assert second.fleet.version == 1 and second.replica("a")["pid"] == child.pid
+        second.fleet.submit(group(1))
+        check(collect(second.fleet, 4).values())
+    finally:
+        first.processes["a"].terminate()
+        end(first.processes["a"])
+        if second is not None:
+            second.close()
+
+
+def test_a_message_of_a_replica_is_small() -> None:
+    assert sum(map(len, pack(join()))) < 300
+
+
+# the commands
+
+
+@pytest.mark.long
+def test_serve_listen_replicas_and_join(tiny_config: Config, tmp_path: Path) -> None:
+    """As a user runs it, with a real model and keys: a front without a replica of its own, two that join it."""
+    file, ready = tmp_path / "service.json", tmp_path / "ready"
+    port, replicas_port = free_port(), free_port()
+    files.create(file, f"tcp://127.0.0.1:{port}")
+    files.add(file, "trainer", ("rollout", "weights", "admin", "read"), tmp_path / "trainer.json")
+    files.add(file, "gpu", ("replica",), tmp_path / "gpu.json", f"tcp://127.0.0.1:{replicas_port}")
+    service = msgspec.structs.replace(tiny_config.service, endpoint=f"tcp://127.0.0.1:{port}", keys=str(file))
+    fleet = FleetConfig(listen_replicas=f"tcp://127.0.0.1:{replicas_port}")
+    (tmp_path / "front.toml").write_text(dump(msgspec.structs.replace(tiny_config, service=service, fleet=fleet)))
+    (tmp_path / "replica.toml").write_text(dump(tiny_config))
+    serve = [sys.executable, "-m", "rollout", "serve", "--exit-on-stdin-close", "--config"]
+    replica = [*serve, str(tmp_path / "replica.toml"), "--join", str(tmp_path / "gpu.json"), "--fleet.name"]
+    with ExitStack() as stack:
+        front = stack.enter_context(running([*serve, str(tmp_path / "front.toml"), "--ready-file", str(ready)]))
+        one, other = (stack.enter_context(running([*replica, name])) for name in ("one", "other"))
+        until(ready.exists, "the first replica has joined", 2 * WAIT)
+        client = stack.enter_context(RolloutClient(str(tmp_path / "trainer.json"), connect_timeout_s=WAIT))
+        until(lambda: client.status()["fleet"]["serving"] == 2, "both serve", 2 * WAIT)
+        assert {one["name"] for one in client.status()["replicas"]} == {"one", "other"}
+        asked = [prompt(i) % 90 for i in range(4)], [Sampling(n=3, max_tokens=20, seed=i) for i in range(4)]
+        made = client.generate_groups(*asked, timeout=WAIT)
+        client.change_replicas("drain", name="one")
+        assert one.wait(WAIT) == 0
+        assert told(client.generate_groups(*asked, timeout=WAIT)) == told(made), "a sample does not know who made it"
+        front.terminate()
+        assert front.wait(WAIT) == 0 and other.poll() is None, "it waits for the next front"
+
+
+def told(groups: Any) -> list[Any]:
+    return [[(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in group] for group in groups]
+
+
+@contextmanager
+def running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        yield child
+    finally:
+        child.terminate()
+        end(child)
+
+
+def test_what_cannot_be_asked_of_a_replica(tmp_path: Path) -> None:
+    def serve(*flags: str) -> str:
+        with pytest.raises(InputError) as error:
+            args = parse(["serve", *flags])
+            assert isinstance(args, ServeArgs)
+            run(args)
+        return str(error.value)
+
+    local = "tcp://127.0.0.1:5656"
+    assert "a replica or a front, not both" in serve("--join", local, "--replicas", "2")
+    assert "makes its own keys" in serve("--join", local, "--service.keys", "x")
+    assert "the front has the clients" in serve("--join", local, "--service.journal", "x")
+    assert "not on this host" in serve("--join", "tcp://10.0.0.5:5656")
+    assert "No such file" in serve("--join", str(tmp_path / "none.json"))
+    assert "no keys to tell clients apart" in serve("--listen-replicas", "tcp://*:5656")

@@ -1,0 +1,117 @@
+"""Replicas that join a fleet: processes with a hash engine, and the front's end of it.
+
+Run as a program, it joins and serves until SIGTERM, as `rollout serve --join` does:
+
+    python -m tests.support.joined FRONT NAME STEP_SECONDS [elsewhere]
+
+"elsewhere": it says that it is on another host than the front, and shares no memory with it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engine.types import Limits
+from rollout.fleet.fleet import Fleet
+from rollout.fleet.joins import Joins
+from rollout.process import STOP_TIMEOUT_S
+from tests.support.fleet import WAIT, step_until
+from transport.keys import files
+from transport.sockets import ServiceEnd
+
+ROOT = Path(__file__).parents[2]
+
+
+class JoinedFleet:
+    """A front that listens for replicas, with keys where `folder` is given, and processes that join it."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self.file = None if folder is None else folder / "service.json"
+        if self.file is not None:
+            files.create(self.file, "tcp://127.0.0.1:1")
+        self.joins = Joins(ServiceEnd("tcp://127.0.0.1:*", Limits(), None if self.file is None else str(self.file)))
+        self.fleet = Fleet(self.joins)
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def key(self, name: str, *roles: files.Role) -> Path:
+        """A connection file for the front's address for replicas."""
+        assert self.folder is not None and self.file is not None
+        path = self.folder / f"{name}.json"
+        files.add(self.file, name, roles, path, self.joins.endpoint)
+        self.joins._end.keys.look()  # type: ignore[union-attr]  now, and not a tenth of a second later
+        return path
+
+    def start(self, name: str, step_s: float = 0.0, *words: str, front: str = "") -> subprocess.Popen[bytes]:
+        if not front:
+            path = None if self.folder is None else self.folder / f"{name}.json"
+            front = self.joins.endpoint if path is None else str(path if path.exists() else self.key(name, "replica"))
+        command = [sys.executable, "-m", "tests.support.joined", front, name, str(step_s), *words]
+        if (before := self.processes.get(name)) is not None:
+            end(before)
+        child = self.processes[name] = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT)
+        return child
+
+    def replica(self, name: str) -> dict[str, Any]:
+        """As the status has it; {} for one that the fleet does not know."""
+        found = [one for one in self.fleet.status()["replicas"] if one["name"] == name]
+        return found[0] if found else {}
+
+    def await_state(self, name: str, state: str) -> None:
+        step_until(self.fleet, lambda: self.replica(name).get("state") == state, f"{name} is {state}")
+
+    def close(self) -> None:
+        self.fleet.close()
+        for child in self.processes.values():
+            child.terminate()
+        for child in self.processes.values():
+            end(child)
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    child.wait(STOP_TIMEOUT_S)
+    assert child.stdin is not None
+    child.stdin.close()
+
+
+@contextmanager
+def joined_fleet(folder: Path | None, *names: str, step_s: float = 0.0) -> Iterator[JoinedFleet]:
+    """A fleet of replicas of these names, all of them serving. `folder`: for its keys; None = without."""
+    joined = JoinedFleet(folder)
+    try:
+        for name in names:
+            joined.start(name, step_s)
+        if names:
+            joined.fleet.open(WAIT, len(names), patient=True)
+        yield joined
+    finally:
+        joined.close()
+
+
+def main() -> None:
+    import transport.weights
+    from rollout.commands.serve_replica import joined_service
+    from rollout.commands.starting import Stopper
+    from rollout.config import Config, FleetConfig
+    from tests.support.hash_engine import HashEngine
+
+    front, name, step_s, *words = sys.argv[1:]
+    if "elsewhere" in words:
+        transport.weights.host_key = lambda: "shm:elsewhere"  # type: ignore[attr-defined]
+    stop = Stopper()
+    config = Config(fleet=FleetConfig(join=front, name=name))
+    with joined_service(config, stop, lambda config: HashEngine(float(step_s))) as service:
+        stop.service_stop = service.stop
+        service.run()
+    sys.stdout.flush()
+    os._exit(stop.status)
+
+
+if __name__ == "__main__":
+    main()
