@@ -21,7 +21,6 @@ from rollout.commands.starting import listen
 from rollout.config import CannotServe, Config, FleetConfig, InputError, TrackingConfig, dump
 from rollout.fleet.joins import Both, Joins
 from rollout.fleet.launcher import Launcher, LauncherLike, Place
-from rollout.logs import logger
 from rollout.metrics.sinks import open_sinks
 from rollout.metrics.tracker import Tracker
 from transport.errors import ServiceLost
@@ -30,8 +29,6 @@ from transport.sockets import ServiceEnd
 if TYPE_CHECKING:
     from rollout.service.journal import Journal
     from rollout.service.loop import Service
-
-log = logger("rollout.commands.serve")
 
 KV_SHARE = 0.25
 """of the free memory, for the KV of all replicas of a host without GPUs, as one engine would take"""
@@ -74,7 +71,6 @@ def make_launcher(config: Config, stack: ExitStack) -> LauncherLike:
     joins = None
     if config.fleet.listen_replicas is not None:
         joins = Joins(ServiceEnd(config.fleet.listen_replicas, Limits(), config.service.keys))
-        log.info("replicas join at %s", joins.endpoint)
     if not config.fleet.replicas:
         assert joins is not None
         return joins

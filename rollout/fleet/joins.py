@@ -61,6 +61,7 @@ class Joins:
         self._decoder: Decoder[m.ReplicaMessage] = Decoder(m.ReplicaMessage, Limits())
         self._known: dict[str, Known] = {}
         self._events: list[Event] = []
+        log.info("replicas may join address=%s", end.endpoint)
 
     @property
     def endpoint(self) -> str:
