@@ -101,6 +101,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mirror_ahead: bool | None = None
     """on CUDA, copy full blocks to host memory before the pool runs out, beside the compute, so that preempting copies only
     partial blocks; None = yes. On the CPU it takes more than it saves and cannot be had (docs/decisions/pressure.md)"""
+    copy_ahead: bool | None = None
+    """on CUDA, blocks go back to the device a step before it reads them, and room is made a step before it is written, so that
+    these copies run beside the compute too; None = yes. On the CPU nothing runs beside it, so it cannot be had"""
     mirror_blocks_per_step: int = 16
     """most blocks that mirror_ahead copies in one step"""
     weight_offload: WeightOffload | None = None

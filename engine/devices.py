@@ -70,8 +70,8 @@ class Device(Protocol):
     """why it is not a better one"""
     overlaps: bool
     """the next step is launched while the last one runs, where the configuration does not say"""
-    mirrors: bool
-    """full blocks are copied to host memory ahead of need, where the configuration does not say"""
+    copies_ahead: bool
+    """blocks are copied between device and host ahead of need, beside the compute, where the configuration does not say"""
     fast_attention: str
     """what attention="auto" takes"""
 
@@ -112,7 +112,7 @@ def device_of(config: EngineConfig) -> Device:
 
 
 class CpuDevice:
-    overlaps = mirrors = False
+    overlaps = copies_ahead = False
 
     def __init__(self, config: EngineConfig) -> None:
         self.memory = HostMemory()
@@ -161,7 +161,7 @@ class CpuDevice:
 
 class CudaDevice:
     isa, isa_reason = "cuda", ""
-    overlaps = mirrors = True
+    overlaps = copies_ahead = True
     fast_attention = "triton"
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
@@ -274,12 +274,14 @@ def choose_backend(
 
 def resolved(config: EngineConfig, device: Device) -> EngineConfig:
     """The configuration with what it leaves to the device. Raises ValueError if the device cannot copy ahead and is to."""
-    if config.mirror_ahead and not device.mirrors:
-        raise ValueError(f"mirror_ahead=True with device={config.device}: it costs more than it saves there; leave it out")
+    ahead = {"mirror_ahead": config.mirror_ahead, "copy_ahead": config.copy_ahead}
+    for name, asked in ahead.items():
+        if asked and not device.copies_ahead:
+            raise ValueError(f"{name}=True with device={config.device}: it costs more than it saves there; leave it out")
     overlaps = device.overlaps if config.overlap_steps is None else config.overlap_steps
     return msgspec.structs.replace(
         config,
         overlap_steps=overlaps,
         drafts=(0 if overlaps else DRAFTS) if config.drafts is None else config.drafts,
-        mirror_ahead=device.mirrors if config.mirror_ahead is None else config.mirror_ahead,
+        **{name: device.copies_ahead if asked is None else asked for name, asked in ahead.items()},
     )

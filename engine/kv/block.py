@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from engine.kv.versions import Versions
@@ -52,7 +53,8 @@ class BlockPool:
     def __init__(self, size: int) -> None:
         self.size = size
         self.holder: list[Block | None] = [None] * size
-        self._free = list(range(size - 1, -1, -1))
+        self._free = deque(range(size - 1, -1, -1))
+        """the last one is taken next"""
 
     @property
     def free(self) -> int:
@@ -68,24 +70,29 @@ class BlockPool:
             raise OutOfBlocks
         return self._free.pop()
 
-    def release(self, slot: int) -> None:
-        """Free a slot."""
+    def release(self, slot: int, read: bool = False) -> None:
+        """Free a slot. read: this step still copies from it, so that all others are taken before."""
         assert self.holder[slot] is not None, f"slot {slot} released twice"
         self.holder[slot] = None
-        self._free.append(slot)
+        if read:
+            self._free.appendleft(slot)
+        else:
+            self._free.append(slot)
 
 
 @dataclass(slots=True)
 class Moves:
-    """Every copy of one step, as (source slot, destination slot). They run in this order, all sources of a list before its
-    destinations: offloads device → host, restores host → device, copies device → device, mirrors device → host. So a slot that
-    an offload gives up may be the destination of a restore or copy of the same step, and a block may be restored and then
-    copied. The step's compute needs all but the mirrors, whose blocks stay on the device."""
+    """Every copy of one step, as (source slot, destination slot). What they leave is as if they ran in this order, all sources
+    of a list before its destinations: offloads device → host, restores host → device, copies device → device, mirrors device
+    → host, prefetches host → device. So a slot that an offload gives up may be the destination of a restore or copy of the same
+    step, and a block may be restored and then copied. The step's compute needs neither the mirrors, whose blocks stay on the
+    device, nor the prefetches, whose blocks the next step may read."""
 
     offloads: list[tuple[int, int]] = field(default_factory=list)
     restores: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     mirrors: list[tuple[int, int]] = field(default_factory=list)
+    prefetches: list[tuple[int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return self.blocks > 0
@@ -93,4 +100,4 @@ class Moves:
     @property
     def blocks(self) -> int:
         """copied in all"""
-        return len(self.offloads) + len(self.restores) + len(self.copies) + len(self.mirrors)
+        return sum(map(len, (self.offloads, self.restores, self.copies, self.mirrors, self.prefetches)))

@@ -1,19 +1,23 @@
-"""When the copies of a step run: in line with the compute, or beside it on a stream of their own.
+"""When the copies of a step run: in line with the compute, or beside it on two streams of their own.
 
-Both lanes run `first`, which the step's compute needs, and `beside`, which it does not: copies of full blocks, which nobody
-writes any more, to host memory.
+Both lanes do what `Moves` promises: the bytes are those of all copies in their order, each step's before its compute.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
-Work = Callable[[], None]
+from engine.kv.block import Moves
+
+Pairs = list[tuple[int, int]]
+"""(source slot, destination slot) each"""
 
 
 class Copied(NamedTuple):
@@ -23,9 +27,83 @@ class Copied(NamedTuple):
     seconds: float
 
 
+class Copy(NamedTuple):
+    """What copies blocks, on the stream that is current."""
+
+    out: Callable[[Pairs], None]
+    """device to host"""
+    into: Callable[[Pairs], None]
+    """host to device"""
+    within: Callable[[Pairs], None]
+    """device to device"""
+
+
+class Claims(Protocol):
+    """Device slots that some compute uses."""
+
+    def reads(self, slots: np.ndarray) -> bool:
+        """Return whether it may read one of these, or write it."""
+
+    def writes(self, slots: np.ndarray) -> bool:
+        """Return whether it may write one of these."""
+
+
+class Uses:
+    """Claims of a step: blocks that hold positions below `ends` are read, those from `starts` on written. slots: of the device.
+    block_table [R, M]: slots of each row's blocks; starts, ends [R]: positions that a row computes."""
+
+    def __init__(self, slots: int, block_size: int, block_table: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+        self._slots, self._table = slots, block_table
+        self._first, self._end = starts // block_size, -(-ends // block_size)
+
+    def reads(self, slots: np.ndarray) -> bool:
+        return bool(self._read[slots].any())
+
+    def writes(self, slots: np.ndarray) -> bool:
+        return bool(self._written[slots].any())
+
+    @cached_property
+    def _read(self) -> np.ndarray:
+        """[slots] bool; written ones are among them"""
+        return self._from(np.zeros_like(self._first))
+
+    @cached_property
+    def _written(self) -> np.ndarray:
+        """[slots] bool"""
+        return self._from(self._first)
+
+    def _from(self, first: np.ndarray) -> np.ndarray:
+        used, at = np.zeros(self._slots, bool), np.arange(self._table.shape[1])
+        used[self._table[(at >= first[:, None]) & (at < self._end[:, None])]] = True
+        return used
+
+
+class Within(NamedTuple):
+    """Claims of copies on the device."""
+
+    pairs: Pairs
+
+    def reads(self, slots: np.ndarray) -> bool:
+        return not {slot for pair in self.pairs for slot in pair}.isdisjoint(slots.tolist())
+
+    def writes(self, slots: np.ndarray) -> bool:
+        return not {target for _, target in self.pairs}.isdisjoint(slots.tolist())
+
+
+class Unknown:
+    """Claims of whatever may use any slot."""
+
+    def reads(self, slots: np.ndarray) -> bool:
+        return True
+
+    def writes(self, slots: np.ndarray) -> bool:
+        return True
+
+
 class Lane(Protocol):
-    def run(self, first: Work, beside: Work, blocks: int) -> Copied:
-        """Run the copies of a step, of so many blocks. Returns those that have ended since the last call."""
+    def run(self, moves: Moves, copy: Copy, uses: Claims) -> Copied:
+        """Run the copies of a step. uses: of the compute that is issued between this call and the next one. Returns the copies
+        that have ended since the last call."""
         ...
 
     def finish(self) -> None:
@@ -36,62 +114,120 @@ class Lane(Protocol):
 class InLine:
     """For devices whose copies and compute take turns anyway."""
 
-    def run(self, first: Work, beside: Work, blocks: int) -> Copied:
+    def run(self, moves: Moves, copy: Copy, uses: Claims) -> Copied:
         started = time.perf_counter()
-        first()
-        beside()
-        return Copied(blocks, time.perf_counter() - started if blocks else 0.0)
+        copy.out(moves.offloads)
+        copy.into(moves.restores)
+        copy.within(moves.copies)
+        copy.out(moves.mirrors)
+        copy.into(moves.prefetches)
+        return Copied(moves.blocks, time.perf_counter() - started if moves else 0.0)
 
     def finish(self) -> None:
         pass
 
 
+class Issued(NamedTuple):
+    """Copies of one list between device and host."""
+
+    device: np.ndarray
+    """slots there"""
+    host: frozenset[int]
+    """slots there"""
+    began: Any
+    ended: Any
+    """events"""
+
+
+class Way:
+    """One direction between device and host: a stream, and its copies that are not known to have ended, oldest first."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.under_way: deque[Issued] = deque()
+
+    def ended(self) -> Copied:
+        """Forget copies that have ended. Returns what they took."""
+        blocks, seconds = 0, 0.0
+        while self.under_way and self.under_way[0].ended.query():
+            issued = self.under_way.popleft()
+            blocks += len(issued.device)
+            seconds += issued.began.elapsed_time(issued.ended) / 1000
+        return Copied(blocks, seconds)
+
+
 class Beside:
-    """A CUDA stream for copies.
+    """Two CUDA streams for copies, one out of the device and one into it; copies on the device are the compute's.
 
-        compute   … step k │                │ wait(done k) │ step k + 1 …            │ wait(beside k) │ …
-        copies             │ wait(compute)  │ first ─ done k ─ beside ─ end k        │
+        compute  … step k ─────────┤ within ─ step k + 1 ──────────┤ …
+        out        offloads ─ mirrors ─┤  offloads ─ mirrors ─┤
+        into            restores ─ prefetches ─┤  restores ─┤
 
-    The copies start when the compute that was issued before has ended, since it may still write what they read; what is
-    issued after waits for `first` alone. What `beside` reads stays as it is for one step: the next call waits for it before
-    its slots may be given to anybody. Order comes from events, no call waits on the host. `cuda` is torch.cuda; tests have
-    another one.
+    A copy waits for a step, a step for a copy and one copy for another where they use the same slot and one of them writes it,
+    and for nothing else. So nothing waits for what lies in full blocks that stay (mirrors), in slots that were free before
+    (prefetches), or in slots that nobody takes yet. Order comes from events, no call waits on the host. `cuda` is torch.cuda;
+    tests have another one.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device
         self._cuda = cuda
-        self._stream = cuda.Stream(device)
-        self._ended: Any = None
-        """event behind the last call's copies"""
-        self._timed: deque[tuple[int, Any, Any]] = deque()
-        """(blocks, began, ended) of calls whose time is not known yet"""
+        self._out, self._into = Way(cuda.Stream(device)), Way(cuda.Stream(device))
+        self._before: Any = None
+        """event in front of the newest step; copies wait for all that is older"""
+        self._newest: list[Claims] = [Unknown()]
+        """of that step, and of the copies on the device that were issued with it"""
 
-    def run(self, first: Work, beside: Work, blocks: int) -> Copied:
+    def run(self, moves: Moves, copy: Copy, uses: Claims) -> Copied:
         compute = self._cuda.current_stream(self._device)
-        if self._ended is not None:
-            compute.wait_event(self._ended)
-            self._ended = None
-        if blocks:
-            self._stream.wait_stream(compute)
-            began, ended = (self._cuda.Event(enable_timing=True) for _ in range(2))
-            with self._cuda.stream(self._stream):
-                began.record(self._stream)
-                first()
-                compute.wait_event(self._stream.record_event())
-                beside()
-                ended.record(self._stream)
-            self._ended = ended
-            self._timed.append((blocks, began, ended))
-        return self._known()
+        ended = [way.ended() for way in (self._out, self._into)]
+        now = compute.record_event()
+        spans = [(self._before, Unknown()), *((now, claims) for claims in self._newest)]
+        self._issue(self._out, copy.out, moves.offloads, spans)
+        self._issue(self._into, copy.into, moves.restores, spans)
+        within = Within(moves.copies)
+        if moves.copies:
+            self._hold(compute, within)
+            copy.within(moves.copies)
+            spans.append((compute.record_event(), within))
+        self._issue(self._out, copy.out, moves.mirrors, spans)
+        self._issue(self._into, copy.into, moves.prefetches, spans)
+        self._hold(compute, uses)
+        self._before, self._newest = now, [uses, within]
+        return Copied(sum(each.blocks for each in ended), sum(each.seconds for each in ended))
 
     def finish(self) -> None:
-        self._stream.synchronize()
+        for way in (self._out, self._into):
+            way.stream.synchronize()
+        self._newest = [Unknown()]  # what comes now is no step
 
-    def _known(self) -> Copied:
-        blocks, seconds = 0, 0.0
-        while self._timed and self._timed[0][2].query():
-            count, began, ended = self._timed.popleft()
-            blocks += count
-            seconds += began.elapsed_time(ended) / 1000
-        return Copied(blocks, seconds)
+    def _issue(self, way: Way, copy: Callable[[Pairs], None], pairs: Pairs, spans: Iterable[tuple[Any, Claims]]) -> None:
+        """Copy beside the compute, of which `spans` have the claims, up to an event each."""
+        if not pairs:
+            return
+        outwards = way is self._out
+        device = np.array([pair[0 if outwards else 1] for pair in pairs])
+        host = frozenset(pair[1 if outwards else 0] for pair in pairs)
+        for event, claims in spans:
+            if event is not None and (claims.writes(device) if outwards else claims.reads(device)):
+                way.stream.wait_event(event)
+        for other in (self._into if outwards else self._out).under_way:
+            if not host.isdisjoint(other.host) or np.isin(device, other.device).any():
+                way.stream.wait_event(other.ended)
+        began, ended = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        with self._cuda.stream(way.stream):
+            began.record(way.stream)
+            try:
+                copy(pairs)
+            finally:
+                ended.record(way.stream)
+                way.under_way.append(Issued(device, host, began, ended))
+
+    def _hold(self, compute: Any, claims: Claims) -> None:
+        """Let the compute that comes wait for the copies that it needs, or that need what it writes."""
+        for issued in self._into.under_way:
+            if claims.reads(issued.device):
+                compute.wait_event(issued.ended)
+        for issued in self._out.under_way:
+            if claims.writes(issued.device):
+                compute.wait_event(issued.ended)

@@ -32,10 +32,10 @@ class Homes:
         block.device = slot
         self.device.holder[slot] = block
 
-    def restore(self, block: Block, slot: int) -> None:
-        """Copy a block from host memory to a device slot that was taken."""
+    def restore(self, block: Block, slot: int, ahead: bool = False) -> None:
+        """Copy a block from host memory to a device slot that was taken. ahead: beside the step, for a later one."""
         assert block.host is not None and block.device is None
-        self.moves.restores.append((block.host, slot))
+        (self.moves.prefetches if ahead else self.moves.restores).append((block.host, slot))
         self.to_device.append(block)
         self.settle(slot, block)
 
@@ -54,9 +54,10 @@ class Homes:
         self.moves.mirrors.append(self._into_host(block))
 
     def release_device(self, block: Block) -> None:
-        """Free the device slot of a block."""
+        """Free the device slot of a block, which this step may copy to host memory."""
         assert block.device is not None
-        self.device.release(block.device)
+        offloads = self.moves.offloads
+        self.device.release(block.device, read=bool(offloads) and offloads[-1][0] == block.device)
         block.device = None
 
     def release_host(self, block: Block) -> None:

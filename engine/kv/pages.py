@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from engine.kv.block import Moves
-from engine.kv.copies import Copied, InLine, Lane
+from engine.kv.copies import Claims, Copied, Copy, InLine, Lane, Unknown, Uses
 from engine.memory import Memory
 
 MADV_POPULATE_WRITE = 23
@@ -87,6 +87,11 @@ class PagedKV:
         self.lane: Lane = InLine() if lane is None else lane
         self._rows = self.data.flatten(1)
         self._host_rows = self.host.flatten(1)
+        self._copy = Copy(
+            out=lambda pairs: copy_rows(self._rows, self._host_rows, pairs),
+            into=lambda pairs: copy_rows(self._host_rows, self._rows, pairs),
+            within=lambda pairs: copy_within(self._rows, pairs, self.memory),
+        )
 
     def release(self) -> None:
         """Give the memory of the device pool back; its shape and address stay on the CPU. What lies in it is gone."""
@@ -105,16 +110,14 @@ class PagedKV:
             self.data.untyped_storage().resize_(self.data.nbytes)
             self.data.zero_()
 
-    def move(self, moves: Moves) -> Copied:
-        """Run all copies of a step, in the order that `Moves` promises; called at every step, copies or none. Returns those
-        that have ended since the last call: on the CPU these ones."""
+    def uses(self, block_table: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Uses:
+        """Claims of a step: block_table [R, M] of device slots, starts and ends [R] of the positions that its rows compute."""
+        return Uses(len(self.data), self.block_size, block_table, starts, ends)
 
-        def first() -> None:
-            copy_rows(self._rows, self._host_rows, moves.offloads)
-            copy_rows(self._host_rows, self._rows, moves.restores)
-            copy_within(self._rows, moves.copies, self.memory)
-
-        return self.lane.run(first, lambda: copy_rows(self._rows, self._host_rows, moves.mirrors), moves.blocks)
+    def move(self, moves: Moves, uses: Claims | None = None) -> Copied:
+        """Run all copies of a step, as `Moves` promises; called at every step, copies or none. uses: of the compute that
+        follows; None: it may use any slot. Returns the copies that have ended since the last call: on the CPU these ones."""
+        return self.lane.run(moves, self._copy, uses or Unknown())
 
 
 def keys_and_values(kv: PagedKV, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -166,6 +166,18 @@ class BlockStore:
         if block.lost:
             self.index.remove(block)
 
+    def prefetch(self, block: Block) -> None:
+        """Copy a block whose owners wait from host memory to the device, beside the step; it is idle there until one of them
+        runs. Raises OutOfBlocks."""
+        assert block.owners and not block.users
+        self.homes.restore(block, self._take_device(), ahead=True)
+        self.idle[block] = None
+
+    def free_ahead(self, slots: int) -> None:
+        """Let cached blocks leave for host memory until so many slots are free, as far as there is room for them."""
+        while self.device.free < slots and self.cached and (next(iter(self.cached)).host is not None or self.host_available):
+            self._evict_cached()
+
     def mirror(self, block: Block) -> bool:
         """Copy a full block to host memory while it stays on the device. False: no free slot there."""
         assert block.device is not None and block.host is None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import islice
+from itertools import chain, islice
 
 from engine.config import EngineConfig
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
 from engine.scheduling.kept import KeptKV
-from engine.scheduling.preemption import Pressure
+from engine.scheduling.preemption import Pressure, is_absent
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.shares import Shares
@@ -99,6 +99,21 @@ class Admission:
             upcoming = [*islice(self.waiting.of(self.clients, begun=not self.admitting), slots)]
         self.pressure.make_room(upcoming, self.running, most)
 
+    def copy_ahead(self, most: int) -> None:
+        """Let copies run beside this step, of at most `most` tokens, that the next one needs: room for what it writes, blocks
+        of the sequences that it can start, in their order."""
+        self.pressure.free_ahead(self.running)
+        first, running = self.next(), list(self.running)
+        places = min(self.config.max_num_seqs, most) - len(running)
+        if not self.pressure.ahead or first is None or not running:
+            return
+        others = (seq for seq in self.waiting.of(self.clients, begun=not self.admitting) if seq is not first)
+        for seq in islice(chain((first,), others), max(0, places)):
+            self.tables.cut_lost(seq)
+            if not self.pressure.prefetch(seq, running, most - len(running)):
+                return
+            running.append(seq)
+
     # ── starting and stopping ─────────────────────────────────────────────────────────────────────────────────────────
     def next(self) -> Sequence | None:
         """Return the sequence that is next to start. If nothing runs, that is one with KV on the device that another would
@@ -110,9 +125,12 @@ class Admission:
 
     def start(self, seq: Sequence, budget: int, version: int) -> bool:
         """Start a waiting sequence if its blocks and the next chunk, of at most `budget` tokens, fit beside what runs. Returns
-        whether it did. version: of the weights."""
+        whether it did. Where copies run ahead its blocks are on the device before, unless nothing else runs. version: of the
+        weights."""
         self.tables.cut_lost(seq)
         self.tables.find_in_use(seq, version)
+        if self.pressure.ahead and self.running and is_absent(seq):
+            return False
         if not self.pressure.fits(seq, self.running, budget):
             return False
         least_run = self.pressure.least_run(seq)

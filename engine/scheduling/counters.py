@@ -72,7 +72,8 @@ class Counters:
     """of steps that did nothing but draw: behind each of their tokens"""
     decode_tokens: int = 0
     move_seconds: float = 0.0
-    """copies between the pools and copies of a fork; on CUDA by its own clock, mirrors that nothing waits for included"""
+    """copies between the pools and copies of a fork; on CUDA by its own clock, those that nothing waits for included, and
+    without a fork's, which are compute there"""
     plan_seconds: float = 0.0
     build_seconds: float = 0.0
     """the batch and what the attention prepares for it"""
@@ -98,9 +99,10 @@ class Counters:
         """Count a step's copies of blocks, and those that have ended."""
         to_host = len(moves.offloads) + len(moves.mirrors)
         self.offloaded_blocks += to_host
-        self.restored_blocks += len(moves.restores)
+        to_device = len(moves.restores) + len(moves.prefetches)
+        self.restored_blocks += to_device
         self.bytes_to_host += to_host * block_bytes
-        self.bytes_to_device += len(moves.restores) * block_bytes
+        self.bytes_to_device += to_device * block_bytes
         self.move_seconds += copied.seconds
         if copied.blocks:
             self.copy_blocks_per_second = self._copies.add(copied.blocks, copied.seconds)

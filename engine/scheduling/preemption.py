@@ -3,6 +3,7 @@
     offload      blocks of a preempted sequence that no running one uses go to host memory; a shared prefix with its last child
     soft reset   host memory is full, or computing again is cheaper than copying: the KV is dropped
     mirror       full blocks are copied to host memory ahead of need, so that preempting copies only partial blocks
+    ahead        where copies run beside the compute, room for the next step is made while this one runs
 
 What a soft reset costs is bounded at the start: a sequence whose KV could be lost again starts when there is room for all that
 it has to compute and for a share of what it then draws, beside the growth of those that run (docs/decisions/pressure.md).
@@ -35,24 +36,27 @@ class Pressure:
         self.store = store
         self.counters = counters
         self.kept = kept
+        self.ahead = bool(config.copy_ahead and store.host.size)
+        """room is made a step before it is needed, so that a step writes no slot which its own copies give up"""
+        self.steps = 1 + self.ahead
+        """that there must be room for"""
 
     def need(self, seq: Sequence) -> int:
-        """Return how many blocks a running sequence must get to compute its next token."""
-        if seq.cached % self.config.block_size == 0:
-            return 0 if len(seq.blocks) * self.config.block_size > seq.cached else 1
-        return int(seq.blocks[-1].owners > 1)
+        """Return how many blocks a running sequence must get to compute its next token, or two where copies run ahead."""
+        last = min(seq.cached + self.steps, seq.limit - 1)
+        return self._growth(seq, max(seq.cached + 1, last))
 
     def must_preempt(self, running: list[Sequence]) -> bool:
-        """True if there is no room for all of them to take a step."""
+        """True if there is no room for all of them to take a step, or two."""
         room = self.store.available + len(self.store.idle)
-        return len(running) > room and sum(map(self.need, running)) > room
+        return self.steps * len(running) > room and sum(map(self.need, running)) > room
 
     def victims(self, running: list[Sequence]) -> list[Sequence]:
         """Return the sequences to preempt so that the others can take a step: none if there is room, else the last in rank,
         enough of them that the rest can grow by `lookahead_blocks` (together at most a sixteenth of the pool). The first in
         rank always stays, so something always gets done."""
-        if len(running) <= self.store.available:
-            return []  # nobody needs more than one
+        if self.steps * len(running) <= self.store.available:
+            return []  # nobody needs more than one a step
         need = sum(map(self.need, running))
         if need <= self.store.available or self.reclaim_idle(need) or len(running) <= 1:
             return []
@@ -209,6 +213,23 @@ class Pressure:
         self.counters.offloads += 1
         return True
 
+    def free_ahead(self, running: list[Sequence]) -> None:
+        """Let cached blocks leave the device beside this step, so that the next one finds slots that no copy reads: one for
+        each sequence and those of a chunk, together at most a sixteenth of the pool."""
+        if self.ahead:
+            soon = len(running) + self.config.max_batch_tokens // self.config.block_size
+            self.store.free_ahead(min(soon, self.store.device.size // 16))
+
+    def prefetch(self, seq: Sequence, running: list[Sequence], budget: int) -> bool:
+        """Copy the blocks of a waiting sequence to the device beside this step, if it could start in a step of `budget` tokens
+        beside those that run. Returns whether it could."""
+        if not self.fits(seq, running, budget):
+            return False
+        for block in seq.blocks:
+            if block.device is None:
+                self.store.prefetch(block)
+        return True
+
     def mirror(self, running: list[Sequence]) -> None:
         """Copy, when the pool will run out soon, full blocks of the sequences that are preempted first: the last in rank."""
         size = self.config.block_size
@@ -239,6 +260,11 @@ class Pressure:
         if not copy or not prefill:
             return True
         return 2 * blocks / copy <= tokens / prefill
+
+
+def is_absent(seq: Sequence) -> bool:
+    """True if a block of a sequence is not on the device."""
+    return any(block.device is None for block in seq.blocks)
 
 
 def _absent(seq: Sequence) -> int:

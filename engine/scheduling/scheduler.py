@@ -10,7 +10,7 @@ after the next step has been planned and launched (`engine.in_flight`). One call
     5. decode        one row for each sequence that has one token to compute; in turn, where the step is to be short
     6. prefill       chunks for the running sequences that have more, while the token budget lasts
     7. start         waiting sequences: held, forked, preempted or reset ones, then fresh prompts
-    8. mirror        ahead of pressure, copies of full blocks to host memory
+    8. copy ahead    ahead of pressure, copies of full blocks to host memory; what the next step needs, beside this one
     9. draft         where few rows run and all decode: likely tokens behind the one that each computes (drafts.py)
 
 `admission.py` has 1 to 4 and what starts a sequence, `groups.py` what forks and ends one, `rows.py` a row and the plan of all,
@@ -127,6 +127,7 @@ class Scheduler:
         decoding = self._decode(most)
         filling = self._prefill(most, len(decoding))
         self.admission.pressure.mirror(self.running)
+        self.admission.copy_ahead(most)
         pending, self._planned = bool(self._rows), self._planned + 1
         if filling:
             rows = sorted(decoding + filling, key=lambda row: row[0].age)

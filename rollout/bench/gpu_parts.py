@@ -19,6 +19,7 @@ from engine.engine import Engine
 from engine.forward.batch import Batch
 from engine.forward.model import Model
 from engine.kv.block import Moves
+from engine.kv.copies import Claims, Copied
 from engine.types import Group, Sampling
 from engine.weights.offload import Streamed
 from rollout.bench import sharing as sharing_by_hand
@@ -224,7 +225,7 @@ def offload(bench: Bench) -> Rows:
         "offload": tight,
         "no_copies": {**tight, "change": without_copies},
         "roomy": {**alone, "kv_tokens": workload.roomy().kv_tokens(32)},
-        "not_ahead": {**tight, "mirror_ahead": False},
+        "not_ahead": {**tight, "mirror_ahead": False, "copy_ahead": False},
         "no_offload": alone,
     }.items():
         yield from kept(run(name, config))
@@ -235,7 +236,11 @@ def offload(bench: Bench) -> Rows:
 def without_copies(engine: Engine) -> None:
     """The pools move nothing but the copies of forks; what is drawn means nothing."""
     move = engine.kv.move
-    engine.kv.move = lambda moves: move(Moves(copies=moves.copies))  # type: ignore[method-assign]
+
+    def some(moves: Moves, uses: Claims | None = None) -> Copied:
+        return move(Moves(copies=moves.copies), uses)
+
+    engine.kv.move = some  # type: ignore[method-assign]
 
 
 def refresh(bench: Bench) -> Rows:

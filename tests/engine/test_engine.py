@@ -292,6 +292,7 @@ def test_limits_are_the_caller_s() -> None:
         ("order", "shortest"),
         ("foreground_s", float("inf")),
         ("mirror_ahead", True),
+        ("copy_ahead", True),
         ("kv_tokens", 0),
         ("threads", 0),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
@@ -96,10 +97,10 @@ def patch_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """skip a release of a device slot"""
     release, calls = BlockPool.release, [0]
 
-    def skip(self: BlockPool, slot: int) -> None:
+    def skip(self: BlockPool, slot: int, read: bool = False) -> None:
         calls[0] += 1
         if calls[0] % 7:
-            release(self, slot)
+            release(self, slot, read)
         else:
             self.holder[slot] = None
 
@@ -204,7 +205,7 @@ def patch_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: Harness, moves: Moves, stop: int | None) -> None:
         move(self, Moves(restores=moves.restores), stop)
-        move(self, Moves(offloads=moves.offloads, copies=moves.copies, mirrors=moves.mirrors), stop)
+        move(self, replace(moves, restores=[]), stop)
 
     monkeypatch.setattr(Harness, "move", wrong)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from engine.cuda.memory import CudaMemory
 from engine.kv.block import Moves
-from engine.kv.copies import Beside, Copied, Work
+from engine.kv.copies import Beside, Claims, Copied, Copy
 from engine.kv.pages import KVGeometry, PagedKV
 from tests.support.equivalence import groups
 from tests.support.on_device import DEVICE, agree, engine, needs_cuda
@@ -19,9 +20,9 @@ BUSY_CYCLES = 5_000_000
 
 
 @pytest.mark.usefixtures("copies_pay")
-@pytest.mark.parametrize("mirror_ahead", [False, True])
-def test_under_pressure_as_with_room(mirror_ahead: bool) -> None:
-    tight = engine(kv_tokens=320, cpu_offload_gib=0.01, mirror_ahead=mirror_ahead)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_under_pressure_as_with_room(ahead: bool) -> None:
+    tight = engine(kv_tokens=320, cpu_offload_gib=0.01, mirror_ahead=ahead, copy_ahead=ahead)
     agree(run(engine(kv_tokens=16_384), groups()), run(tight, groups()))
     counters = tight.counters
     assert counters.offloads > 0 and counters.restored_blocks > 0 and counters.recomputed_tokens == 0
@@ -44,7 +45,6 @@ def wrong_blocks(kv: PagedKV, rounds: int = 12) -> int:
         torch.cuda._sleep(BUSY_CYCLES)
         kv.data[3].fill_(value)
         kv.move(Moves(mirrors=[(3, 4 + host)]))
-        kv.move(Moves())  # only from here on may the slot of a mirrored block be given to anybody
         kv.data[3].fill_(-2)
         kv.move(Moves(restores=[(4 + host, 5)]))
         wrong += sum(not bool((block == value).all()) for block in (back, copied, kv.data[5].clone()))
@@ -55,10 +55,14 @@ def wrong_blocks(kv: PagedKV, rounds: int = 12) -> int:
 class Hasty(Beside):
     """The negative control: copies that wait for nobody, and for which nobody waits."""
 
-    def run(self, first: Work, beside: Work, blocks: int) -> Copied:
-        with torch.cuda.stream(self._stream):
-            first()
-            beside()
+    def run(self, moves: Moves, copy: Copy, uses: Claims) -> Copied:
+        for way, act, pairs in (
+            (self._out, copy.out, [*moves.offloads, *moves.mirrors]),
+            (self._into, copy.into, moves.restores),
+        ):
+            with torch.cuda.stream(way.stream):
+                act(pairs)
+        copy.within(moves.copies)
         return Copied(0, 0.0)
 
 
@@ -78,7 +82,24 @@ def test_copies_from_host_memory_do_not_hold_the_host_up() -> None:
     done = torch.cuda.Event()
     torch.cuda._sleep(100 * BUSY_CYCLES)
     done.record()
-    kv.move(Moves(offloads=[(0, 0)], restores=[(1, 1)], copies=[(2, 3)], mirrors=[(4, 4)]))
+    kv.move(Moves(offloads=[(0, 0)], restores=[(1, 1)], copies=[(2, 3)], mirrors=[(4, 4)], prefetches=[(2, 5)]))
     assert not done.query(), "the host waited for the device"
     torch.cuda.synchronize()
-    assert kv.lane.run(lambda: None, lambda: None, 0).blocks == 4
+    assert kv.move(Moves()).blocks == 4
+
+
+@needs_cuda
+def test_copies_run_while_the_device_computes() -> None:
+    """A step that uses none of their slots is under way: they end before it does."""
+    device = torch.device(DEVICE)
+    kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, CudaMemory(device), Beside(device))
+    nobody = kv.uses(np.zeros((0, 0), np.int32), np.zeros(0, int), np.zeros(0, int))
+    kv.move(Moves(), nobody)
+    kv.move(Moves(), nobody)
+    done = torch.cuda.Event()
+    torch.cuda._sleep(1000 * BUSY_CYCLES)
+    done.record()
+    kv.move(Moves(offloads=[(0, 0)], prefetches=[(2, 5)]), nobody)
+    kv.lane.finish()
+    assert not done.query(), "a copy waited for compute that uses none of its slots"
+    torch.cuda.synchronize()

@@ -73,6 +73,11 @@ class FakeCuda:
         yield
         self.current = before
 
+    def work_on(self, stream: FakeStream) -> None:
+        """All that one stream can do while the others stand still."""
+        while stream.ready():
+            stream.queue.pop(0)[1]()
+
     def work(self, most: int) -> None:
         """Up to so many pieces of work, on whichever stream has one that may run."""
         for _ in range(most):

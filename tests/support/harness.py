@@ -282,6 +282,7 @@ class Harness:
             (self.host, self.device, moves.restores),
             (self.device, self.device, moves.copies),
             (self.device, self.host, moves.mirrors),
+            (self.host, self.device, moves.prefetches),
         ):
             read = [list(source[pair[0]]) for pair in pairs]
             for cells, (_, to) in zip(read, pairs, strict=True):
@@ -436,6 +437,7 @@ def random_harness(r: random.Random, foreground_s: float, order: OrderName, draf
         order=order,
         max_batch_tokens=r.choice([16, 32, 64]),
         mirror_ahead=r.random() < 0.5,
+        copy_ahead=r.random() < 0.5,
         prefix_cache=r.random() < 0.7,
         lookahead_blocks=r.choice([1, 2, 4]),
         min_run_tokens=r.choice([0, 1, 8]),
@@ -553,6 +555,7 @@ def conversations(seed: int) -> Harness:
         max_num_seqs=r.choice([2, 8]),
         max_batch_tokens=r.choice([8, 16]),
         mirror_ahead=r.random() < 0.5,
+        copy_ahead=r.random() < 0.5,
         prefix_cache=r.random() < 0.8,
         min_run_tokens=r.choice([0, 4]),
         overlap=r.random() < 0.5,
@@ -589,6 +592,7 @@ def tight_schedule(seed: int) -> None:
         max_num_seqs=r.choice([2, 8, 32]),
         max_batch_tokens=32,
         mirror_ahead=r.random() < 0.5,
+        copy_ahead=r.random() < 0.5,
         min_run_tokens=r.choice([0, 4]),
         lookahead_blocks=r.choice([1, 2]),
         overlap=r.random() < 0.5,
