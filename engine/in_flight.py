@@ -118,7 +118,7 @@ class Steps:
     def move(self, plan: Plan) -> None:
         """Do the copies of KV of a plan. Raises CopyFailed."""
         try:
-            copied = self.kv.move(plan.moves, self.kv.uses(plan.block_table, plan.starts, plan.starts + plan.counts))
+            copied = self.kv.move(plan.moves, plan.spans)
         except Exception as error:
             raise CopyFailed from error
         self.scheduler.moved()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
 
 from engine.kv.versions import Versions
 
@@ -78,6 +81,17 @@ class BlockPool:
             self._free.appendleft(slot)
         else:
             self._free.append(slot)
+
+
+class Spans(NamedTuple):
+    """Positions that the rows of a step compute, and where their blocks lie."""
+
+    block_table: np.ndarray
+    """[R, M]: device slots of each row's blocks"""
+    starts: np.ndarray
+    """[R]: of the first position of a row"""
+    ends: np.ndarray
+    """[R]: behind the last one"""
 
 
 @dataclass(slots=True)

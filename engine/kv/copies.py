@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from engine.kv.block import Moves
+from engine.kv.block import Moves, Spans
 
 Pairs = list[tuple[int, int]]
 """(source slot, destination slot) each"""
@@ -49,12 +49,12 @@ class Claims(Protocol):
 
 
 class Uses:
-    """Claims of a step: blocks that hold positions below `ends` are read, those from `starts` on written. slots: of the device.
-    block_table [R, M]: slots of each row's blocks; starts, ends [R]: positions that a row computes."""
+    """Claims of a step: blocks that hold positions below its ends are read, those from its starts on written. slots: of the
+    device."""
 
-    def __init__(self, slots: int, block_size: int, block_table: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
-        self._slots, self._table = slots, block_table
-        self._first, self._end = starts // block_size, -(-ends // block_size)
+    def __init__(self, slots: int, block_size: int, spans: Spans) -> None:
+        self._slots, self._table = slots, spans.block_table
+        self._first, self._end = spans.starts // block_size, -(-spans.ends // block_size)
 
     def reads(self, slots: np.ndarray) -> bool:
         return bool(self._read[slots].any())

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.kv.block import Moves
-from engine.kv.copies import Claims, Copied, Copy, InLine, Lane, Unknown, Uses
+from engine.kv.block import Moves, Spans
+from engine.kv.copies import Copied, Copy, InLine, Lane, Unknown, Uses
 from engine.memory import Memory
 
 MADV_POPULATE_WRITE = 23
@@ -110,14 +110,11 @@ class PagedKV:
             self.data.untyped_storage().resize_(self.data.nbytes)
             self.data.zero_()
 
-    def uses(self, block_table: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Uses:
-        """Claims of a step: block_table [R, M] of device slots, starts and ends [R] of the positions that its rows compute."""
-        return Uses(len(self.data), self.block_size, block_table, starts, ends)
-
-    def move(self, moves: Moves, uses: Claims | None = None) -> Copied:
-        """Run all copies of a step, as `Moves` promises; called at every step, copies or none. uses: of the compute that
+    def move(self, moves: Moves, spans: Spans | None = None) -> Copied:
+        """Run all copies of a step, as `Moves` promises; called at every step, copies or none. spans: of the compute that
         follows; None: it may use any slot. Returns the copies that have ended since the last call: on the CPU these ones."""
-        return self.lane.run(moves, self._copy, uses or Unknown())
+        claims = Unknown() if spans is None else Uses(len(self.data), self.block_size, spans)
+        return self.lane.run(moves, self._copy, claims)
 
 
 def keys_and_values(kv: PagedKV, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -159,17 +159,15 @@ class BlockStore:
         return True
 
     def drop(self, block: Block) -> None:
-        """Drop an idle block from the device; its owners see that it is lost when they are to run again, if it has no other
-        home."""
+        """Drop an idle block from the device. Without another home it is lost, which its owners see when they are to run."""
         assert block.users == 0
         self._leave_device(block)
         if block.lost:
             self.index.remove(block)
 
     def prefetch(self, block: Block) -> None:
-        """Copy a block whose owners wait from host memory to the device, beside the step; it is idle there until one of them
-        runs. Raises OutOfBlocks."""
-        assert block.owners and not block.users
+        """Restore a block whose owners wait, beside the step: it is idle until one of them runs. Raises OutOfBlocks."""
+        assert block.owners > block.users == 0
         self.homes.restore(block, self._take_device(), ahead=True)
         self.idle[block] = None
 
@@ -181,10 +179,9 @@ class BlockStore:
     def mirror(self, block: Block) -> bool:
         """Copy a full block to host memory while it stays on the device. False: no free slot there."""
         assert block.device is not None and block.host is None
-        if not self.host.free:
-            return False
-        self.homes.mirror(block)
-        return True
+        if room := self.host.free > 0:
+            self.homes.mirror(block)
+        return room
 
     def offload_all(self) -> None:
         """Empty the device, where no block is in use: offload blocks, those with owners first, or drop them."""
@@ -258,8 +255,7 @@ class BlockStore:
             self.cached_host[block] = None
 
     def _host_room(self) -> bool:
-        """Return whether host memory has a free slot, which is made by evicting the least recently used cached block if need
-        be."""
+        """Return whether host memory has a free slot; if need be the least recently used cached block is evicted."""
         if not self.host.free and self.cached_host:
             block, _ = self.cached_host.popitem(last=False)
             self._destroy(block)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kv.block import Moves
+from engine.kv.block import Moves, Spans
 
 SAMPLING = np.dtype(
     [
@@ -117,6 +117,11 @@ class Plan(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def spans(self) -> Spans:
+        """Positions that are computed, and where."""
+        return Spans(self.block_table, self.starts, self.starts + self.counts)
 
     @property
     def draws_only(self) -> bool:

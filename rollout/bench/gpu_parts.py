@@ -18,8 +18,8 @@ from engine.devices import device_of
 from engine.engine import Engine
 from engine.forward.batch import Batch
 from engine.forward.model import Model
-from engine.kv.block import Moves
-from engine.kv.copies import Claims, Copied
+from engine.kv.block import Moves, Spans
+from engine.kv.copies import Copied
 from engine.types import Group, Sampling
 from engine.weights.offload import Streamed
 from rollout.bench import sharing as sharing_by_hand
@@ -237,8 +237,8 @@ def without_copies(engine: Engine) -> None:
     """The pools move nothing but the copies of forks; what is drawn means nothing."""
     move = engine.kv.move
 
-    def some(moves: Moves, uses: Claims | None = None) -> Copied:
-        return move(Moves(copies=moves.copies), uses)
+    def some(moves: Moves, spans: Spans | None = None) -> Copied:
+        return move(Moves(copies=moves.copies), spans)
 
     engine.kv.move = some  # type: ignore[method-assign]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kv.block import Moves
+from engine.kv.block import Moves, Spans
 from engine.kv.copies import Beside, Copy, InLine, Pairs, Unknown, Uses
 from engine.kv.pages import KVGeometry, PagedKV
 from engine.memory import HostMemory
@@ -27,13 +27,11 @@ class Work(NamedTuple):
     """Of one step: its copies, and what its compute uses."""
 
     moves: Moves
-    table: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
+    spans: Spans
 
     @property
     def uses(self) -> Uses:
-        return Uses(DEVICE_BLOCKS, BLOCK, self.table, self.starts, self.ends)
+        return Uses(DEVICE_BLOCKS, BLOCK, self.spans)
 
     def waits_for_its_own_copies(self) -> bool:
         """True if the compute uses a slot that copies between device and host of the very same step use, not both reading."""
@@ -55,7 +53,7 @@ def under_pressure(seed: int, copy_ahead: bool) -> list[Work]:
     compute = h.compute
 
     def noted(plan: Plan) -> Any:
-        steps.append(Work(plan.moves, plan.block_table, plan.starts, plan.starts + plan.counts))
+        steps.append(Work(plan.moves, plan.spans))
         return compute(plan)
 
     h.compute = noted  # type: ignore[method-assign]
@@ -89,7 +87,8 @@ class Bytes:
             self._issue(partial(work, pair))
 
     def compute(self, step: int, work: Work) -> None:
-        rows = [row[: -(-end // BLOCK)].tolist() for row, end in zip(work.table, work.ends.tolist(), strict=True)]
+        table, starts, ends = work.spans
+        rows = [row[: -(-end // BLOCK)].tolist() for row, end in zip(table, ends.tolist(), strict=True)]
 
         def read() -> None:
             self.seen.append([self.device[slot] for row in rows for slot in row])
@@ -99,7 +98,7 @@ class Bytes:
                 self.device[slot] = f"{self.device[slot][-30:] if at == first else ''} step {step}"
 
         self._issue(read)
-        for row, start in zip(rows, work.starts.tolist(), strict=True):
+        for row, start in zip(rows, starts.tolist(), strict=True):
             self._issue(partial(write, row, start // BLOCK))
 
 
@@ -192,7 +191,7 @@ def test_a_slot_that_is_used_later_holds_only_who_uses_it() -> None:
 
     def step(moves: Moves, *slots: int, start: int = 0) -> bool:
         """Whether a step that uses these ends while copies stand still."""
-        work = Work(moves, np.array([slots]), np.array([start]), np.array([BLOCK * len(slots)]))
+        work = Work(moves, Spans(np.array([slots]), np.array([start]), np.array([BLOCK * len(slots)])))
         lane.run(work.moves, pools.copy, work.uses)
         pools.compute(0, work)
         cuda.work_on(cuda.compute)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.cuda.memory import CudaMemory
-from engine.kv.block import Moves
+from engine.kv.block import Moves, Spans
 from engine.kv.copies import Beside, Claims, Copied, Copy
 from engine.kv.pages import KVGeometry, PagedKV
 from tests.support.equivalence import groups
@@ -93,7 +93,7 @@ def test_copies_run_while_the_device_computes() -> None:
     """A step that uses none of their slots is under way: they end before it does."""
     device = torch.device(DEVICE)
     kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, CudaMemory(device), Beside(device))
-    nobody = kv.uses(np.zeros((0, 0), np.int32), np.zeros(0, int), np.zeros(0, int))
+    nobody = Spans(np.zeros((0, 0), np.int32), np.zeros(0, int), np.zeros(0, int))
     kv.move(Moves(), nobody)
     kv.move(Moves(), nobody)
     done = torch.cuda.Event()
