@@ -27,11 +27,13 @@ from engine.cpu.build import NativeUnavailable
 from engine.cpu.judge import decide
 from engine.cpu.kernels import choose
 from engine.cuda.attention import TritonAttention, TritonUnavailable
+from engine.cuda.digests import device_hashes
 from engine.cuda.exact import make_exact
 from engine.cuda.fused import FusedDecoder, NotFused
 from engine.cuda.graphs import DecodeGraphs, cuda_capture
 from engine.cuda.memory import CudaMemory
 from engine.cuda.norms import fuse_norms
+from engine.cuda.regions import open_driver
 from engine.forward.arithmetic import torch_arithmetic
 from engine.forward.attention import Backend, CannotAttend, Capacity
 from engine.forward.batch import Batch
@@ -173,7 +175,7 @@ class CudaDevice:
             if device.index >= torch.cuda.device_count():
                 raise ValueError(f"device={config.device}: the last one here is cuda:{torch.cuda.device_count() - 1}")
             torch.cuda.set_device(device.index)  # Triton and events take the current one
-        self.memory = CudaMemory(device)
+        self.memory = CudaMemory(device, device_hashes(), open_driver(device))
         self._kernel = draw_kernel()
 
     def check(self, model: ModelLike) -> None:

@@ -180,11 +180,12 @@ class Engine:
         version: int | None = None,
         partial: bool = False,
         adapter: Adapter | None = None,
+        on_device: bool = False,
     ) -> Staging:
         """Begin a refresh: see `Weights.begin`. Steps may go on while the staging takes its bytes in."""
         if "weights" in self.asleep:
             raise ValueError('the weights are asleep: wake all, or tags=("weights",) alone, then refresh')
-        return self.weights.begin(manifest, version=version, partial=partial, adapter=adapter)
+        return self.weights.begin(manifest, version=version, partial=partial, adapter=adapter, on_device=on_device)
 
     def commit(self, staging: Staging, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed:
         """End a refresh: the staged weights are live from the next step on, in place. `kv`: as in `refresh`. The
@@ -256,7 +257,7 @@ class Engine:
         with self.steps.voiding(plan):
             self.steps.move(plan)
         self.kv.release()
-        if self.graphs is not None:
+        if self.graphs is not None and not (self.weights.stays and self.kv.stays):
             self.graphs.forget()
         self.weights.release_memory(keep=level == 1)
         memory.trim()
@@ -271,10 +272,7 @@ class Engine:
 
         Raises ValueError where nothing of that is asleep, and what taking the memory raises: that part sleeps on then."""
         for tag in parts_to_wake(tags, self.asleep):
-            if tag == "weights":
-                self.weights.restore_memory()
-            else:
-                self.kv.take_back()
+            (self.weights.restore_memory if tag == "weights" else self.kv.take_back)()
             self.asleep.remove(tag)
 
     def status(self) -> dict[str, Any]:

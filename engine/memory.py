@@ -38,6 +38,39 @@ def free_memory(cgroup: Path = CGROUP) -> int:
     return free
 
 
+class Region(Protocol):
+    """Memory of the device at addresses that stay while it is given back and taken again: `engine.cuda.regions`."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """[bytes] uint8. Nothing may touch it after `release`, nor what `need` has not named."""
+
+    def need(self, size: int) -> None:
+        """Take the memory of the first `size` bytes, unless it is there. Raises torch.OutOfMemoryError."""
+
+    def release(self) -> None:
+        """Give the memory back; what lies in it is gone."""
+
+    def restore(self) -> None:
+        """Take as much as there was. Raises torch.OutOfMemoryError; nothing is taken then."""
+
+
+class Hashes(Protocol):
+    """xxh3-128 of several pieces of data, computed where they lie, on the current stream: `engine.cuda.digests`."""
+
+    def cuts(self, size: int) -> list[tuple[int, int]]:
+        """Cut `size` bytes into slices (begin, end) that `update` takes one after the other."""
+
+    def update(self, row: int, data: torch.Tensor, last: bool) -> None:
+        """Add the next [bytes] uint8 of a piece of data."""
+
+    def add(self, row: int, data: torch.Tensor) -> None:
+        """Add the whole of a piece of data."""
+
+    def read(self) -> Callable[[], list[str]]:
+        """Start the way of the results to the host. Returns what waits for them: the digests (hex) of all rows."""
+
+
 class Memory(Protocol):
     """Where a model computes: memory of a device, and the host memory beside it. `HostMemory` and
     `engine.cuda.memory.CudaMemory` are the two there are."""
@@ -56,6 +89,16 @@ class Memory(Protocol):
     @property
     def streams(self) -> Any:
         """`torch.cuda`, whose streams and events order copies beside the compute; None: all work runs in line."""
+
+    @property
+    def hashes(self) -> Callable[[int], Hashes] | None:
+        """Makes the `Hashes` of so many rows; None: digests are taken on the host."""
+
+    def region(self, size: int) -> Region | None:
+        """Reserve addresses for `size` bytes; None where there are none that stay."""
+
+    def room(self, size: int) -> torch.Tensor | None:
+        """Take [size] uint8 of the device for a while; None where that would leave too little."""
 
     def free(self) -> int:
         """Return the bytes that can be taken."""
@@ -83,6 +126,13 @@ class HostMemory:
     is_host = True
     pool_share = 0.25
     streams: Any = None
+    hashes: Callable[[int], Hashes] | None = None
+
+    def region(self, size: int) -> Region | None:
+        return None
+
+    def room(self, size: int) -> torch.Tensor | None:
+        return None
 
     def free(self) -> int:
         return free_memory()

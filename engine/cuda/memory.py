@@ -11,7 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.memory import pinned, split_like
+from engine.cuda.regions import Driver, MappedRegion
+from engine.memory import Hashes, Region, pinned, split_like
+
+SPARE_BYTES = 1 << 30
+"""that a room for a while leaves to whoever else takes memory"""
 
 
 class CudaMemory:
@@ -21,8 +25,23 @@ class CudaMemory:
     pool_share = 0.8
     streams: Any = torch.cuda
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, hashes: Callable[[int], Hashes] | None = None, driver: Driver | None = None
+    ) -> None:
+        """hashes: takes digests on the device; driver: has addresses that stay (`engine.cuda.regions`); None: without."""
         self.device = device
+        self.hashes = hashes
+        self._driver = driver
+
+    def region(self, size: int) -> Region | None:
+        return None if self._driver is None else MappedRegion(self._driver, size)
+
+    def room(self, size: int) -> torch.Tensor | None:
+        if self.free() < size + SPARE_BYTES:
+            self.trim()
+        if self.free() < size + SPARE_BYTES:
+            return None
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def free(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0])

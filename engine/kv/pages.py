@@ -75,7 +75,13 @@ class PagedKV:
         self.block_size = block_size
         self.block_bytes = geometry.bytes_per_token * block_size
         shape = geometry.block_shape(block_size)
-        self.data, self._map = _allocate((device_blocks, *shape), geometry.dtype, memory, on_device=True)
+        self._region = None if memory.is_host else memory.region(device_blocks * self.block_bytes)
+        """that the pool lies in; None: it moves with a sleep, or is the host's"""
+        if self._region is not None:
+            self._region.need(device_blocks * self.block_bytes)
+            self.data, self._map = self._region.data.zero_().view(geometry.dtype).view(device_blocks, *shape), None
+        else:
+            self.data, self._map = _allocate((device_blocks, *shape), geometry.dtype, memory, on_device=True)
         """[blocks, *block_shape] on the device; zero at first, so that no NaN lies in it"""
         self.host, host_map = _allocate((host_blocks, *shape), geometry.dtype, memory, on_device=False)
         """the same shape in host memory, pinned on CUDA"""
@@ -93,17 +99,28 @@ class PagedKV:
             within=lambda pairs: copy_within(self._rows, pairs, self.memory),
         )
 
+    @property
+    def stays(self) -> bool:
+        """The pool has the same address after `take_back`."""
+        return self._region is not None or self._map is not None
+
     def release(self) -> None:
-        """Give the memory of the device pool back; its shape and address stay on the CPU. What lies in it is gone."""
+        """Give the memory of the device pool back; its shape stays, and its address where `stays` says so. What lies in it is
+        gone."""
         self.lane.finish()
-        if self._map is not None:
+        if self._region is not None:
+            self._region.release()
+        elif self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
         else:
             self.data.untyped_storage().resize_(0)
 
     def take_back(self) -> None:
         """Undo `release`: the pool is there again, and zero."""
-        if self._map is not None:
+        if self._region is not None:
+            self._region.restore()
+            self._region.data.zero_()
+        elif self._map is not None:
             if self._take_now:
                 _populate(self._map)
         else:

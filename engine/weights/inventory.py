@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 import xxhash
 
+from engine.memory import Hashes
 from engine.types import TensorInfo, manifest_digest
-from engine.weights.tensors import DTYPES, InvalidWeights, checkpoint_tensors, digest_of, dtype_name, tensor_bytes
+from engine.weights.tensors import DTYPES, InvalidWeights, checkpoint_tensors, digest_of, dtype_name, flat_bytes, tensor_bytes
 
 READ_BYTES = 8 << 20
 """read at once by `Digests.read_live`"""
@@ -95,8 +96,10 @@ class Inventory:
 class Digests:
     """Digests of the live tensors: as they were committed, and as they are."""
 
-    def __init__(self, inventory: Inventory) -> None:
+    def __init__(self, inventory: Inventory, hashes: Callable[[int], Hashes] | None = None) -> None:
+        """hashes: takes those of tensors on a device there; None: they come to the host."""
         self._inventory = inventory
+        self._hashes = hashes
         self._committed: dict[str, str] = {}
         """of version 0 those that somebody asked for"""
 
@@ -107,9 +110,15 @@ class Digests:
 
     def learn(self, names: Iterable[str]) -> None:
         """Take the digests of these tensors that are not known."""
-        for name in names:
+        tensors = {name: self._inventory.tensors[name] for name in names if name not in self._committed}
+        if self._hashes is not None and (there := {name: each for name, each in tensors.items() if not each.is_cpu}):
+            hashes = self._hashes(len(there))
+            for row, tensor in enumerate(there.values()):
+                hashes.add(row, flat_bytes(tensor))
+            self._committed |= zip(there, hashes.read()(), strict=True)
+        for name, tensor in tensors.items():
             if name not in self._committed:
-                self._committed[name] = digest_of(tensor_bytes(self._inventory.tensors[name]))
+                self._committed[name] = digest_of(tensor_bytes(tensor))
 
     def of(self, name: str) -> str:
         """Return the digest of a tensor as it was committed."""

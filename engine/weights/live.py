@@ -21,6 +21,7 @@ device are filled from the masters again, inside the same transaction.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,11 +29,15 @@ import torch
 
 from engine.memory import HostMemory, Memory, host_buffer, placed, side_by_side, storage_bytes
 from engine.types import Adapter, TensorInfo
+from engine.weights.device_staging import DeviceStaging
 from engine.weights.inventory import Digests, Inventory
 from engine.weights.lora import Base, Merging
 from engine.weights.offload import Streamed
+from engine.weights.resident import Resident
 from engine.weights.staging import SLICE_BYTES, Part, Staging
 from engine.weights.tensors import InvalidWeights
+
+log = logging.getLogger("rollout.engine")
 
 VERSION_LIMIT = 2**63
 DEVICE_SLICE_BYTES = 64 << 20
@@ -62,20 +67,24 @@ class Weights:
         self._streamed = streamed
         self._lay_out = lay_out
         self.inventory = Inventory(module, {} if streamed is None else streamed.masters)
-        self._digests = Digests(self.inventory)
+        self._digests = Digests(self.inventory, self._memory.hashes)
         self.base = Base(self.inventory, self._digests)
         self._tensors = self.inventory.tensors
+        here = {name: tensor for name, tensor in self._tensors.items() if name not in self.inventory.offloaded}
+        self._resident = Resident(here, self._memory)
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
         starts, self._size = side_by_side(self._tensors.values())
         self._places = dict(zip(self._tensors, starts, strict=True))
         """first byte of each in the staging buffer"""
         self._buffer: torch.Tensor | None = None
+        """kept from one refresh to the next"""
+        self._staged_in: torch.Tensor | None = None
+        """of the staging that is open: the buffer, or a room on the device for as long as that lasts"""
         self._scratch = torch.empty(SLICE_BYTES, dtype=torch.uint8)
         self._device_scratch: torch.Tensor | None = None
         self._staging: Staging | None = None
         self.dropped = False
         """they were given away and hold nothing until a whole refresh has come"""
-        self._away: dict[str, torch.Tensor] = {}
 
     @property
     def names(self) -> int:
@@ -90,7 +99,13 @@ class Weights:
     @property
     def resident_bytes(self) -> int:
         """Bytes of the parameters on the model's device, slots included."""
-        return 0 if self._module is None else storage_bytes(self._module.parameters())
+        asleep = self._module is None or (self._resident.stays and self._resident.asleep)
+        return 0 if asleep or self._module is None else storage_bytes(self._module.parameters())
+
+    @property
+    def stays(self) -> bool:
+        """Parameters have the same addresses after a sleep."""
+        return self._resident.stays and self._streamed is None
 
     @property
     def offloaded_bytes(self) -> int:
@@ -100,41 +115,22 @@ class Weights:
     def release_memory(self, keep: bool) -> None:
         """Give the memory of the tensors back, and that for staging, until `restore_memory`. `keep`: what they hold moves to
         host memory, where tensors of the CPU are already; otherwise it is gone."""
-        assert self._staging is None and not self._away
-        self._buffer = self._device_scratch = None
-        if not keep:
+        assert self._staging is None
+        self._device_scratch = None
+        if not keep or self._memory.is_host:
+            self._buffer = None
+        if not keep or not self._memory.is_host:
             self._digests.learn(self._tensors)  # while they can be read
+        if not keep:
             self.base.clear()
         if self._streamed is not None:
             self._streamed.release_memory(keep)
-        away = None if self._memory.is_host or not keep else self._allocate()
-        for name, tensor in self._tensors.items():
-            if name in self.inventory.offloaded:
-                continue
-            if not keep:
-                self._away[name] = tensor.data.new_empty(0)
-            elif away is not None:
-                self._away[name] = placed(away, self._places[name], tensor).copy_(tensor.data)
+        self._resident.release(keep, self._host_buffer)
         self.dropped |= not keep
-        for name in self._away:
-            self._tensors[name].data = self._tensors[name].data.new_empty(0)
 
     def restore_memory(self) -> None:
-        """Undo `release_memory`. The tensors lie elsewhere than before."""
-        dropped = {}
-        for name, kept in self._away.items():
-            tensor = self._tensors[name]
-            if kept.numel():
-                tensor.data = kept.to(tensor.device)
-            elif not self._memory.is_host:
-                tensor.data = tensor.data.new_zeros(self.inventory.shapes[name])
-            else:
-                dropped[name] = tensor.data.new_empty(self.inventory.shapes[name], device="meta")
-        starts, size = side_by_side(dropped.values())
-        memory = host_buffer(size, pin=False)  # in huge pages, as they were
-        for (name, like), start in zip(dropped.items(), starts, strict=True):
-            self._tensors[name].data = placed(memory, start, like)
-        self._away.clear()
+        """Undo `release_memory`. The tensors lie elsewhere than before, unless they stay (`stays`)."""
+        self._resident.restore()
         if self._streamed is not None:
             self._streamed.restore_memory()
         self._lay_out()
@@ -147,10 +143,11 @@ class Weights:
         version: int | None = None,
         partial: bool = False,
         adapter: Adapter | None = None,
+        on_device: bool = False,
     ) -> Staging:
         """Check a manifest and open the staging for it. `version` must be above the live one; None = the next. `partial`:
         tensors that are not in the manifest stay as they are. `adapter`: the weights are to be base + adapter, and the manifest
-        lists what it is made of.
+        lists what it is made of. `on_device`: the payload lies where the model does; it is staged there if there is room.
 
         Raises InvalidWeights, WrongBase; RuntimeError while another staging is open."""
         if self.torn:
@@ -165,26 +162,38 @@ class Weights:
         targets = self.inventory.targets(manifest, partial) if adapter is None else []
         if partial:
             self._digests.learn(self._tensors.keys() - set(targets))  # at the exchange it would lengthen the pause
-        if self._buffer is None and not self.dropped:
-            self._buffer = self._allocate()
+        on_device = on_device and adapter is None and self._streamed is None and self._memory.hashes is not None
+        on_device = self._take_room(on_device)
         merging = None if adapter is None else Merging(adapter, manifest, self.inventory, self.base, self._place)
-        parts = self._parts(manifest, targets) if merging is None else merging.parts
-        self._staging = Staging(version, manifest, parts, self._scratch.numpy(), self._close_staging, merging)
+        parts = parts_of(manifest, targets, self._destination) if merging is None else merging.parts
+        if on_device:
+            self._staging = DeviceStaging(version, manifest, parts, self._memory, self._close_staging)
+        else:
+            self._staging = Staging(version, manifest, parts, self._scratch.numpy(), self._close_staging, merging)
         return self._staging
 
-    def _parts(self, manifest: Sequence[TensorInfo], targets: Sequence[str | None]) -> list[Part]:
-        return [
-            Part(info, getattr(torch, info.dtype), target, None if target is None else self._destination(target).view(-1))
-            for info, target in zip(manifest, targets, strict=True)
-        ]
+    def _take_room(self, on_device: bool) -> bool:
+        """Take the memory to stage in, on the device if that is wanted and there is room. Returns whether it is there. Weights
+        that were dropped need none."""
+        if self.dropped:
+            return on_device
+        self._staged_in = self._memory.room(self._size) if on_device else None
+        if on_device and self._staged_in is None:
+            log.info("refresh is staged in host memory reason='the device has no room' mib=%.0f", self._size / 2**20)
+        if self._staged_in is not None:
+            return True
+        self._staged_in = self._host_buffer()
+        return False
 
     def _destination(self, name: str) -> torch.Tensor:
         """Return the tensor that staging writes: the staged twin, or the live one where that holds nothing to be kept."""
         return self._tensors[name].detach() if self.dropped else self._place(name)
 
-    def _allocate(self) -> torch.Tensor:
-        """Allocate [bytes] uint8 to stage in, pinned beside a GPU."""
-        return host_buffer(self._size, pin=not self._memory.is_host)
+    def _host_buffer(self) -> torch.Tensor:
+        """Return the [bytes] uint8 to stage in, and to keep tensors in for a sleep; pinned beside a GPU."""
+        if self._buffer is None:
+            self._buffer = host_buffer(max(self._size, self._resident.size), pin=not self._memory.is_host)
+        return self._buffer
 
     def commit(self, staging: Staging) -> None:
         """Exchange what is staged with what is live, then change the version. For the time between two steps.
@@ -237,12 +246,14 @@ class Weights:
             self._streamed.ring.fill()
 
     def _close_staging(self) -> None:
-        self._staging = None
+        roomy, self._staging, self._staged_in = self._staged_in is not self._buffer, None, None
+        if roomy:
+            self._memory.trim()
 
     def _place(self, name: str) -> torch.Tensor:
         """Return the staged twin of a live tensor."""
-        assert self._buffer is not None
-        return placed(self._buffer, self._places[name], self._tensors[name])
+        assert self._staged_in is not None
+        return placed(self._staged_in, self._places[name], self._tensors[name])
 
     def _slices(self, name: str) -> Iterator[tuple[Any, Any, Any]]:
         """Cut a live tensor, its staged twin and the scratch into [slice] uint8 views. On the CPU they are numpy's, whose
@@ -270,7 +281,9 @@ class Weights:
         return digest
 
     def read_live(self) -> Iterator[str | None]:
-        """Take `live_digest` in small portions; see `Digests.read_live`."""
+        """Take `live_digest` in small portions; see `Digests.read_live`. Raises ValueError while they cannot be read."""
+        if self._resident.asleep and not self._memory.is_host:
+            raise ValueError("the weights are asleep, and no digest of them can be taken: wake them first")
         return self._digests.read_live()
 
     def _scratch_on_device(self) -> torch.Tensor:
@@ -283,3 +296,13 @@ class Weights:
             assert tensor.data_ptr() == self._addresses[name], f"{name} has another storage than at the start"
         if self._streamed is not None:
             self._streamed.check()
+
+
+def parts_of(
+    manifest: Sequence[TensorInfo], targets: Sequence[str | None], destination: Callable[[str], torch.Tensor]
+) -> list[Part]:
+    """The parts of a payload of whole tensors; `destination`: of a target, where it is staged."""
+    return [
+        Part(info, getattr(torch, info.dtype), target, None if target is None else destination(target).view(-1))
+        for info, target in zip(manifest, targets, strict=True)
+    ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,8 +29,9 @@ GRAIN = 32_768
 """elements up to which torch works in the calling thread alone (at::internal::GRAIN_SIZE)"""
 _INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Source = Callable[[np.ndarray], int]
-"""fills the beginning of a [bytes] uint8 array with the next bytes of the payload; returns how many, 0 = none have come yet"""
+Source = Callable[[Any], int]
+"""fills the beginning of [bytes] uint8, an array, or a tensor where it is staged on a device, with the next bytes of the
+payload; returns how many, 0 = none have come yet"""
 
 
 class Part:
@@ -183,7 +184,7 @@ class Staging:
             staged = torch.empty_like(staged, device="cpu")
         return (tensor_bytes(staged) if staged.dtype == part.dtype else self._scratch[:count]), staged
 
-    def _fill(self, raw: np.ndarray) -> Generator[bool, Source | None, None]:
+    def _fill(self, raw: Any) -> Generator[bool, Source | None, None]:
         filled = 0
         while filled < len(raw):
             source = yield False

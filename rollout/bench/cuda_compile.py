@@ -34,6 +34,8 @@ TYPES = {
     **dict.fromkeys(("window", "mine", "draws", "vocabulary", "rows", "outs", "size", "inner", "best"), "i32"),
     **dict.fromkeys(("eps", "q_eps", "k_eps"), "fp32"),
     "asked": "*fp64",
+    **dict.fromkeys(("data_words", "secret", "block_sums", "pieces", "states"), "*i64"),
+    "blocks": "i32",
     "scaling": "fp32",
 }
 """of the kernels' arguments, in bf16"""
@@ -126,8 +128,9 @@ def constants(heads: Heads, launch: Launch) -> dict[str, Any]:
 def others(capability: int) -> Iterator[dict[str, Any]]:
     """The kernels beside `attend`."""
     from engine.cuda import attention_kernels as triton_kernels
-    from engine.cuda import exact_kernels, fused_kernels
+    from engine.cuda import digest_kernels, exact_kernels, fused_kernels
     from engine.cuda.attention import EXACT
+    from engine.cuda.digests import BLOCKS, UNROLL
     from engine.cuda.exact import FUSED, TILES
     from engine.cuda.sampling import BLOCK
     from engine.cuda.sampling_kernels import draw_kernel
@@ -144,6 +147,8 @@ def others(capability: int) -> Iterator[dict[str, Any]]:
     yield compiled(fused_kernels.silu_mul, capability, {"WIDTH": 1024}, EXACT)
     for kernel in (triton_kernels.store, triton_kernels.merge):
         yield compiled(kernel, capability, constants(PRODUCTION, launch), EXACT)
+    yield compiled(digest_kernels.sum_blocks, capability, {"BLOCKS": BLOCKS}, {})
+    yield compiled(digest_kernels.chain, capability, {"UNROLL": UNROLL}, {"num_warps": 1})
     for cut, top in ((False, False), (True, False), (True, True)):
         made = compiled(draw_kernel, capability, {"N": BLOCK, "CUT": cut, "TOP": top}, {"num_warps": 8, **EXACT})
         yield made | {"cut": cut, "top": top}

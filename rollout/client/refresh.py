@@ -217,6 +217,7 @@ class Transaction:
 
 def read(named_tensors: Any) -> Tensors:
     """Read the names and bytes of a module, a state dict or pairs. Raises WeightsRefused naming the tensor at fault."""
+    from engine.cuda.digests import device_hashes, digests_of
     from engine.weights.tensors import InvalidWeights, flat_bytes, info_of, named_pairs
 
     try:
@@ -224,7 +225,7 @@ def read(named_tensors: Any) -> Tensors:
         infos = [info_of(name, tensor) for name, tensor in pairs]
     except InvalidWeights as error:
         raise WeightsRefused(str(error)) from None
-    return Tensors(infos, [flat_bytes(tensor) for _, tensor in pairs])
+    return Tensors(infos, [flat_bytes(tensor) for _, tensor in pairs], digests_of if device_hashes() else None)
 
 
 def answer(future: Future[Any], timeout: float | None, what: str) -> Any:

@@ -93,7 +93,12 @@ class EngineLike(Protocol):
         version: int | None = None,
         partial: bool = False,
         adapter: Adapter | None = None,
-    ) -> StagingLike: ...
+        on_device: bool = False,
+    ) -> StagingLike:
+        """Begin a refresh. on_device, given where it is true: the source fills tensors on the model's device, if it is asked
+        to."""
+        ...
+
     def commit(self, staging: Any, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed | None:
         """Apply what is staged. None: it is under way, ask again in the next turn; it is applied even if nobody does."""
         ...

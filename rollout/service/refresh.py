@@ -101,8 +101,11 @@ class Refreshes:
 
     @property
     def unannounced(self) -> bool:
-        """Whether bytes may come of which no message tells."""
-        return self._open is not None and self._open.payload.unannounced and not self._open.staging.complete
+        """Whether bytes may come of which no message tells, or a device ends its checks."""
+        push = self._open
+        if push is None or push.staging.complete:
+            return False
+        return push.payload.unannounced or push.staging.received == push.staging.total
 
     @property
     def window_bytes(self) -> int:
@@ -233,7 +236,7 @@ class Refreshes:
             raise Busy(f"{_owner(owner.session)} is staging version {owner.staging.version}; try again when it is done")
         manifest = unpack_manifest(begin.manifest, 2 * self._engine.weights.names + 64)
         try:
-            staging = self._engine.stage(manifest, version=begin.version, partial=begin.partial, **self._adapter(begin))
+            staging = self._engine.stage(manifest, version=begin.version, partial=begin.partial, **self._besides(begin))
         except Exception as error:
             raise _typed(error) from None
         try:
@@ -246,11 +249,12 @@ class Refreshes:
         push = self._open = OngoingRefresh(begin, session, staging, payload, now)
         push.reply(self._lease(push, begin.request_id))
 
-    def _adapter(self, begin: m.Begin) -> dict[str, Adapter]:
-        """Return what a refresh with LoRA factors tells the engine besides."""
-        if begin.adapter is None:
-            return {}
-        return {"adapter": Adapter(begin.base, unpack_targets(begin.adapter, self._engine.weights.names))}
+    def _besides(self, begin: m.Begin) -> dict[str, Any]:
+        """Return what a refresh tells the engine besides: LoRA factors, and whether the payload lies on the device."""
+        told: dict[str, Any] = {"on_device": True} if begin.offer.on_device else {}
+        if begin.adapter is not None:
+            told["adapter"] = Adapter(begin.base, unpack_targets(begin.adapter, self._engine.weights.names))
+        return told
 
     def _lease(self, push: OngoingRefresh, request_id: int) -> m.Lease:
         return m.Lease(request_id, push.staging.version, self._lease_s, WINDOW_BYTES)

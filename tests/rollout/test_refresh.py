@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from engine.engine import Engine
 from engine.types import Limits, Mode, Sample, Sampling, manifest_digest
+from engine.weights.live import Weights
 from rollout.client.api import RolloutClient
 from rollout.client.refresh import Pusher
 from rollout.service import loop as service_module
@@ -26,6 +27,7 @@ from rollout.service.refresh import REMEMBERED
 from tests.support.broken_commit import fail_commit
 from tests.support.clock import Clock
 from tests.support.described import described, digest_of
+from tests.support.fake_device import EagerStreams, FakeDeviceMemory, HostHashes
 from tests.support.fake_gpu import FakeGPU
 from tests.support.faulty_link import Proxy
 from tests.support.waiting import until
@@ -498,9 +500,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
     monkeypatch.setattr("transport.weights.tensors.synchronize", lambda devices: None)
     monkeypatch.setattr("transport.weights.cuda_ipc.gpu_key", lambda device: "cuda_ipc:fake")
     monkeypatch.setattr("transport.weights.cuda_ipc.Exports", lambda: Exports(gpu.export))
+    monkeypatch.setattr("engine.cuda.digests.device_hashes", lambda: None)  # they lie on the CPU in truth
     monkeypatch.setattr("rollout.service.admission.capabilities", lambda device: (*capabilities(device), "cuda_ipc:fake"))
     monkeypatch.setattr(
-        "transport.weights.cuda_ipc.CudaIpcPayload", partial(CudaIpcPayload, open_memory=gpu.open, copy_out=gpu.copy)
+        "transport.weights.cuda_ipc.CudaIpcPayload", partial(CudaIpcPayload, open_memory=gpu.open, copy=gpu.copy)
     )
     return gpu
 
@@ -521,14 +524,40 @@ def test_tensors_on_a_gpu_of_both_are_read_where_they_lie(gpu: FakeGPU, served: 
     check_marks(handle.result(WAIT))
 
 
-def test_memory_that_does_not_open_travels_in_messages(gpu: FakeGPU, served: Any) -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_memory_that_does_not_open_travels_by_the_next_way(
+    gpu: FakeGPU, served: Any, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """In shared memory where both ends see that, else in messages."""
     _, connect = served
     client = connect()
     gpu.refuse = b"all"
-    assert client.refresh(weights_of(1)).via == "inline"
+    if not shared:
+        monkeypatch.setattr("transport.weights.shm.host_key", lambda: "shm:another:host:0")
+    assert client.refresh(weights_of(1)).via == ("shm" if shared and host_key() else "inline")
     with pytest.raises(SourceUnreachable, match="cannot be opened"):
         client.refresh(weights_of(2), via="cuda_ipc")
     assert client.weights_status(verify=True)["live_digest"] == digest_of(1)
+
+
+def test_on_one_device_it_is_staged_there(gpu: FakeGPU, served: Any) -> None:
+    """The service's device takes the bytes, hashes and checks them; no buffer in host memory is made."""
+    engine, connect = served
+    client, memory = connect(), FakeDeviceMemory(streams=EagerStreams(), hashes=HostHashes)
+    engine.weights = Weights(engine.model.module, memory=memory)
+    handle = client.submit([1, 2, 3], SAMPLING)
+    until(lambda: engine.counters.steps > 3)
+    for version in (1, 2):
+        refreshed = client.refresh(weights_of(version), via="cuda_ipc")
+        assert refreshed.via == "cuda_ipc" and refreshed.digest == digest_of(version)
+        assert len(memory.taken_rooms) == version and engine.weights._buffer is None
+    damaged = weights_of(3)
+    damaged["w4"][-1, -1] = float("nan")
+    with pytest.raises(WeightsRefused, match="'w4': it holds NaN or infinity"):
+        client.refresh(damaged, via="cuda_ipc")
+    assert client.weights_status(verify=True)["live_digest"] == digest_of(2)
+    handle.cancel()
+    check_marks(handle.result(WAIT))
 
 
 def test_another_gpu_or_a_service_on_the_cpu(gpu: FakeGPU, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,9 +582,7 @@ def test_gpu_memory_that_changes_while_it_is_read_is_refused(
         new["w5"][-1, -1] += 1
 
     monkeypatch.setattr(gpu, "copy", change)
-    monkeypatch.setattr(
-        "transport.weights.cuda_ipc.CudaIpcPayload", partial(CudaIpcPayload, open_memory=gpu.open, copy_out=change)
-    )
+    monkeypatch.setattr("transport.weights.cuda_ipc.CudaIpcPayload", partial(CudaIpcPayload, open_memory=gpu.open, copy=change))
     with pytest.raises(WeightsRefused, match="'w5'.*digest"):
         client.refresh(new, via="cuda_ipc")
 

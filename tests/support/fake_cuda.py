@@ -47,6 +47,11 @@ class FakeStream:
         event.record(self)
         return event
 
+    def synchronize(self) -> None:
+        while self.queue:
+            assert self.ready(), "it waits for what nobody does"
+            self.queue.pop(0)[1]()
+
     def ready(self) -> bool:
         return bool(self.queue) and (self.queue[0][0] is None or self.queue[0][0].happened)
 

@@ -50,9 +50,9 @@ class FakeGPU:
         whole: np.ndarray = self.storages[memory.handle][: memory.size]
         return whole
 
-    def copy(self, memory: np.ndarray, data: np.ndarray) -> None:
+    def copy(self, memory: Any, data: np.ndarray) -> None:
         assert len(memory) == len(data), "nothing is read past the end of a storage"
-        memory[:] = data
+        memory[:] = data if isinstance(memory, np.ndarray) else torch.from_numpy(data)
 
     def payload(self, offer: CudaIpcOffer, manifest: list[TensorInfo] = MANIFEST, total: int = len(WHOLE)) -> CudaIpcPayload:
         return CudaIpcPayload(offer, manifest, total, self.open, self.copy)

@@ -45,7 +45,7 @@ def ways(host: str) -> dict[str, Way]:
     """Make the trainer's ends of all ways, by the names of `Via`. `host`: an address of this machine that the service can
     reach, for torch.distributed."""
     files, cuda_ipc, shm, inline = Files(), CudaIpc(), Shm(), Inline()
-    automatic = Automatic(files, on_gpus=[cuda_ipc], on_any_device=[shm], inline=inline)
+    automatic = Automatic(files, on_gpus=[cuda_ipc], shm=shm, inline=inline)
     return {way.via: way for way in (automatic, shm, inline, files, cuda_ipc, Gloo(host), Nccl(host), Delta(automatic))}
 
 

@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 from transport.errors import SourceUnreachable
 from transport.weights.ends import Sender, Way
 from transport.weights.inline import Inline
+from transport.weights.shm import Shm
 from transport.weights.tensors import Tensors
 
 
 class Automatic(Way):
     """Sends a folder by `files`, and tensors as `choose` says. Where the service turns out not to see what is offered, tensors
-    travel by `inline`, which needs no more than the connection.
+    travel by the next way that both ends have; at last by `inline`, which needs no more than the connection.
 
     Args:
         on_gpus: ways to try first for tensors that are all on GPUs.
-        on_any_device: ways to try for all tensors."""
+        shm: the way to try for all tensors, and for those on GPUs whose memory the service cannot open."""
 
     via = "auto"
 
-    def __init__(self, files: Way, on_gpus: list[Way], on_any_device: list[Way], inline: Inline) -> None:
+    def __init__(self, files: Way, on_gpus: list[Way], shm: Shm, inline: Inline) -> None:
         self._files = files
         self._on_gpus = on_gpus
-        self._on_any_device = on_any_device
+        self._shm = shm
         self._inline = inline
 
     def offer_folder(self, folder: Path) -> Sender:
         return self._files.offer_folder(folder)
 
     def offer_tensors(self, tensors: Tensors, capabilities: Collection[str]) -> Sender:
-        ways = [*(self._on_gpus if tensors.on_gpus else []), *self._on_any_device, self._inline]
+        ways = [*(self._on_gpus if tensors.on_gpus else []), self._shm, self._inline]
         sender = choose(ways, tensors, capabilities)
+        sender.instead = self._inline.after if sender.via == self._shm.via else partial(self._after, capabilities)
+        return sender
+
+    def _after(self, capabilities: Collection[str], other: Sender) -> Sender:
+        try:
+            sender = self._shm.after(other, capabilities)
+        except SourceUnreachable:
+            return self._inline.after(other)
         sender.instead = self._inline.after
         return sender
 

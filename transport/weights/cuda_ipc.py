@@ -2,7 +2,7 @@
 
     trainer   storage ─┬─ Memory: GPU, handle of the allocation, offset, size     exported once in a storage's life
                        └─ spans [tensors, 3]: which memory, first byte, bytes
-    service   opens each memory once ──→ slices, device → staging ──→ closes all
+    service   opens each memory once ──→ slices, device → device, or → host where it stages there ──→ closes all
 
 What travels is bytes and integers in a Struct. The trainer holds the tensors until the version is live; what it writes to them
 meanwhile is noticed by the digests, which are those of the bytes that it found.
@@ -23,8 +23,8 @@ import numpy as np
 from engine.types import TensorInfo
 from transport.errors import InvalidRequest, SourceUnreachable
 from transport.frames import MALFORMED
-from transport.weights.ends import Expected, Payload, Sender, Way
-from transport.weights.tensors import Tensors, digest
+from transport.weights.ends import Expected, Offered, Payload, Sender, Way
+from transport.weights.tensors import Tensors
 
 EVENT_BYTES = 64
 """of a CUDA event's handle"""
@@ -45,13 +45,17 @@ class Memory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """in the allocation"""
 
 
-class CudaIpcOffer(msgspec.Struct, frozen=True, eq=False, tag="cuda_ipc", forbid_unknown_fields=True):
+class CudaIpcOffer(Offered, frozen=True, eq=False, tag="cuda_ipc", forbid_unknown_fields=True):
     """Memory on a GPU of this host."""
 
     memory: np.ndarray
     """[bytes] uint8: MessagePack of a list of Memory"""
     spans: np.ndarray
     """[tensors, 3] int64, in the manifest's order: index into `memory`, first byte, bytes"""
+
+    @property
+    def on_device(self) -> bool:
+        return True
 
     def open(self, expected: Expected) -> Payload:
         return CudaIpcPayload(self, expected.manifest, expected.total)
@@ -85,7 +89,7 @@ class CudaIpc(Way):
         if not {gpu_key(device) for device in tensors.devices} <= set(capabilities):
             raise SourceUnreachable("this process and the service share no GPU: another host, or a service on another device")
         data = tensors.finished()
-        return Sender(self.via, self._exports.offer(data), tensors.manifest(map(digest, data)), data)
+        return Sender(self.via, self._exports.offer(data), tensors.manifest(tensors.digests()), data)
 
 
 def export(storage: Any) -> Memory:
@@ -162,15 +166,28 @@ def open_memory(memory: Memory) -> Any:
         raise SourceUnreachable(f"the trainer's CUDA memory cannot be opened here: {str(error)[:300]}") from None
 
 
-def copy_out(memory: np.ndarray, data: Any) -> None:
-    """Copy [n] uint8 of the device to [n] uint8 of the host; returns when they are there."""
-    import torch
+class Copies:
+    """Copies [n] uint8 of a device to where they are wanted: into a tensor on the current stream, and nobody waits; into host
+    memory on a stream of its own, which is waited for, so that a copy does not wait for the step in flight."""
 
-    torch.from_numpy(memory).copy_(data)
+    def __init__(self) -> None:
+        self._stream: Any = None
+
+    def __call__(self, memory: Any, data: Any) -> None:
+        import torch
+
+        if not isinstance(memory, np.ndarray):
+            memory.copy_(data, non_blocking=True)
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(data.device)
+        with torch.cuda.stream(self._stream):
+            torch.from_numpy(memory).copy_(data, non_blocking=True)
+        self._stream.synchronize()
 
 
 class CudaIpcPayload(Payload):
-    """`open_memory` and `copy_out` are what there is of CUDA in it.
+    """`open_memory` and `copy` are what there is of CUDA in it.
 
     Raises InvalidRequest, with the tensor, for spans that are not in their memory or not the manifest's."""
 
@@ -182,14 +199,14 @@ class CudaIpcPayload(Payload):
         manifest: Sequence[TensorInfo],
         total: int,
         open_memory: Callable[[Memory], Any] = open_memory,
-        copy_out: Callable[[np.ndarray, Any], None] = copy_out,
+        copy: Callable[[Any, Any], None] | None = None,
     ) -> None:
         self._memories, spans = _checked(offer, manifest, total)
         self._spans = [(index, first, size) for index, first, size in reversed(spans) if size]
-        self._open_memory, self._copy_out = open_memory, copy_out
+        self._open_memory, self._copy = open_memory, copy or Copies()
         self._opened: dict[int, Any] = {}
 
-    def read(self, memory: np.ndarray) -> int:
+    def read(self, memory: Any) -> int:
         """Read as every Payload. Raises SourceUnreachable for memory that cannot be opened."""
         if not self._spans or not len(memory):
             return 0
@@ -197,7 +214,7 @@ class CudaIpcPayload(Payload):
         if index not in self._opened:
             self._opened[index] = self._open_memory(self._memories[index])
         count = min(size, len(memory))
-        self._copy_out(memory[:count], self._opened[index][first : first + count])
+        self._copy(memory[:count], self._opened[index][first : first + count])
         if count < size:
             self._spans.append((index, first + count, size - count))
         return count

@@ -21,12 +21,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from engine.types import Refreshed, TensorInfo
 from transport.errors import InvalidRequest, SourceUnreachable, WrongBase
-from transport.weights.ends import Expected, LiveTensors, Payload, Sender, Way
+from transport.weights.ends import Expected, LiveTensors, Offered, Payload, Sender, Way
 from transport.weights.files import FilesOffer, read_folder
 from transport.weights.inline import InlinePayload, InlineSender
 from transport.weights.tensors import Tensors, digest
@@ -41,7 +40,7 @@ MARK = -128
 """a narrow difference that stands for the next wide one"""
 
 
-class DeltaOffer(msgspec.Struct, frozen=True, tag="delta", forbid_unknown_fields=True):
+class DeltaOffer(Offered, frozen=True, tag="delta", forbid_unknown_fields=True):
     """Chunk messages with differences will follow."""
 
     version: int

@@ -36,7 +36,7 @@ import numpy as np
 
 from engine.types import TensorInfo
 from transport.errors import RequestTimeout, RolloutError, SourceUnreachable
-from transport.weights.ends import Expected, Payload, Sender, Way
+from transport.weights.ends import Expected, Offered, Payload, Sender, Way
 from transport.weights.group import Backend, join, leave, leave_aside, listen
 from transport.weights.tensors import Tensors, digest
 
@@ -56,7 +56,7 @@ POLL_S = 0.001
 PROOF_BYTES = 32
 
 
-class DistributedOffer(msgspec.Struct, frozen=True, tag="distributed", forbid_unknown_fields=True):
+class DistributedOffer(Offered, frozen=True, tag="distributed", forbid_unknown_fields=True):
     """Join this group as rank 1; rank 0 broadcasts the payload in pieces of SLOT_BYTES."""
 
     backend: Backend
@@ -115,7 +115,7 @@ class Nccl(Way):
         tensors.check_on_gpus(self.via)
         check_backend("nccl", capabilities)
         data = tensors.finished()
-        manifest, device = tensors.manifest(map(digest, data)), min(tensors.devices, key=str)
+        manifest, device = tensors.manifest(tensors.digests()), min(tensors.devices, key=str)
         return DistributedSender(Broadcaster("nccl", self._host, sum(map(len, data)), device), manifest, data)
 
 

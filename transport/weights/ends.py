@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from engine.types import Limits, Refreshed, TensorInfo
@@ -81,6 +82,19 @@ class Way:
 
     def close(self) -> None:
         """Free what is kept from one refresh to the next."""
+
+
+class Offered(msgspec.Struct, frozen=True):
+    """What stands in Begin: base of the tagged Struct of each way, which opens itself."""
+
+    @property
+    def on_device(self) -> bool:
+        """The payload lies, or comes to lie, on the device of the service's model: `Payload.read` fills tensors there."""
+        return False
+
+    def open(self, expected: Expected) -> Payload:
+        """Open the service's end. Raises as `transport.weights.open_payload`."""
+        raise NotImplementedError
 
 
 class KeptMap(Protocol):
@@ -161,8 +175,9 @@ class Payload:
     def check_sent(self) -> None:
         """Check that all chunks have come, before Commit is taken. Raises WeightsRefused."""
 
-    def read(self, memory: np.ndarray) -> int:
-        """Fill the beginning of [bytes] uint8 with what comes next. Returns how many bytes; 0: nothing has come yet."""
+    def read(self, memory: Any) -> int:
+        """Fill the beginning of [bytes] uint8, a numpy array, with what comes next. Returns how many bytes; 0: nothing has come
+        yet. One whose offer is `on_device` also fills a tensor there, on the current stream."""
         raise NotImplementedError
 
     def close(self) -> None:

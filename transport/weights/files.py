@@ -16,13 +16,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import xxhash
 
 from engine.types import TensorInfo
 from transport.errors import InvalidRequest, SourceUnreachable
-from transport.weights.ends import Expected, Payload, Sender, Way
+from transport.weights.ends import Expected, Offered, Payload, Sender, Way
 from transport.weights.tensors import Tensors
 
 DTYPES = {
@@ -44,7 +43,7 @@ MAX_HEADER_BYTES = 100_000_000
 READ_BYTES = 4 << 20
 
 
-class FilesOffer(msgspec.Struct, frozen=True, tag="files", forbid_unknown_fields=True):
+class FilesOffer(Offered, frozen=True, tag="files", forbid_unknown_fields=True):
     """A folder as the service sees it."""
 
     folder: str

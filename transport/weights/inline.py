@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-import msgspec
 import numpy as np
 
 from engine.types import Limits
 from transport.errors import InvalidRequest, WeightsRefused
-from transport.weights.ends import Channel, Expected, Payload, Sender, Way
+from transport.weights.ends import Channel, Expected, Offered, Payload, Sender, Way
 from transport.weights.tensors import Tensors, digest, on_host
 
 CHUNK_BYTES = 4 << 20
@@ -27,7 +26,7 @@ CHUNK_VIEWS = 32
 WINDOW_BYTES = 128 << 20
 
 
-class InlineOffer(msgspec.Struct, frozen=True, tag="inline", forbid_unknown_fields=True):
+class InlineOffer(Offered, frozen=True, tag="inline", forbid_unknown_fields=True):
     """Chunk messages will follow."""
 
     def open(self, expected: Expected) -> Payload:

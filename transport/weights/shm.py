@@ -19,13 +19,12 @@ import secrets
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import xxhash
 
 from transport.errors import SourceUnreachable
-from transport.weights.ends import Expected, Payload, Sender, Way
-from transport.weights.tensors import Tensors
+from transport.weights.ends import Expected, Offered, Payload, Sender, Way
+from transport.weights.tensors import Tensors, on_host
 
 NONCE_BYTES = 64
 NAME = "rollout-weights"
@@ -33,7 +32,7 @@ SLICE_BYTES = 1 << 20
 SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 
 
-class ShmOffer(msgspec.Struct, frozen=True, tag="shm", forbid_unknown_fields=True):
+class ShmOffer(Offered, frozen=True, tag="shm", forbid_unknown_fields=True):
     """A segment of the trainer's."""
 
     pid: int
@@ -62,6 +61,13 @@ def host_key() -> str | None:
 # the trainer's end
 
 
+def check_host(capabilities: Collection[str]) -> None:
+    """Raises SourceUnreachable if a service that says so shares no memory with this process."""
+    key = host_key()
+    if key is None or key not in capabilities:
+        raise SourceUnreachable("this process and the service share no memory: another host, user or container")
+
+
 class Shm(Way):
     """Keeps the segment of the first refresh for all others."""
 
@@ -71,15 +77,22 @@ class Shm(Way):
         self.segment = Segment()
 
     def offer_tensors(self, tensors: Tensors, capabilities: Collection[str]) -> Sender:
-        key = host_key()
-        if key is None or key not in capabilities:
-            raise SourceUnreachable("this process and the service share no memory: another host, user or container")
+        check_host(capabilities)
         arrays = tensors.on_host()
+        offer, digests = self._written(arrays)
+        return Sender(self.via, offer, tensors.manifest(digests), arrays)
+
+    def after(self, other: Sender, capabilities: Collection[str]) -> Sender:
+        """Offer what another sender, of tensors, could not bring across. Raises SourceUnreachable as `offer_tensors`."""
+        check_host(capabilities)
+        arrays = on_host(other.data)
+        return Sender(self.via, self._written(arrays)[0], other.manifest, arrays)
+
+    def _written(self, arrays: Sequence[np.ndarray]) -> tuple[ShmOffer, list[str]]:
         try:
-            offer, digests = self.segment.write(arrays)
+            return self.segment.write(arrays)
         except OSError as error:
             raise SourceUnreachable(f"no shared memory for {sum(map(len, arrays))} bytes: {error}") from None
-        return Sender(self.via, offer, tensors.manifest(digests), arrays)
 
     def close(self) -> None:
         self.segment.close()

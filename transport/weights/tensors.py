@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -21,11 +21,15 @@ class Tensors:
 
     Args:
         infos: manifest entries in the order of the payload; their digests are empty.
-        data: of each the elements in C order, a [bytes] uint8 torch tensor on the device where they lie."""
+        data: of each the elements in C order, a [bytes] uint8 torch tensor on the device where they lie.
+        hashes: takes the digests of such tensors on GPUs, there. None: their bytes come to the host for that."""
 
-    def __init__(self, infos: list[TensorInfo], data: list[Any]) -> None:
+    def __init__(
+        self, infos: list[TensorInfo], data: list[Any], hashes: Callable[[list[Any]], list[str]] | None = None
+    ) -> None:
         self.infos = infos
         self.data = data
+        self._hashes = hashes
 
     @property
     def on_gpus(self) -> bool:
@@ -54,6 +58,10 @@ class Tensors:
         """Return `data` when all that was issued to write it, on GPUs, is done."""
         synchronize(self.devices)
         return self.data
+
+    def digests(self) -> list[str]:
+        """Take the digest of each, on GPUs where that can be had."""
+        return self._hashes(self.data) if self._hashes is not None and self.on_gpus else [digest(one) for one in self.data]
 
     def manifest(self, digests: Iterable[str]) -> list[TensorInfo]:
         """Fill in the digest of each tensor."""

@@ -1,0 +1,202 @@
+"""Memory at addresses that stay: a sleep gives back what lies behind them, and CUDA graphs go on with the same pointers.
+
+    addresses   reserved once ├──────────────────────────────────────┤     cuMemAddressReserve
+    memory      mapped        ├── piece ──┼── piece ──┤                    cuMemCreate, cuMemMap; as far as `need` has asked
+    release     unmapped                                                   cuMemUnmap, cuMemRelease: others may have it
+    restore     mapped anew   ├── piece ──┼── piece ──┤                    other memory, the same addresses
+
+torch's allocator knows nothing of it. The same by an allocator plugged into torch: vLLM's CuMemAllocator, torch_memory_saver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Any, Protocol
+
+import torch
+
+log = logging.getLogger("rollout.engine")
+
+PIECE_BYTES = 256 << 20
+"""of memory that is mapped at once, at most"""
+OUT_OF_MEMORY = 2
+PINNED, DEVICE, READ_AND_WRITE = 1, 1, 3
+
+
+class Driver(Protocol):
+    """Virtual memory of a device. `CudaDriver` is one, tests have another one; each method may raise RuntimeError."""
+
+    grain: int
+    """bytes of which sizes and addresses are multiples"""
+
+    def reserve(self, size: int) -> int:
+        """Reserve addresses. Returns the first."""
+
+    def free(self, address: int, size: int) -> None:
+        """Give reserved addresses back."""
+
+    def map(self, address: int, size: int) -> int:
+        """Put memory behind addresses. Returns its handle. Raises torch.OutOfMemoryError."""
+
+    def unmap(self, address: int, size: int, handle: int) -> None:
+        """Take the memory away again, and give it back."""
+
+    def tensor(self, address: int, size: int) -> torch.Tensor:
+        """View mapped addresses as [size] uint8."""
+
+    def settle(self) -> None:
+        """Wait until nothing on the device uses any memory."""
+
+
+class MappedRegion:
+    """`engine.memory.Region` over a driver. Raises RuntimeError where the driver cannot."""
+
+    def __init__(self, driver: Driver, size: int) -> None:
+        self._driver = driver
+        self._size = _up(max(size, 1), driver.grain)
+        self._address = driver.reserve(self._size)
+        self._pieces: list[tuple[int, int, int]] = []
+        """(address, bytes, handle) of what is mapped"""
+        self._had = 0
+        """bytes that were mapped before `release`"""
+        try:
+            self.need(1)
+            self.data: torch.Tensor = driver.tensor(self._address, self._size)[:size]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def mapped(self) -> int:
+        """Bytes that have memory behind them."""
+        return sum(size for _, size, _ in self._pieces)
+
+    def need(self, size: int) -> None:
+        wanted = min(_up(size, self._driver.grain), self._size)
+        while self.mapped < wanted:
+            at, piece = self._address + self.mapped, min(_up(PIECE_BYTES, self._driver.grain), self._size - self.mapped)
+            self._pieces.append((at, piece, self._driver.map(at, piece)))
+
+    def release(self) -> None:
+        self._had = self.mapped
+        self._unmap()
+
+    def restore(self) -> None:
+        try:
+            self.need(self._had)
+        except BaseException:
+            self._unmap()
+            raise
+
+    def close(self) -> None:
+        """Give memory and addresses back for good."""
+        self._unmap()
+        if self._address:
+            self._driver.free(self._address, self._size)
+        self._address = 0
+
+    def _unmap(self) -> None:
+        if self._pieces:
+            self._driver.settle()
+        while self._pieces:
+            self._driver.unmap(*self._pieces.pop())
+
+
+def _up(size: int, grain: int) -> int:
+    return -(-size // grain) * grain
+
+
+def open_driver(device: torch.device) -> Driver | None:
+    """Open the virtual memory of a CUDA device; None, said in the log, where it has none: then a sleep moves what it holds."""
+    try:
+        return CudaDriver(torch.cuda.current_device() if device.index is None else device.index)
+    except (OSError, RuntimeError) as error:
+        log.info("no virtual memory, CUDA graphs are captured anew after a sleep device=%s reason=%r", device, str(error))
+        return None
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _Flags(ctypes.Structure):
+    _fields_ = [
+        ("compression", ctypes.c_ubyte), ("rdma", ctypes.c_ubyte), ("usage", ctypes.c_ushort), ("reserved", ctypes.c_ubyte * 4),
+    ]  # fmt: skip
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp"""
+
+    _fields_ = [
+        ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", _Location), ("metadata", ctypes.c_void_p),
+        ("flags", _Flags),
+    ]  # fmt: skip
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc"""
+
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
+
+
+class _Interface:
+    """What torch reads of a foreign array (`__cuda_array_interface__`)."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+class CudaDriver:
+    """CUDA's driver by ctypes; torch has made its context. index: of the device. Raises OSError without a driver."""
+
+    def __init__(self, index: int, library: Any = None) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
+        self._index = index
+        here = _Location(DEVICE, index)
+        self._properties = _Properties(type=PINNED, location=here)
+        self._access = _Access(here, READ_AND_WRITE)
+        torch.cuda.synchronize(index)  # the context exists from here on
+        grain = ctypes.c_size_t()
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(self._properties), ctypes.c_int(0))
+        self.grain = grain.value
+
+    def reserve(self, size: int) -> int:
+        address = ctypes.c_uint64()
+        numbers = ctypes.c_size_t(size), ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_ulonglong(0)
+        self._call("cuMemAddressReserve", ctypes.byref(address), *numbers)
+        return int(address.value)
+
+    def free(self, address: int, size: int) -> None:
+        self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size))
+
+    def map(self, address: int, size: int) -> int:
+        handle, at, length = ctypes.c_uint64(), ctypes.c_uint64(address), ctypes.c_size_t(size)
+        none = ctypes.c_ulonglong(0)
+        self._call("cuMemCreate", ctypes.byref(handle), length, ctypes.byref(self._properties), none)
+        try:
+            self._call("cuMemMap", at, length, ctypes.c_size_t(0), handle, none)
+            self._call("cuMemSetAccess", at, length, ctypes.byref(self._access), ctypes.c_size_t(1))
+        except RuntimeError:
+            self._library.cuMemUnmap(at, length)
+            self._library.cuMemRelease(handle)
+            raise
+        return int(handle.value)
+
+    def unmap(self, address: int, size: int, handle: int) -> None:
+        self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size))
+        self._call("cuMemRelease", ctypes.c_uint64(handle))
+
+    def tensor(self, address: int, size: int) -> torch.Tensor:
+        return torch.as_tensor(_Interface(address, size), device=torch.device("cuda", self._index))
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._index)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = int(getattr(self._library, name)(*arguments))
+        if status == OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError(f"{name}: no memory is left on cuda:{self._index}")
+        if status:
+            raise RuntimeError(f"{name}: CUDA error {status} on cuda:{self._index}")

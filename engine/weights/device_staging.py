@@ -1,0 +1,103 @@
+"""Staging on the device: the payload lies there already, and so do the tensors that it becomes.
+
+    payload    the trainer's memory, opened here; or slots that were received into
+    staged     the same tensors in the model's dtype on the device: a room for a while, or, of weights that were dropped, the
+               live ones themselves
+    stream     copy → hash, cast, look through → copy → …       beside the steps, which wait for none of it
+
+The host only launches; what came of the checks it reads at the end, when an event says that they are done. As in host memory
+digests are taken of the copy, so nothing that happens to the original later can matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+
+from engine.memory import Memory
+from engine.types import TensorInfo
+from engine.weights.staging import Part, Source, Staging
+from engine.weights.tensors import InvalidWeights, flat_bytes
+
+RANGED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""dtypes that may overflow the model's; those of fp8 do not"""
+
+
+class DeviceStaging(Staging):
+    """memory: of a device that has `hashes`; each part's place lies there, or it has none. Its source fills [bytes] uint8
+    tensors on the device, on the current stream."""
+
+    def __init__(
+        self, version: int, manifest: Sequence[TensorInfo], parts: list[Part], memory: Memory, on_close: Callable[[], None]
+    ) -> None:
+        assert memory.hashes is not None
+        self._streams, self._stream = memory.streams, memory.streams.Stream(memory.device)
+        self._stream.wait_stream(self._streams.current_stream(memory.device))  # memory may still be read by whoever had it
+        with self._streams.stream(self._stream):
+            self._hashes: Any = memory.hashes(2 * len(parts))
+            """row 2 i: part i as it was sent; 2 i + 1: as it was cast"""
+            self._finite = torch.ones((len(parts), 2), dtype=torch.bool, device=memory.device)
+            """[parts, 2] as it is staged, as it was sent"""
+            self._device_scratch = torch.empty(self._scratch_bytes(parts), dtype=torch.uint8, device=memory.device)
+            super().__init__(version, manifest, parts, torch.empty(0, dtype=torch.uint8).numpy(), on_close)
+
+    def feed(self, source: Source) -> int:
+        with self._streams.stream(self._stream):
+            return super().feed(source)
+
+    def close(self) -> None:
+        """Wait for what was launched, then give the memory free. May be repeated."""
+        if not self._closed:
+            self._work.close()
+            if not self.complete:
+                self._stream.synchronize()  # whoever closes this lets go of the payload next
+            self._parts, self._hashes, self._finite, self._device_scratch = [], None, self._finite[:0], self._device_scratch[:0]
+        super().close()
+
+    def _scratch_bytes(self, parts: list[Part]) -> int:
+        """Of the largest slice that is not staged as it was sent."""
+        passing = [part.nbytes for part in parts if part.place is None or part.place.dtype != part.dtype]
+        return max((end - begin for size in passing for begin, end in self._hashes.cuts(size)), default=0)
+
+    def _work_through(self) -> Generator[bool, Source | None, None]:
+        for i, part in enumerate(self._parts):
+            for begin, end in self._hashes.cuts(part.nbytes):
+                staged = None if part.place is None else part.elements(begin, end - begin)
+                straight = staged is not None and staged.dtype == part.dtype
+                raw = flat_bytes(staged) if staged is not None and straight else self._device_scratch[: end - begin]
+                yield from self._fill(raw)
+                self._hashes.update(2 * i, raw, end == part.nbytes)
+                if staged is not None and not straight:
+                    sent = raw.view(part.dtype)
+                    staged.copy_(sent)
+                    self._hashes.update(2 * i + 1, flat_bytes(staged), end == part.nbytes)
+                    self._look_through(i, 1, sent)
+                if staged is not None:
+                    self._look_through(i, 0, staged)
+        assert self.received == self.total
+        digests = self._hashes.read()
+        ended = self._stream.record_event()
+        while not ended.query():
+            yield False
+        self._check(digests(), self._finite.tolist())
+        yield True
+
+    def _look_through(self, i: int, column: int, values: torch.Tensor) -> None:
+        if values.dtype in RANGED and values.numel():
+            low, high = torch.aminmax(values)  # NaN if there is one, and no temporary
+            self._finite[i, column] &= torch.isfinite(low) & torch.isfinite(high)
+
+    def _check(self, digests: list[str], finite: list[list[bool]]) -> None:
+        for i, part in enumerate(self._parts):
+            if digests[2 * i] != part.info.digest:
+                raise InvalidWeights("the bytes are not those of the manifest's digest: damaged, or changed", part.info.name)
+            staged_is, sent_is = finite[i]
+            if not staged_is:
+                cast = part.place is not None and part.place.dtype != part.dtype
+                overflows = "a value overflows the model's dtype"
+                raise InvalidWeights(overflows if cast and sent_is else "it holds NaN or infinity", part.info.name)
+            if part.target is not None:
+                assert part.place is not None
+                self.digests[part.target] = digests[2 * i + (part.place.dtype != part.dtype)]

@@ -1,0 +1,107 @@
+"""Memory of the tensors that lie on the device: how it goes to others for a sleep, and comes back.
+
+    region     [ storage │ storage │ … ]     addresses that stay; the memory behind them goes and comes (CUDA)
+    else       each tensor holds nothing meanwhile, and lies elsewhere afterwards
+
+What graphs were captured with stays right where tensors lie in a region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+
+from engine.memory import ALIGNMENT, Memory, Region, host_buffer, placed, side_by_side
+
+
+class Resident:
+    """tensors: by name, those of the device. Moves them into a region of `memory`, if that has such."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], memory: Memory) -> None:
+        self._tensors = tensors
+        self._memory = memory
+        self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self._region = settle(tensors.values(), memory)
+        self._kept: torch.Tensor | None = None
+        """[bytes] uint8 in host memory: what the region held"""
+        self._away: dict[str, torch.Tensor] = {}
+        self.asleep = False
+
+    @property
+    def stays(self) -> bool:
+        """Tensors lie where they lay, whatever happens."""
+        return self._region is not None
+
+    @property
+    def size(self) -> int:
+        """Bytes of host memory that keep them for a sleep."""
+        return side_by_side(self._tensors.values())[1] if self._region is None else len(self._region.data)
+
+    def release(self, keep: bool, buffer: Callable[[], torch.Tensor]) -> None:
+        """Give the memory back until `restore`. keep: what it holds moves to `buffer()`, [bytes] uint8 in host memory of at
+        least `size`; tensors of the CPU are there already. Otherwise it is gone."""
+        assert not self.asleep
+        if self._region is not None:
+            self._kept = buffer()[: len(self._region.data)].copy_(self._region.data) if keep else None
+            self._region.release()
+        elif keep and not self._memory.is_host:
+            starts, _ = side_by_side(self._tensors.values())
+            away = buffer()
+            for (name, tensor), start in zip(self._tensors.items(), starts, strict=True):
+                self._away[name] = placed(away, start, tensor).copy_(tensor.data)
+        elif not keep:
+            self._away = {name: tensor.data.new_empty(0) for name, tensor in self._tensors.items()}
+        for name in self._away:
+            self._tensors[name].data = self._tensors[name].data.new_empty(0)
+        self.asleep = True
+
+    def restore(self) -> None:
+        """Undo `release`; what was not kept is zero on a device, anything on the CPU. Raises what taking the memory raises,
+        and the tensors sleep on then."""
+        if self._region is not None:
+            self._region.restore()
+            if self._kept is None:
+                self._region.data.zero_()
+            else:
+                self._region.data.copy_(self._kept)
+        self._kept = None
+        dropped = {}
+        for name, kept in self._away.items():
+            tensor = self._tensors[name]
+            if kept.numel():
+                tensor.data = kept.to(tensor.device)
+            elif not self._memory.is_host:
+                tensor.data = tensor.data.new_zeros(self._shapes[name])
+            else:
+                dropped[name] = tensor.data.new_empty(self._shapes[name], device="meta")
+        starts, size = side_by_side(dropped.values())
+        memory = host_buffer(size, pin=False)  # in huge pages, as they were
+        for (name, like), start in zip(dropped.items(), starts, strict=True):
+            self._tensors[name].data = placed(memory, start, like)
+        self._away, self.asleep = {}, False
+
+
+def settle(tensors: Collection[torch.Tensor], memory: Memory) -> Region | None:
+    """Move tensors into a region of `memory`, storage by storage, so that those that lie side by side go on to. None, and
+    nothing is moved, where it has no regions."""
+    lying: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        lying.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    sizes = {at: -(-found[0].untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT for at, found in lying.items()}
+    region = memory.region(sum(sizes.values()))
+    if region is None:
+        return None
+    start = 0
+    for at, found in lying.items():
+        storage = found[0].untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=found[0].device).set_(storage)
+        region.need(start + sizes[at])
+        region.data[start : start + len(whole)].copy_(whole)
+        for tensor in found:
+            begin = start + int(tensor.storage_offset()) * tensor.element_size()
+            tensor.data = placed(region.data, begin, tensor)
+        start += sizes[at]
+        del storage, whole
+        memory.trim()  # so that the model is there once, not twice
+    return region

@@ -1,0 +1,127 @@
+"""Addresses that stay over a sleep, on the host's virtual memory in place of a device's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine import memory as engine_memory
+from engine.cuda.regions import MappedRegion
+from engine.kv.pages import KVGeometry, PagedKV
+from engine.memory import anonymous
+from engine.weights.live import Weights
+from tests.support.fake_device import FakeDeviceMemory
+from tests.support.fake_regions import HostDriver
+
+
+@pytest.fixture(autouse=True)
+def no_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_memory, "pinned", anonymous)
+
+
+def test_memory_goes_and_comes_back_at_the_same_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.cuda.regions.PIECE_BYTES", 3 << 16)
+    driver = HostDriver()
+    region = MappedRegion(driver, 1_000_001)
+    assert len(region.data) == 1_000_001 and region.mapped == 3 << 16 and driver.reserved == 16 << 16
+    region.need(500_000)
+    assert region.mapped == 9 << 16
+    region.need(10)
+    region.data[:500_000] = 7
+    address = region.data.data_ptr()
+    region.release()
+    assert region.mapped == 0 and not driver.mapped and driver.settled == 1
+    region.restore()
+    assert region.mapped == 9 << 16 and region.data.data_ptr() == address
+    assert not region.data[:500_000].any(), "other memory, as it comes"
+    region.close()
+    region.close()
+    assert not driver.mapped and not driver.reserved
+
+
+def test_no_memory_to_wake_into_leaves_it_asleep() -> None:
+    driver = HostDriver()
+    region = MappedRegion(driver, 1 << 20)
+    region.need(1 << 20)
+    region.release()
+    driver.limit = 1 << 16
+    with pytest.raises(torch.OutOfMemoryError):
+        region.restore()
+    assert not driver.mapped
+    driver.limit = 1 << 30
+    region.restore()
+    region.data.zero_()
+
+
+def stacked() -> torch.nn.Module:
+    """q and k are views of one storage, the norm is in the middle of another, the head is tied to the embedding."""
+    made = torch.nn.Module()
+    both = torch.arange(120, dtype=torch.float32).view(12, 10)
+    views = {
+        "q": both[:8], "embed": torch.full((50, 10), 2.0), "k": both[8:], "norm": torch.arange(30, dtype=torch.float32)[7:17],
+    }  # fmt: skip
+    for name, tensor in views.items():
+        made.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    made.register_parameter("head", made.embed)
+    return made
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "dropped"])
+def test_weights_stay_where_they_are(keep: bool) -> None:
+    module, driver = stacked(), HostDriver()
+    before = {name: tensor.clone() for name, tensor in module.named_parameters()}
+    weights = Weights(module, memory=FakeDeviceMemory(driver))
+    addresses = [tensor.data_ptr() for tensor in module.parameters()]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.named_parameters())
+    assert module.k.data_ptr() == module.q.data_ptr() + module.q.nbytes, "still one product"
+    digest, resident = weights.digest, weights.resident_bytes
+    for _ in range(3):
+        assert weights.stays and resident > 0
+        weights.release_memory(keep)
+        assert not driver.mapped and weights.resident_bytes == 0 and weights.digest == digest
+        with pytest.raises(ValueError, match="asleep"):
+            weights.read_live()
+        weights.restore_memory()
+        assert [tensor.data_ptr() for tensor in module.parameters()] == addresses and weights.resident_bytes == resident
+        for name, tensor in module.named_parameters():
+            assert torch.equal(tensor, before[name] if keep else torch.zeros_like(tensor))
+    assert weights.dropped == (not keep)
+
+
+def test_twenty_naps_take_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One buffer in host memory for all of them, which a refresh stages in as well; device, host and addresses are flat."""
+    taken: list[int] = []
+
+    def pinned(size: int, *_: Any) -> Any:
+        taken.append(size)
+        return anonymous(size)
+
+    monkeypatch.setattr(engine_memory, "pinned", pinned)
+    driver = HostDriver()
+    memory = FakeDeviceMemory(driver)
+    weights = Weights(stacked(), memory=memory)
+    kv = PagedKV(KVGeometry(2, 2, 8, torch.float32), 4, 8, 0, memory)
+    address, awake = kv.data.data_ptr(), sum(driver.mapped.values())
+    for _ in range(20):
+        kv.data.fill_(3)
+        weights.release_memory(keep=True)
+        kv.release()
+        assert not driver.mapped and kv.stays
+        weights.restore_memory()
+        kv.take_back()
+        assert kv.data.data_ptr() == address and not kv.data.any() and sum(driver.mapped.values()) == awake
+    assert len(taken) == 1
+
+
+def test_without_regions_a_nap_moves_weights() -> None:
+    """The negative control."""
+    module = stacked()
+    weights = Weights(module, memory=FakeDeviceMemory())
+    weights.release_memory(keep=True)
+    kept = [torch.empty(500) for _ in range(4)]  # takes the place
+    weights.restore_memory()
+    assert not weights.stays and len(kept) == 4
+    kv = PagedKV(KVGeometry(2, 2, 8, torch.float32), 4, 8, 0, FakeDeviceMemory())
+    assert not kv.stays
