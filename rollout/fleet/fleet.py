@@ -186,10 +186,8 @@ class Fleet:
         version: int | None = None,
         partial: bool = False,
         adapter: Adapter | None = None,
-        on_device: bool = False,
     ) -> FleetStaging:
-        """Begin a refresh of all replicas. Here there is no device: it is staged in host memory. Raises WeightsRefused, Busy,
-        SourceUnreachable."""
+        """Begin a refresh of all replicas. Raises WeightsRefused, Busy, SourceUnreachable."""
         if adapter is not None:
             raise WeightsRefused("a fleet takes weights, no adapters: give refresh the model after merge_and_unload()")
         if self._sleeps:

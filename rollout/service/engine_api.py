@@ -93,10 +93,8 @@ class EngineLike(Protocol):
         version: int | None = None,
         partial: bool = False,
         adapter: Adapter | None = None,
-        on_device: bool = False,
     ) -> StagingLike:
-        """Begin a refresh. on_device, given where it is true: the source fills tensors on the model's device, if it is asked
-        to."""
+        """Begin a refresh. An engine whose model has a device also takes `on_device`: the source fills tensors there."""
         ...
 
     def commit(self, staging: Any, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed | None:

@@ -236,7 +236,7 @@ class Refreshes:
             raise Busy(f"{_owner(owner.session)} is staging version {owner.staging.version}; try again when it is done")
         manifest = unpack_manifest(begin.manifest, 2 * self._engine.weights.names + 64)
         try:
-            staging = self._engine.stage(manifest, version=begin.version, partial=begin.partial, **self._besides(begin))
+            staging = self._engine.stage(manifest, version=begin.version, partial=begin.partial, **besides(begin, self._engine))
         except Exception as error:
             raise _typed(error) from None
         try:
@@ -248,13 +248,6 @@ class Refreshes:
             raise
         push = self._open = OngoingRefresh(begin, session, staging, payload, now)
         push.reply(self._lease(push, begin.request_id))
-
-    def _besides(self, begin: m.Begin) -> dict[str, Any]:
-        """Return what a refresh tells the engine besides: LoRA factors, and whether the payload lies on the device."""
-        told: dict[str, Any] = {"on_device": True} if begin.offer.on_device else {}
-        if begin.adapter is not None:
-            told["adapter"] = Adapter(begin.base, unpack_targets(begin.adapter, self._engine.weights.names))
-        return told
 
     def _lease(self, push: OngoingRefresh, request_id: int) -> m.Lease:
         return m.Lease(request_id, push.staging.version, self._lease_s, WINDOW_BYTES)
@@ -331,6 +324,15 @@ class Refreshes:
         self._ended[push.id] = push
         while len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
+
+
+def besides(begin: m.Begin, engine: EngineLike) -> dict[str, Any]:
+    """Return what a refresh tells the engine besides: LoRA factors, and whether the payload lies on the model's device."""
+    on_device = begin.offer.on_device and engine.model.device is not None
+    told: dict[str, Any] = {"on_device": True} if on_device else {}
+    if begin.adapter is not None:
+        told["adapter"] = Adapter(begin.base, unpack_targets(begin.adapter, engine.weights.names))
+    return told
 
 
 def log_applied(done: Refreshed, session: Session) -> None:
