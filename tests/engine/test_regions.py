@@ -14,6 +14,8 @@ from engine.memory import anonymous
 from engine.weights.live import Weights
 from tests.support.fake_device import FakeDeviceMemory
 from tests.support.fake_regions import HostDriver
+from tests.support.tiny import tiny_engine
+from tests.support.toy import group, run
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +115,33 @@ def test_twenty_naps_take_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> N
         kv.take_back()
         assert kv.data.data_ptr() == address and not kv.data.any() and sum(driver.mapped.values()) == awake
     assert len(taken) == 1
+
+
+@pytest.mark.parametrize("driver", [HostDriver(), None], ids=["staying", "moving"])
+def test_an_engine_forgets_its_graphs_where_memory_moves(driver: HostDriver | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only there; samples go on over a nap either way."""
+    monkeypatch.setattr("engine.devices.HostMemory", lambda: FakeDeviceMemory(driver))
+    made, plain = (tiny_engine(attention="reference", cpu_offload_gib=0.01) for _ in range(2))
+    forgotten: list[str] = []
+
+    class Graphs:
+        def covers(self, batch: Any) -> bool:
+            return False
+
+        def forget(self) -> None:
+            forgotten.append("all")
+
+    made.steps.graphs = Graphs()
+    for engine in (made, plain):
+        engine.submit(group("g", range(5, 40), n=4, max_tokens=12, ignore_eos=True))
+    for _ in range(5):
+        made.step()
+    made.sleep(1)
+    made.wake()
+    assert bool(forgotten) == (driver is None)
+    napped, straight = run(made), run(plain)
+    assert napped.keys() == straight.keys()
+    assert all(napped[key].token_ids.tolist() == straight[key].token_ids.tolist() for key in straight)
 
 
 def test_without_regions_a_nap_moves_weights() -> None:

@@ -19,8 +19,12 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from engine.cuda.digests import device_hashes
 from engine.cuda.memory import CudaMemory
+from engine.cuda.regions import open_driver
+from engine.memory import HostMemory
 from engine.types import Limits, TensorInfo
+from engine.weights.device_staging import DeviceStaging
 from engine.weights.live import Weights
 from rollout.client.refresh import Pusher
 from transport.errors import SourceUnreachable
@@ -100,13 +104,15 @@ def offered(via: str, theirs: str, ours: torch.device) -> Iterator[tuple[Payload
             child.kill()
 
 
-def refresh(payload: Payload, manifest: list[TensorInfo], device: torch.device) -> None:
-    """As the service does it: staged, then exchanged."""
+def refresh(payload: Payload, manifest: list[TensorInfo], device: torch.device, on_device: bool = False) -> None:
+    """As the service does it: staged, in host memory or on the device, then exchanged."""
     module = torch.nn.Module()
     for name, tensor in new_tensors(device).items():
         module.register_parameter(name, torch.nn.Parameter(torch.zeros_like(tensor, memory_format=torch.contiguous_format)))
-    weights = Weights(module, memory=CudaMemory(torch.device("cuda")))
-    staging = weights.begin(manifest)
+    memory = HostMemory() if device.type == "cpu" else CudaMemory(device, device_hashes(), open_driver(device))
+    weights = Weights(module, memory=memory)
+    staging = weights.begin(manifest, on_device=on_device)
+    assert isinstance(staging, DeviceStaging) == on_device
     end = time.monotonic() + 60
     while not staging.complete:
         assert time.monotonic() < end
@@ -123,11 +129,12 @@ def test_this_file_itself_without_a_gpu() -> None:
 
 
 @on_gpus(1)
-def test_cuda_ipc_again_and_again_leaves_no_memory_open() -> None:
+@pytest.mark.parametrize("on_device", [True, False], ids=["on the device", "in host memory"])
+def test_cuda_ipc_again_and_again_leaves_no_memory_open(on_device: bool) -> None:
     free = []
     for _ in range(3):
         with offered("cuda_ipc", "cuda:0", GPU) as (payload, manifest):
-            refresh(payload, manifest, GPU)
+            refresh(payload, manifest, GPU, on_device)
         torch.cuda.synchronize()
         free.append(torch.cuda.mem_get_info(GPU)[0])
     assert max(free) - min(free) < 64 << 20
@@ -159,7 +166,7 @@ def test_what_a_service_on_a_gpu_says() -> None:
 @on_gpus(2)
 def test_nccl_between_two_gpus() -> None:
     with offered("nccl", "cuda:1", GPU) as (payload, manifest):
-        refresh(payload, manifest, GPU)
+        refresh(payload, manifest, GPU, on_device=True)
 
 
 @needs_nccl
