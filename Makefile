@@ -25,7 +25,7 @@ PLUGS := .venv-plugs
 CLIENTS := 'trl>=1.16,<1.17' 'openai>=2.54,<3' 'renderers>=0.1.12,<0.2' 'verifiers>=0.4,<0.5' 'lm_eval[api]>=0.4.13,<0.5' aiohttp pybase64
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test quick plugs test-arithmetic fleet-chaos test-gpu check format bench bench-gpu wheels gpu-wheels clean
+.PHONY: help venv model demo test quick plugs test-arithmetic fleet-chaos endurance test-gpu check format bench bench-gpu wheels gpu-wheels clean
 .SUFFIXES:
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo "make check   format, lint, types, import directions"
 	@echo "make bench   throughput of the named workloads; WORKLOADS='fanout long' and ARGS='--scale 0.25' pick"
 	@echo "make fleet-chaos  ten minutes of a fleet under an adversary; MINUTES=1 is shorter"
+	@echo "make endurance  a fleet under attack for HOURS=0.1, SEED=0: kills, garbage, broken weights; the last line is JSON"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make test-gpu, bench-gpu   the CUDA paths: their tests, and figures as JSON lines; MODELS='qwen3-8b' and ARGS pick"
 
@@ -85,6 +86,10 @@ test-arithmetic: model
 # replicas killed, stopped and cut off while weights change; the last line is JSON
 fleet-chaos: $(STAMP)
 	@$(BIN)/python -m tests.support.fleet_chaos --minutes $(or $(MINUTES),10) $(ARGS)
+
+# replicas, fronts and trainers killed, garbage, broken weights, and an account of every sample; the last line is JSON
+endurance: model
+	@$(BIN)/python -m tests.support.endurance.run --hours $(or $(HOURS),0.1) --seed $(or $(SEED),0) $(ARGS)
 
 test-gpu: $(GPU_READY)
 	@$(GPU_PYTHON) -m pytest -m gpu -W default tests/gpu/test_attention_oracle.py $(ARGS)

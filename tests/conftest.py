@@ -24,13 +24,9 @@ from engine.scheduling.preemption import Pressure  # noqa: E402
 from rollout import process  # noqa: E402
 from rollout.config import Config  # noqa: E402
 from rollout.process import service_process  # noqa: E402
+from tests.support.tiny_folder import make_tiny_folder  # noqa: E402
 
 process.STOP_TIMEOUT_S = 60.0  # patience with a loaded machine
-
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
 
 
 def pytest_report_header() -> list[str]:
@@ -60,32 +56,8 @@ def copies_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a Llama of 2 layers with random weights and a byte-level tokenizer of 259 ids (</s> is 2); context 8,192."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
     folder = tmp_path_factory.mktemp("tiny_model")
-    words = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        bos_token_id=1,
-        eos_token_id=2,
-        dtype="float32",
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    make_tiny_folder(folder)
     return folder
 
 

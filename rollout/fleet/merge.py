@@ -44,7 +44,7 @@ def _counts(name: str, value: Any) -> bool:
     return number and (name.split("_")[-1] in COUNTED or name.startswith("bytes_to_"))
 
 
-SHOWN = ("running", "waiting", "generated_tokens", "kv")
+SHOWN = ("running", "waiting", "generated_tokens", "kv", "loop")
 """of a replica's own status"""
 
 

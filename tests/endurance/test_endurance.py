@@ -1,0 +1,190 @@
+"""The endurance run in small: who counts there would see what must not be, and a long form of the whole."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.engine import Engine
+from engine.types import Group as EngineGroup
+from engine.types import Mode, Sample, Sampling
+from tests.support.endurance import leaks
+from tests.support.endurance.account import Account, Group, Judge
+from tests.support.endurance.garbage import HARMFUL, Attacker
+from tests.support.endurance.models import BROKEN, CLASSES, TestModel
+from tests.support.hash_engine import HashEngine
+from tests.support.waiting import until
+from tests.support.wire import serving
+from transport import messages as m
+from transport.errors import RolloutError
+
+PROMPT = np.array([5, 6, 7], np.int32)
+SAMPLING = Sampling(n=2, max_tokens=3, seed=1, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TestModel:
+    return TestModel("tiny", tmp_path_factory.mktemp("endurance"))
+
+
+@pytest.fixture
+def account(model: TestModel) -> Account:
+    account = Account(model, 0)
+    account.may_serve |= {1, 2}
+    account.version = 1
+    return account
+
+
+def sample(index: int = 0, **options: object) -> Sample:
+    """One of PROMPT under version 1."""
+    fields = {
+        "group_id": "g",
+        "index": index,
+        "token_ids": np.array([1, 1 + CLASSES, 1], np.int32),
+        "logprobs": np.full(3, -0.5, np.float32),
+        "finish_reason": "length",
+        "weight_versions": [(0, 1)],
+        "prompt_tokens": 3,
+        "seed": 1,
+    }
+    return Sample(**{**fields, **options})  # type: ignore[arg-type]
+
+
+def violations(account: Account) -> Counter[str]:
+    return Counter({name: account.counts[name] for name in ("lost", "doubled", "mixed") if account.counts[name]})
+
+
+def test_what_is_right_is_no_violation(account: Account) -> None:
+    group = account.group("a", PROMPT, SAMPLING)
+    both = sample(1, token_ids=np.array([1, 2, 2], np.int32), weight_versions=[(0, 1), (1, 2)])
+    account.settle(group, [sample(0), both])
+    account.finish()
+    assert not violations(account) and account.counts["samples"] == account.counts["owed"] == 2
+
+
+@pytest.mark.parametrize(
+    ("seen", "wrong"),
+    [
+        ("lost", []),
+        ("lost", [sample(0)]),
+        ("lost", [sample(0), sample(1, finish_reason="error", error="why")]),
+        ("lost", [sample(0), sample(1, token_ids=np.array([1], np.int32), logprobs=np.zeros(1, np.float32))]),
+        ("doubled", [sample(0), sample(1), sample(1)]),
+        ("doubled", [sample(0), sample(1), sample(2)]),
+        ("mixed", [sample(0), sample(1, token_ids=np.array([1, 2, 1], np.int32))]),
+        ("mixed", [sample(0), sample(1, weight_versions=[(0, 2)])]),
+        ("mixed", [sample(0), sample(1, weight_versions=[(0, 2), (1, 1)])]),
+        ("mixed", [sample(0), sample(1, weight_versions=[(0, 17)])]),
+        ("mixed", [sample(0), sample(1, weight_versions=[(0, 0)])]),
+        ("mixed", [sample(0), sample(1, logprobs=np.array([-1, np.nan, -1], np.float32))]),
+    ],
+)
+def test_each_violation_is_seen(account: Account, seen: str, wrong: list[Sample]) -> None:
+    account.settle(account.group("a", PROMPT, SAMPLING), wrong)
+    assert violations(account)[seen] >= 1 and len(account.notes) == violations(account).total()
+
+
+def test_what_nobody_settles_is_lost(account: Account) -> None:
+    account.group("a", PROMPT, SAMPLING)
+    account.finish()
+    assert violations(account) == {"lost": 2}
+
+
+def test_the_judge_agrees_with_the_engine_and_with_nothing_else(model: TestModel, account: Account) -> None:
+    account.may_serve |= set(range(20))
+    engine = Engine(model.config(0))
+    engine.refresh(model.weights(1))
+    sampling = msgspec.structs.replace(SAMPLING, max_tokens=12)
+    engine.submit(EngineGroup("g", PROMPT, sampling))
+    samples: list[Sample] = []
+    while len(samples) < 2:
+        samples += engine.step()
+    group = Group("a", PROMPT, sampling, 1, 1)
+    changed = samples[1].logprobs.copy()
+    changed[5] = np.nextafter(changed[5], np.float32(0))
+    relabelled = msgspec.structs.replace(samples[1], weight_versions=[(0, 1 + CLASSES)])  # of the same class
+    over = threading.Event()
+    over.set()
+    for case, mixed in ((samples[0], 0), (msgspec.structs.replace(samples[1], logprobs=changed), 1), (relabelled, 1)):
+        account.counts.clear()
+        account.look(group, case)
+        assert not violations(account)
+        if account.to_judge.empty():  # it takes a share of them
+            account.to_judge.put((group, case))
+        Judge(account, 0).run(over)
+        assert account.counts["judged"] == 1 and account.counts["mixed"] == mixed
+
+
+def test_weights_that_break_are_refused(model: TestModel) -> None:
+    engine, rng = Engine(model.config(0)), random.Random(0)
+    for how in BROKEN:
+        with pytest.raises(ValueError):
+            engine.refresh(model.broken(1, how, rng))
+    assert engine.version == 0
+    engine.refresh(model.weights(1))  # and only those
+
+
+def series(more_mib: float, noise: float = 2.0) -> list[tuple[float, leaks.Held]]:
+    """Ten minutes of a process that holds so much more at their end, with bursts."""
+    rng = random.Random(0)
+    held = lambda i: 500 + more_mib * i / 300 + rng.uniform(0, noise) + 40 * (rng.random() < 0.2)  # noqa: E731
+    return [(2.0 * i, leaks.Held(held(i), 40 + rng.randrange(3), 12, 0.0)) for i in range(300)]
+
+
+def test_growth_is_seen_and_bursts_are_not() -> None:
+    flat, leak = leaks.growths("flat", series(0.0)), leaks.growths("leak", series(40.0))
+    assert [growth.what for growth in flat] == list(leaks.Held._fields) and not any(growth.leaks for growth in flat)
+    assert [growth.what for growth in leak if growth.leaks] == ["rss_mib"]
+    assert leaks.held(2**22 + 1) is None
+
+
+def test_attackers_break_messages_and_no_service() -> None:
+    engine = HashEngine()
+    with serving(engine) as service:
+        attacker = Attacker(service.endpoint, 3)
+        try:
+            for _ in range(200):
+                with pytest.raises(RolloutError):
+                    while isinstance(attacker.decoder.unpack(attacker.broken()), m.ClientMessage):
+                        pass
+            until(lambda: attacker.send() or attacker.counts["messages"] >= 400, "they are sent")
+            for _ in range(20):
+                attacker.raw()
+                attacker.ask_deaf()
+            until(lambda: service.status()["service"]["malformed"] > 150, "they have come")
+            assert service._engine.mode is Mode.RUNNING
+        finally:
+            for raw in attacker.half_open:
+                raw.close()
+            attacker.context.destroy(linger=0)
+
+
+def test_what_would_do_harm_is_sent_broken_only() -> None:
+    with serving(HashEngine()) as service:
+        attacker = Attacker(service.endpoint, 4)
+        attacker.valid = [frames for frames in attacker.valid if isinstance(attacker.decoder.unpack(frames), HARMFUL)]
+        for _ in range(300):
+            try:
+                assert not isinstance(attacker.decoder.unpack(attacker.broken()), HARMFUL)
+            except RolloutError:
+                pass
+        attacker.context.destroy(linger=0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", ["tiny", "smollm2"])
+def test_a_minute_of_endurance(kind: str, tmp_path: Path) -> None:
+    from tests.support.endurance.run import FOUND, run
+
+    if kind == "smollm2" and not TestModel("smollm2", tmp_path).folder.is_dir():
+        pytest.skip("run `make model` once")
+    found = run(0.02, 7, [kind])  # type: ignore[list-item]
+    assert not any(found[name] for name in FOUND), found
+    assert found["samples"] > 100 and found["kills"] >= 2 and found["malformed"] > 1000 and found["broken_pushes"] > 2

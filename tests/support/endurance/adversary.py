@@ -1,0 +1,120 @@
+"""Who kills, stops and cuts, at random times, by a seed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from tests.support.endurance.account import Account
+from tests.support.endurance.serving import Front
+from tests.support.faulty_link import Proxy
+from tests.support.lasting import ROOT
+
+PACE_S = {"tiny": 5.0, "smollm2": 8.0}
+"""mean seconds between two acts"""
+KINDS = {"replica": 3, "stop": 2, "cut": 3, "mayfly": 4}
+"""how often each, of the acts"""
+STOPS_S = (0.5, 2.0, 6.0)
+MAYFLY_S = 60.0
+
+
+class Nothing(bytearray):
+    """What a proxy has recorded in hours would fill the memory."""
+
+    def __iadd__(self, more: object) -> Nothing:  # type: ignore[override, misc]
+        return self
+
+
+def proxy_of(endpoint: str, seed: int) -> Proxy:
+    proxy = Proxy(endpoint, seed)
+    proxy.recorded = Nothing()
+    return proxy
+
+
+class Adversary:
+    """survivor: name of the replica that is left alone, so that what it holds can be watched for long."""
+
+    def __init__(self, account: Account, front: Front, proxies: list[Proxy], survivor: str, seed: int) -> None:
+        self.account, self.front, self.proxies, self.survivor = account, front, proxies, survivor
+        self.rng = random.Random(seed)
+        self.stopped: dict[int, float] = {}
+        """until when, by pid"""
+        self.ever_stopped: set[int] = set()
+        """their turns of the loop say nothing of the service"""
+
+    def torment(self, until: float, storm: bool, alive: Callable[[], None]) -> None:
+        """Until a time of the monotonic clock. storm: nobody is spared, nor the front. alive: is called again and again."""
+        pace = PACE_S[self.account.model.kind]
+        front_at = time.monotonic() + self.rng.uniform(1.0, 4.0)
+        act_at = time.monotonic() + self.rng.uniform(0.5, 1.5) * pace
+        while (now := time.monotonic()) < until:
+            time.sleep(0.2)
+            alive()
+            self._go_on(now)
+            if storm and now > front_at:
+                self._kill_front()
+                front_at = time.monotonic() + self.rng.uniform(2.0, 6.0) * pace
+            if now > act_at:
+                act_at = now + self.rng.uniform(0.5, 1.5) * pace
+                self._act(self.rng.choices(list(KINDS), list(KINDS.values()))[0], storm)
+        self._go_on(float("inf"))
+
+    def _go_on(self, now: float) -> None:
+        for pid in [pid for pid, until in self.stopped.items() if now >= until]:
+            del self.stopped[pid]
+            send(pid, signal.SIGCONT)
+
+    def _act(self, kind: str, storm: bool) -> None:
+        replicas = {name: pid for name, pid in self.front.replicas().items() if storm or name != self.survivor}
+        name = self.rng.choice(sorted(replicas)) if replicas else None
+        if kind == "cut" and self.proxies:
+            self.rng.choice(self.proxies).cut()
+            self.account.count("cuts")
+        elif kind == "mayfly":
+            seed = self.rng.randrange(2**31)
+            threading.Thread(target=self._mayfly, args=(seed, self.rng.uniform(0.0, 1.0)), daemon=True).start()
+        elif kind == "replica" and name is not None:
+            self.account.count("kills_of_replicas", send(replicas[name], signal.SIGKILL))
+        elif kind == "stop" and name is not None:
+            pid = replicas[name]
+            self.ever_stopped.add(pid)
+            self.account.count("stops", send(pid, signal.SIGSTOP))
+            self.stopped[pid] = time.monotonic() + self.rng.choice(STOPS_S)
+
+    def _kill_front(self) -> None:
+        self._go_on(float("inf"))
+        self.account.version = 0  # it comes back with the weights of its folder
+        self.account.life += 1
+        self.front.kill()
+        self.account.count("kills_of_fronts")
+        self.front.start()
+
+    def _mayfly(self, seed: int, live_s: float) -> None:
+        words = [sys.executable, "-m", "tests.support.endurance.mayfly", self.front.endpoint, str(seed)]
+        child = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert child.stdout is not None
+        timer = threading.Timer(MAYFLY_S, child.kill)
+        timer.start()
+        try:
+            child.stdout.readline()  # "submitted", or its end
+            time.sleep(live_s)
+            self.account.count("kills_of_trainers", child.poll() is None)
+        finally:
+            timer.cancel()
+            child.kill()
+            child.wait()
+            child.stdout.close()
+
+
+def send(pid: int, number: int) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,109 @@
+"""What processes hold, seen over time, and whether that grows."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import defaultdict
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+MOST_POINTS = 120
+"""of a series, for the slope: all pairs of them are looked at"""
+LEAST_POINTS = 12
+
+
+class Held(NamedTuple):
+    """By one process at one time."""
+
+    rss_mib: float
+    fds: int
+    threads: int
+    pinned_mib: float
+
+
+GROWTH = Held(rss_mib=8.0, fds=4, threads=2, pinned_mib=1.0)
+"""More than that at the end of the second half than at its beginning is a leak, by the Theil-Sen slope: the median of the
+slopes of all pairs of looks, so that a quarter of them may be anything at all. MiB: an allocator that keeps what a burst has taken
+moves a process by a few, once; 8 of them in half an hour's phase are 25 bytes for each broken message. Descriptors, threads: of
+a connection or two at the edges."""
+
+
+def held(pid: int) -> Held | None:
+    """Read what a process holds; None if it is gone."""
+    try:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        kib = lambda name: int(status.get(name, "0 kB").split()[0])  # noqa: E731
+        fds = len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return None
+    if "VmRSS" not in status:
+        return None
+    return Held(kib("VmRSS") / 1024, fds, int(status["Threads"]), (kib("VmPin") + kib("VmLck")) / 1024)
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Theil-Sen: the median slope of all pairs, per second."""
+    step = max(1, len(points) // MOST_POINTS)
+    points = points[::step]
+    return median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2) if x2 > x1)
+
+
+class Growth(NamedTuple):
+    who: str
+    what: str
+    more: float
+    """in the second half"""
+    per_hour: float
+    leaks: bool
+
+
+def growths(who: str, series: list[tuple[float, Held]]) -> list[Growth]:
+    """Judge one process by the second half of what was seen of it; nothing where that are too few looks."""
+    half = [(at, each) for at, each in series if at >= (series[0][0] + series[-1][0]) / 2] if series else []
+    if len(half) < LEAST_POINTS:
+        return []
+    seconds = half[-1][0] - half[0][0]
+    found = []
+    for what in Held._fields:
+        rate = slope([(at, float(getattr(each, what))) for at, each in half])
+        found.append(Growth(who, what, rate * seconds, rate * 3600, rate * seconds > getattr(GROWTH, what)))
+    return found
+
+
+class Watcher:
+    """Looks at processes every `every` seconds, in a thread."""
+
+    def __init__(self, every: float = 2.0) -> None:
+        self.series: dict[str, list[tuple[float, Held]]] = defaultdict(list)
+        """by what `pids` called it, and its pid"""
+        self._every = every
+
+    def look(self, pids: dict[str, int]) -> None:
+        now = time.monotonic()
+        for name, pid in pids.items():
+            if (one := held(pid)) is not None:
+                self.series[f"{name} {pid}"].append((now, one))
+
+    def judge(self) -> list[Growth]:
+        """Of the processes that lived for most of the time that was watched."""
+        ends = [series[-1][0] - series[0][0] for series in self.series.values()]
+        longest = max(ends, default=0.0)
+        found = []
+        for who, series in self.series.items():
+            if series[-1][0] - series[0][0] >= 0.8 * longest:
+                found += growths(who, series)
+        return found
+
+    def run(self, pids: object, over: threading.Event) -> None:
+        while not over.wait(self._every):
+            self.look(pids())  # type: ignore[operator]
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm."""
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()

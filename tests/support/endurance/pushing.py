@@ -1,0 +1,135 @@
+"""The trainer that refreshes, and breaks: weights that hold and weights that must be refused, in turn, at random times."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from rollout.client.api import RolloutClient
+from tests.support.endurance.account import Account
+from tests.support.endurance.models import BROKEN
+from tests.support.lasting import ROOT
+from transport.errors import Busy, RequestTimeout, ServiceLost, SourceUnreachable, WeightsRefused
+
+WAIT = 400.0
+LOOK_S = 0.5
+DAMAGED = 0.2
+"""share of the broken pushes that break in a process of its own, under way: a byte that flips, a SIGKILL"""
+
+
+class Pushing:
+    """One client. A version number is used once, whatever became of it, so its number says which weights they are."""
+
+    def __init__(self, account: Account, address: str, seed: int, scratch: Path, over: threading.Event) -> None:
+        self.account, self.model, self.address, self.over = account, account.model, address, over
+        self.rng = random.Random(seed)
+        self.next_version = 1
+        self.last_live = 0
+        self.breaking = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.endurance.breaking", self.model.kind, str(scratch)],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def run(self) -> None:
+        """In a thread."""
+        try:
+            with RolloutClient(
+                self.address, name="pusher", connect_timeout_s=WAIT, link_timeout_s=WAIT, restart_timeout_s=WAIT
+            ) as client:
+                self._push_on(client)
+        except Exception as error:
+            self.account.found("lost", f"the pusher failed: {error!r}")
+        finally:
+            assert self.breaking.stdin is not None
+            self.breaking.stdin.close()
+            self.breaking.wait(60)
+
+    def _push_on(self, client: RolloutClient) -> None:
+        plan, now = self.model.plan, time.monotonic()
+        good_at, broken_at = now, now + plan.break_s
+        while not self.over.wait(LOOK_S):
+            now = time.monotonic()
+            try:
+                if now >= good_at or self._fell_back(client):
+                    self._good(client)
+                    good_at = now + self.rng.uniform(0.5, 1.5) * plan.refresh_s
+                elif now >= broken_at:
+                    self._broken(client)
+                    broken_at = now + self.rng.uniform(0.5, 1.5) * plan.break_s
+            except (Busy, ServiceLost, RequestTimeout) as error:
+                self.account.count("push_again")
+                self.account.counts[f"push_again_{error.kind}"] += 1
+
+    def _fell_back(self, client: RolloutClient) -> bool:
+        """Whether the service serves older weights than it did: it was started again."""
+        return int(client.weights_status(timeout=WAIT)["version"]) < self.last_live
+
+    def take(self) -> int:
+        """Take the next number."""
+        self.next_version += 1
+        return self.next_version - 1
+
+    def _good(self, client: RolloutClient) -> None:
+        version, life = self.take(), self.account.life
+        self.account.may_serve.add(version)  # also if we shall not hear of it
+        kv, via = self.rng.choice(["keep", "recompute"]), self.rng.choice(["shm", "shm", "inline"])
+        try:
+            client.refresh(self.model.weights(version), version=version, kv=kv, via=via, timeout=WAIT)  # type: ignore[arg-type]
+        except WeightsRefused as error:
+            self.account.found("lost", f"version {version} was refused: {error}")
+            return
+        self._live(version, life)
+        self.account.count("refreshes")
+
+    def _live(self, version: int, life: int) -> None:
+        """Note that a version is live, if it is the same life of the service still in which it was pushed."""
+        self.last_live = version
+        if self.account.life == life:
+            self.account.version = version
+
+    def _broken(self, client: RolloutClient) -> None:
+        version = self.take()
+        if self.rng.random() < DAMAGED:
+            self._damaged(version)
+            return
+        how = self.rng.choice([*BROKEN, "old version"])
+        if how == "old version":
+            named, number = self.model.weights(version), self.last_live
+        else:
+            named, number = self.model.broken(version, how, self.rng), version
+        try:
+            client.refresh(named, version=number, via=self.rng.choice(["shm", "inline"]), timeout=WAIT)  # type: ignore[arg-type]
+        except (WeightsRefused, SourceUnreachable):
+            self.account.count("broken_pushes")
+        else:
+            self.account.found("mixed", f"version {number} is live, though it is broken: {how}")
+
+    def _damaged(self, version: int) -> None:
+        fault, life = self.rng.choice(["flip", "die"]), self.account.life
+        if fault == "die":
+            self.account.may_serve.add(version)  # it may come through before
+        job = {"address": self.address, "version": version, "fault": fault, "where": self.rng.random()}
+        answer = self._ask(job)
+        if fault == "flip" and "ok" in answer:
+            self.account.found("mixed", f"version {version} is live with a byte flipped")
+        if "ok" in answer:  # it lived for too long
+            self._live(version, life)
+        elif "killed" in answer or "WeightsRefused" in answer.get("error", ""):
+            self.account.count("broken_pushes")
+            self.account.count("kills_of_pushers", "killed" in answer)
+
+    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        assert self.breaking.stdin is not None and self.breaking.stdout is not None
+        self.breaking.stdin.write(json.dumps(job) + "\n")
+        self.breaking.stdin.flush()
+        line = self.breaking.stdout.readline()
+        while line == "ready\n":
+            line = self.breaking.stdout.readline()
+        answer: dict[str, Any] = json.loads(line)
+        return answer

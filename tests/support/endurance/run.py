@@ -1,0 +1,303 @@
+"""A fleet under attack for hours:  make endurance HOURS=0.1 SEED=0     (python -m tests.support.endurance.run)
+
+    front of two replicas ── trainers ── Account ── Judge (an engine of its own)
+       │    │    └─ garbage, half handshakes, deaf readers, broken weights
+       │    └─ Adversary: SIGKILL, SIGSTOP, cut links; in the last part of a phase the front as well
+       └─ Watcher: memory, descriptors, threads, pinned bytes
+
+Phases with a tiny model and SmolLM2 take turns. It ends with a table, promise by promise, the seed that replays what was found,
+and one line of JSON. The exit status is 1 if anything was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rollout.client.api import RolloutClient
+from rollout.config import Config, FleetConfig, ServiceConfig
+from tests.support.endurance import leaks
+from tests.support.endurance.account import Account, Judge
+from tests.support.endurance.adversary import Adversary, proxy_of
+from tests.support.endurance.models import Kind, TestModel
+from tests.support.endurance.pushing import Pushing
+from tests.support.endurance.serving import Front
+from tests.support.endurance.trainers import KINDS, WAIT
+from tests.support.lasting import ROOT, free_port
+from transport.errors import RolloutError
+
+PHASE_S = 1800.0
+STORM = 0.2
+"""last part of a phase, in which the front is killed as well"""
+GARBAGE_A_SECOND = 170.0
+"""of each attacker; more than half of them are no messages"""
+ATTACKERS = 2
+LOOK_S = 2.0
+QUIET_S = 90.0
+"""for what clients that were killed have left behind to be gone"""
+FOUND = ("lost", "doubled", "mixed", "crashes", "leaks")
+"""what must not be"""
+
+
+class Phase:
+    """A model's turn."""
+
+    def __init__(self, kind: Kind, seconds: float, seed: int, number: int, scratch: Path, trainers: int) -> None:
+        self.seconds, self.seed, self.number, self.scratch, self.trainers = (
+            seconds,
+            seed + 1000 * number,
+            number,
+            scratch,
+            trainers,
+        )
+        self.model = TestModel(kind, scratch)
+        self.account = Account(self.model, self.seed)
+        self.over = threading.Event()
+        self.folder = scratch / f"phase{number}"
+        self.folder.mkdir()
+        config = Config(
+            engine=self.model.config(self.seed),
+            service=ServiceConfig(
+                endpoint=f"tcp://127.0.0.1:{free_port()}", journal=str(self.folder / "journal"), client_grace_s=10.0
+            ),
+            fleet=FleetConfig(replicas=2, replica_grace_s=WAIT),
+        )
+        self.front = Front(config, self.folder)
+        self.watcher = leaks.Watcher(LOOK_S)
+        self.longest_turn_s = 0.0
+        self.malformed = Counter[int]()
+        """told by the service, by life of the front"""
+        self.status: dict[str, Any] = {}
+        self.growths: list[leaks.Growth] = []
+
+    def run(self) -> None:
+        with ExitStack() as stack:
+            self.front.start()
+            stack.callback(self.front.stop)
+            proxies = [stack.enter_context(proxy_of(self.front.endpoint, self.seed + i)) for i in range(2)]
+            self.adversary = Adversary(self.account, self.front, proxies, str(self.number % 2), self.seed)
+            stack.callback(self.over.set)
+            jobs = self._jobs([proxy.address for proxy in proxies])
+            attackers = self._attackers(stack)
+            began = time.monotonic()
+            self.adversary.torment(began + (1 - STORM) * self.seconds, False, self._alive)
+            self._judge_growth()
+            self.adversary.torment(began + self.seconds, True, self._alive)
+            for attacker in attackers:
+                attacker.terminate()
+            self.over.set()
+            for job in jobs:
+                job.join(2 * WAIT)
+                if job.is_alive():
+                    self.account.found("lost", f"{job.name} does not come to its end; waiting: {self.account.waiting}")
+            self.account.finish()
+            self._quiet()
+        self._closed()
+
+    def _jobs(self, proxied: list[str]) -> list[threading.Thread]:
+        """Start whoever asks and looks."""
+        pushing = Pushing(self.account, self.front.endpoint, self.seed, self.scratch, self.over)
+        judge = Judge(self.account, self.seed)
+        addresses = [*proxied, self.front.endpoint]
+        jobs = [threading.Thread(target=pushing.run, name="pusher"), threading.Thread(target=self._look, name="watcher")]
+        for number in range(self.trainers):
+            address = addresses[number % len(addresses)]
+            trainer = KINDS[number % len(KINDS)](number, self.seed, address, self.account, self.over)
+            jobs.append(threading.Thread(target=trainer.run, name=f"trainer {number}"))
+        jobs.append(threading.Thread(target=judge.run, args=(self.over,), name="judge"))
+        for job in jobs:
+            job.daemon = True
+            job.start()
+        return jobs
+
+    def _attackers(self, stack: ExitStack) -> list[subprocess.Popen[bytes]]:
+        found = []
+        for number in range(ATTACKERS):
+            words = [str(self.seed + number), str(GARBAGE_A_SECOND), str(self.folder / f"garbage{number}")]
+            command = [sys.executable, "-m", "tests.support.endurance.garbage", self.front.endpoint, *words]
+            child = subprocess.Popen(command, cwd=ROOT)
+            stack.callback(child.wait, 60)
+            stack.callback(child.terminate)
+            found.append(child)
+        return found
+
+    # looking
+
+    def _alive(self) -> None:
+        if not self.front.alive:
+            self.account.found("crashes", f"the front ended by itself; its log ends with {self.front.failures()[-5:]}")
+            self.front.start()
+
+    def _look(self) -> None:
+        """In a thread: what the processes hold, and what the service says of itself."""
+        try:
+            with RolloutClient(self.front.endpoint, name="watcher", connect_timeout_s=WAIT, link_timeout_s=WAIT) as client:
+                while not self.over.wait(LOOK_S):
+                    life = self.account.life
+                    self.watcher.look({"front": self.front.pid, **self._named_replicas()})
+                    try:
+                        self._note(client.status(timeout=WAIT), life)
+                    except RolloutError:
+                        self.account.count("status_again")
+        except Exception as error:
+            self.account.found("crashes", f"the watcher failed: {error!r}")
+
+    def _named_replicas(self) -> dict[str, int]:
+        return {f"replica {name}": pid for name, pid in self.front.replicas().items()}
+
+    def _note(self, status: dict[str, Any], life: int) -> None:
+        if life != self.account.life:
+            return
+        self.status = status
+        self.malformed[life] = max(self.malformed[life], int(status["service"]["malformed"]))
+        turns = [status["loop"]["longest_turn_s"]]
+        for replica in status["replicas"]:
+            if replica["pid"] not in self.adversary.ever_stopped:
+                turns.append(replica.get("loop", {}).get("longest_turn_s", 0.0))
+        if max(turns) > self.longest_turn_s:
+            self.longest_turn_s = max(turns)
+            if self.longest_turn_s > 0.5:
+                self.account.note(f"turns of front and replicas: {turns}")
+
+    def _judge_growth(self) -> None:
+        self.growths = self.watcher.judge()
+        for growth in self.growths:
+            if growth.leaks:
+                self.account.found("leaks", f"{growth.who}: {growth.more:+.1f} {growth.what}, {growth.per_hour:+.1f} an hour")
+
+    # the end
+
+    def _quiet(self) -> None:
+        """When all have gone home, nothing may be left."""
+        deadline = time.monotonic() + QUIET_S
+        left = "it does not answer"
+        while time.monotonic() < deadline:
+            try:
+                with RolloutClient(self.front.endpoint, name="last", connect_timeout_s=WAIT) as client:
+                    status = client.status(timeout=60)
+            except RolloutError as error:
+                left = repr(error)
+                continue
+            clients = [each for each in status["service"]["clients"] if each["name"] != "last"]
+            running = {name: status[name] for name in ("running", "waiting", "groups") if status.get(name)}
+            if not clients and not running and not status["service"]["parked_groups"]:
+                return
+            left = f"clients {[each['name'] for each in clients]}, {running}"
+            time.sleep(1.0)
+        self.account.found("leaks", f"after the end there is left: {left}")
+
+    def _closed(self) -> None:
+        code = self.front.process.returncode if self.front.process is not None else None
+        if code != 0:
+            self.account.found("crashes", f"the front ended with exit status {code}")
+        for line in self.front.failures():
+            self.account.found("crashes", line[:400])
+        if left := self.front.replicas():
+            self.account.found("leaks", f"replicas outlive their front: {left}")
+
+    def totals(self) -> Counter[str]:
+        """Everything that was counted, under the names of the last line."""
+        counts = Counter(self.account.counts)
+        counts["kills"] = sum(number for name, number in counts.items() if name.startswith("kills_of_"))
+        counts["malformed"] = sum(self.malformed.values())
+        for path in self.folder.glob("garbage*"):
+            counts.update({f"sent_{name}": number for name, number in json.loads(path.read_text()).items()})
+        return counts
+
+
+PROMISES = [
+    ("P1, P13", "weights that break never serve", "broken_pushes", ("mixed",)),
+    ("P2, P3", "each token is its version's", "samples", ("mixed",)),
+    ("P4, P5, P6", "each sample that is owed comes, once", "owed", ("lost", "doubled")),
+    ("P7, P14", "links cut, processes stopped: nobody waits in vain", "cuts", ("lost",)),
+    ("P8", "trainers killed: others go on", "kills_of_trainers", ("lost", "crashes")),
+    ("P12", "log-probs judged again, to the bit", "judged", ("mixed",)),
+    ("P15", "log-probs scored by the service, to the bit", "scored", ("mixed",)),
+    ("P5, P6", "replicas killed", "kills_of_replicas", ("lost", "doubled")),
+    ("P5, P6", "fronts killed, with a journal", "kills_of_fronts", ("lost", "doubled")),
+    ("P16, P20", "messages that are none", "malformed", ("crashes",)),
+    ("P17", "half handshakes, bytes that are no ZMTP", "sent_half_handshakes", ("crashes",)),
+    ("P21", "questions whose answers nobody reads", "sent_deaf", ("crashes",)),
+    ("P10, P25", "memory, descriptors, threads, shared memory flat", "looks", ("leaks",)),
+]
+
+
+def table(totals: Counter[str], growths: list[leaks.Growth], longest: float) -> None:
+    console = Console(width=110)
+    shown = Table("promise", "", "count", "violations")
+    for promise, words, counted, violations in PROMISES:
+        bad = sum(totals[name] for name in violations)
+        shown.add_row(promise, words, f"{totals[counted]:,}", f"[red]{bad}" if bad else "0")
+    shown.add_row("", "longest turn of a loop besides its step", f"{longest:.3f} s", "[red]1" if longest > 0.5 else "0")
+    console.print(shown)
+    grown = Table("process", "holds", "more in its second half", "an hour")
+    for growth in growths:
+        grown.add_row(growth.who, growth.what, f"{growth.more:+.2f}", f"{growth.per_hour:+.1f}")
+    console.print(grown)
+    console.print({name: number for name, number in sorted(totals.items())})
+
+
+def commit() -> str:
+    shown = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return shown.stdout.strip()
+
+
+def run(hours: float, seed: int, kinds: list[Kind], trainers: int = 4, phase_s: float = PHASE_S) -> dict[str, Any]:
+    """Returns what the last line says."""
+    torch.set_num_threads(1)
+    shared = leaks.shared_memory()
+    rounds = max(1, round(3600 * hours / phase_s / len(kinds)))
+    seconds = 3600 * hours / rounds / len(kinds)
+    totals, growths, longest = Counter[str](), list[leaks.Growth](), 0.0
+    with tempfile.TemporaryDirectory(prefix="rollout-endurance-") as scratch:
+        for number, kind in enumerate(kinds * rounds):
+            print(f"phase {number}: {kind}, {seconds:.0f} s", flush=True)
+            phase = Phase(kind, seconds, seed, number, Path(scratch), trainers)
+            phase.run()
+            totals += phase.totals()
+            totals["looks"] += sum(map(len, phase.watcher.series.values()))
+            growths += phase.growths
+            longest = max(longest, phase.longest_turn_s)
+            print(json.dumps({name: totals[name] for name in ("samples", "kills", "malformed", "broken_pushes", *FOUND)}))
+    if left := leaks.shared_memory() - shared:
+        print(f"left in /dev/shm: {left}")
+        totals["leaks"] += len(left)
+    table(totals, growths, longest)
+    names = ("samples", "kills", "malformed", "broken_pushes", "lost", "doubled", "mixed", "crashes", "leaks")
+    return {
+        **{name: totals[name] for name in names},
+        "longest_turn_s": round(longest, 4),
+        "seed": seed,
+        "commit": commit(),
+        "hours": hours,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--hours", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--models", nargs="+", default=["tiny", "smollm2"])
+    args = parser.parse_args()
+    found = run(args.hours, args.seed, args.models)
+    if any(found[name] for name in FOUND):
+        print(f"to see that again: make endurance HOURS={args.hours} SEED={args.seed}")
+    print(json.dumps(found))
+    return int(any(found[name] for name in FOUND))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""A fleet's front as a process that may be killed and started again, with its log."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from rollout.config import Config, dump
+from tests.support.lasting import ROOT
+
+START_S = 400.0
+STOP_S = 60.0
+
+FAILURES = re.compile(
+    r"Traceback|message not served|engine\.(step|submit|abort) failed|I/O thread failed|sample of an unknown group|Fatal Python"
+)
+"""in a log: what a client must never bring about"""
+ENDED = re.compile(r"replica ended name=(\S+) why='?\"?([^'\"]*)")
+
+
+class Front:
+    """`rollout serve --replicas 2 --journal`, one life after the other at one address."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.folder = folder
+        self.endpoint = config.service.endpoint
+        self.log = folder / "service.log"
+        self.lives = 0
+        self.toml = folder / "serve.toml"
+        self.toml.write_text(dump(config))
+        self.process: subprocess.Popen[bytes] | None = None
+        self.expected_deaths: set[int] = set()
+        """pids that were killed on purpose"""
+
+    def start(self) -> None:
+        self.lives += 1
+        ready = self.folder / f"ready{self.lives}"
+        words = ["-m", "rollout", "serve", "--config", str(self.toml), "--ready-file", str(ready), "--exit-on-stdin-close"]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *words], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log
+            )
+        deadline = time.monotonic() + START_S
+        while not ready.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the service does not start; its log:\n{self.log.read_text()[-4000:]}")
+            time.sleep(0.05)
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def replicas(self) -> dict[str, int]:
+        """Pid of each replica that has a process, by name."""
+        found: dict[str, int] = {}
+        try:
+            for child in psutil.Process(self.pid).children():
+                words = child.cmdline()
+                if "--ready-file" in words:
+                    found[Path(words[words.index("--ready-file") + 1]).name.split("-")[1]] = child.pid
+        except psutil.Error:
+            pass  # gone meanwhile
+        return found
+
+    def kill(self) -> None:
+        """SIGKILL; its replicas end by themselves."""
+        assert self.process is not None and self.process.stdin is not None
+        orphans = [psutil.Process(pid) for pid in self.replicas().values()]
+        self.expected_deaths.add(self.pid)
+        self.process.kill()
+        self.process.wait(STOP_S)
+        self.process.stdin.close()
+        _, alive = psutil.wait_procs(orphans, timeout=STOP_S)
+        if alive:
+            raise RuntimeError(f"replicas outlive their front: {[each.pid for each in alive]}")
+
+    def stop(self) -> int:
+        """SIGTERM. Returns the exit status."""
+        assert self.process is not None and self.process.stdin is not None
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(STOP_S)
+            return -9
+        finally:
+            self.process.stdin.close()
+
+    def failures(self) -> list[str]:
+        """Lines of the log that tell of what must not be: mistakes that came through, replicas that ended by themselves."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        found = [line for line in lines if FAILURES.search(line)]
+        for line in lines:
+            ended = ENDED.search(line)
+            if ended and not ended[2].startswith(("signal 9", "exit status 0")):
+                found.append(line)
+        return found
