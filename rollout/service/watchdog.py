@@ -35,47 +35,70 @@ class Watch:
     Args:
         stall_s: seconds after which a part of a turn counts as a stall.
         clock: seconds, monotonic.
+        cpu_clock: seconds that the calling thread has computed.
     """
 
-    def __init__(self, stall_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stall_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         self.stall_s = stall_s
         self.stalled_s = 0.0
         """seconds of all parts that lasted longer than `stall_s`"""
         self.stalls = 0
         self.longest_turn_s = 0.0
         """the longest turn so far, without its step and without waiting"""
-        self._clock = clock
-        self._turn_s = 0.0
+        self.longest_turn_in: Part = "wait"
+        """the part that took most of it"""
+        self.longest_turn_cpu_s = 0.0
+        """the most that a turn has computed, without its step: a machine that is busy with others makes turns longer, not this"""
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self._turn: dict[Part, float] = {}
+        """seconds of its parts so far"""
+        self._turn_cpu_s, self._cpu_at = 0.0, 0.0
         self._now: tuple[Part, float] = ("wait", clock())
         """assigned whole, so that another thread never sees half of it"""
 
     def at(self, part: Part) -> None:
         """Note that a part begins and the one before has ended. With "wait" begins the next turn."""
         was, since = self._now
-        now = self._clock()
+        now, cpu_now = self._clock(), self._cpu_clock()
         self._now = part, now
         seconds = now - since
         if was not in ("wait", "step"):
-            self._turn_s += seconds
+            self._turn[was] = self._turn.get(was, 0.0) + seconds
+            self._turn_cpu_s += cpu_now - self._cpu_at
+        self._cpu_at = cpu_now
         if was != "wait" and seconds > self.stall_s:
             self.stalls += 1
             self.stalled_s += seconds
             log.warning("loop goes on part=%s stood_s=%.1f", was, seconds)
         if part == "wait":
-            self.longest_turn_s = max(self.longest_turn_s, self._turn_s)
-            self._turn_s = 0.0
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        if (turn_s := sum(self._turn.values())) > self.longest_turn_s:
+            self.longest_turn_s = turn_s
+            self.longest_turn_in = max(self._turn, key=self._turn.__getitem__)
+        self.longest_turn_cpu_s = max(self.longest_turn_cpu_s, self._turn_cpu_s)
+        self._turn.clear()
+        self._turn_cpu_s = 0.0
 
     def standing(self) -> tuple[Part, float]:
         """Return the part that the loop is in and the seconds since it began; for any thread."""
         part, since = self._now
         return part, self._clock() - since
 
-    def status(self) -> dict[str, float]:
+    def status(self) -> dict[str, float | str]:
         """Describe the loop for `rollout status` and the metrics."""
         return {
             "stalled_s": round(self.stalled_s, 3),
             "stalls": self.stalls,
             "longest_turn_s": round(self.longest_turn_s, 4),
+            "longest_turn_in": self.longest_turn_in,
+            "longest_turn_cpu_s": round(self.longest_turn_cpu_s, 4),
         }
 
 

@@ -49,14 +49,16 @@ def test_waiting_for_messages_is_no_stall_and_no_part_of_a_turn() -> None:
 
 
 def test_the_longest_turn_leaves_the_step_out() -> None:
-    clock = Clock()
-    watch = watch_at(clock)
+    clock, cpu = Clock(), Clock()
+    watch = Watch(30.0, clock, cpu)
     for take, step, send in ((0.1, 20.0, 0.2), (0.05, 25.0, 0.0)):
         for part, seconds in (("wait", 0.0), ("take", take), ("step", step), ("send", send)):
             watch.at(part)  # type: ignore[arg-type]
             clock.now += seconds
+            cpu.now += seconds / 2
     watch.at("wait")
-    assert watch.longest_turn_s == pytest.approx(0.3)
+    assert watch.longest_turn_s == pytest.approx(0.3) and watch.longest_turn_in == "send"
+    assert watch.longest_turn_cpu_s == pytest.approx(0.15)
 
 
 class Standing(FakeEngine):

@@ -77,7 +77,7 @@ class Phase:
         )
         self.front = Front(config, self.folder)
         self.watcher = leaks.Watcher(LOOK_S)
-        self.longest_turn_s = 0.0
+        self.longest_turn_s = self.longest_turn_cpu_s = 0.0
         self.malformed = Counter[int]()
         """told by the service, by life of the front"""
         self.status: dict[str, Any] = {}
@@ -163,14 +163,15 @@ class Phase:
             return
         self.status = status
         self.malformed[life] = max(self.malformed[life], int(status["service"]["malformed"]))
-        turns = [status["loop"]["longest_turn_s"]]
+        loops = {"front": status["loop"]}
         for replica in status["replicas"]:
-            if replica["pid"] not in self.adversary.ever_stopped:
-                turns.append(replica.get("loop", {}).get("longest_turn_s", 0.0))
-        if max(turns) > self.longest_turn_s:
-            self.longest_turn_s = max(turns)
-            if self.longest_turn_s > 0.5:
-                self.account.note(f"turns of front and replicas: {turns}")
+            if replica["pid"] not in self.adversary.ever_stopped and "loop" in replica:
+                loops[f"replica {replica['name']}"] = replica["loop"]
+        for name, loop in loops.items():
+            if loop["longest_turn_s"] > max(0.1, self.longest_turn_s):
+                self.account.note(f"{name}: a turn of {loop}")
+            self.longest_turn_s = max(self.longest_turn_s, loop["longest_turn_s"])
+            self.longest_turn_cpu_s = max(self.longest_turn_cpu_s, loop["longest_turn_cpu_s"])
 
     def _judge_growth(self) -> None:
         self.growths = self.watcher.judge()
@@ -261,7 +262,7 @@ def run(hours: float, seed: int, kinds: list[Kind], trainers: int = 4, phase_s: 
     shared = leaks.shared_memory()
     rounds = max(1, round(3600 * hours / phase_s / len(kinds)))
     seconds = 3600 * hours / rounds / len(kinds)
-    totals, growths, longest = Counter[str](), list[leaks.Growth](), 0.0
+    totals, growths, longest, longest_cpu = Counter[str](), list[leaks.Growth](), 0.0, 0.0
     with tempfile.TemporaryDirectory(prefix="rollout-endurance-") as scratch:
         for number, kind in enumerate(kinds * rounds):
             print(f"phase {number}: {kind}, {seconds:.0f} s", flush=True)
@@ -270,7 +271,7 @@ def run(hours: float, seed: int, kinds: list[Kind], trainers: int = 4, phase_s: 
             totals += phase.totals()
             totals["looks"] += sum(map(len, phase.watcher.series.values()))
             growths += phase.growths
-            longest = max(longest, phase.longest_turn_s)
+            longest, longest_cpu = max(longest, phase.longest_turn_s), max(longest_cpu, phase.longest_turn_cpu_s)
             print(json.dumps({name: totals[name] for name in ("samples", "kills", "malformed", "broken_pushes", *FOUND)}))
     if left := leaks.shared_memory() - shared:
         print(f"left in /dev/shm: {left}")
@@ -280,6 +281,7 @@ def run(hours: float, seed: int, kinds: list[Kind], trainers: int = 4, phase_s: 
     return {
         **{name: totals[name] for name in names},
         "longest_turn_s": round(longest, 4),
+        "longest_turn_cpu_s": round(longest_cpu, 4),
         "seed": seed,
         "commit": commit(),
         "hours": hours,
