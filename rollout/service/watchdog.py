@@ -53,7 +53,7 @@ class Watch:
         self.longest_turn_in: Part = "wait"
         """the part that took most of it"""
         self.longest_turn_cpu_s = 0.0
-        """the most that a turn has computed, without its step: a machine that is busy with others makes turns longer, not this"""
+        """the most that a turn has computed, without its step: a machine that is busy with others does not add to this"""
         self._clock, self._cpu_clock = clock, cpu_clock
         self._turn: dict[Part, float] = {}
         """seconds of its parts so far"""

@@ -91,7 +91,8 @@ class Adversary:
         self._go_on(float("inf"))
         self.account.version = 0  # it comes back with the weights of its folder
         self.account.life += 1
-        self.front.kill()
+        if outlived := self.front.kill():
+            self.account.found("leaks", f"{outlived} replicas outlive their front")
         self.account.count("kills_of_fronts")
         self.front.start()
 

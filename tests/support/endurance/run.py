@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -179,6 +180,13 @@ class Phase:
             if growth.leaks:
                 self.account.found("leaks", f"{growth.who}: {growth.more:+.1f} {growth.what}, {growth.per_hour:+.1f} an hour")
 
+    def show_memory(self) -> None:
+        """Print what each process held, at a few times of its life, of those that lived for long."""
+        for who, series in self.watcher.series.items():
+            some = series[:: max(1, len(series) // 12)]
+            if len(series) >= leaks.LEAST_POINTS:
+                print(f"  {who}: MiB {[round(each.rss_mib) for _, each in some]}, descriptors {[each.fds for _, each in some]}")
+
     # the end
 
     def _quiet(self) -> None:
@@ -267,7 +275,11 @@ def run(hours: float, seed: int, kinds: list[Kind], trainers: int = 4, phase_s: 
         for number, kind in enumerate(kinds * rounds):
             print(f"phase {number}: {kind}, {seconds:.0f} s", flush=True)
             phase = Phase(kind, seconds, seed, number, Path(scratch), trainers)
-            phase.run()
+            try:
+                phase.run()
+            except Exception:  # what comes after it is worth to be seen as well
+                phase.account.found("crashes", traceback.format_exc())
+            phase.show_memory()
             totals += phase.totals()
             totals["looks"] += sum(map(len, phase.watcher.series.values()))
             growths += phase.growths
