@@ -30,6 +30,8 @@ DTYPES = {
 }
 """what an array on the wire may be: plain numbers, of which every bit pattern is valid"""
 
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""so that numpy need not be asked, which takes it 4 microseconds"""
 MAX_DIMENSIONS = 8
 MALFORMED = (msgspec.MsgspecError, RecursionError, MemoryError, OverflowError, ValueError, TypeError)
 """what decoding hostile bytes may raise (UnicodeDecodeError is a ValueError)"""
@@ -45,12 +47,13 @@ def pack(message: msgspec.Struct) -> list[Frame]:
     frames: list[Frame] = [b""]
 
     def array(value: Any) -> tuple[int, str, tuple[int, ...]]:
-        if not isinstance(value, np.ndarray) or value.dtype.name not in DTYPES:
+        name = NAMES.get(value.dtype) or value.dtype.name if isinstance(value, np.ndarray) else ""
+        if name not in DTYPES:
             what = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
             raise TypeError(f"cannot send {what}; arrays of {', '.join(DTYPES)} can travel")
-        wire = np.ascontiguousarray(value, dtype=DTYPES[value.dtype.name])
+        wire = np.ascontiguousarray(value, dtype=DTYPES[name])
         frames.append(wire.reshape(-1).view(np.uint8).data)
-        return len(frames) - 1, value.dtype.name, value.shape
+        return len(frames) - 1, name, value.shape
 
     frames[0] = msgspec.msgpack.encode(message, enc_hook=array)
     return frames

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -185,9 +186,12 @@ class Wakes:
         except (BlockingIOError, OSError):
             pass  # the buffer is full of wakes, or the end is closed: either way nobody needs another one
 
-    def clear(self) -> None:
+    def clear_if(self, ready: Sequence[tuple[object, int]] | None) -> None:
+        """Forget the wakes so far, if the descriptor is among what a poll has found; what nobody polled for is left there."""
+        if ready is None or not any(one == self.end.fileno() for one, _ in ready):
+            return
         try:
-            while self.end.recv(4096):
+            while len(self.end.recv(4096)) == 4096:
                 pass
         except BlockingIOError:
             pass
@@ -247,8 +251,9 @@ class ServiceEnd:
         if self.door is not None:
             self.door.tend()
         received: list[tuple[bytes, list[Frame]]] = []
-        if timeout == 0 or self._poller.poll(int(timeout * 1000)):
-            self._wakes.clear()
+        ready = None if timeout == 0 else self._poller.poll(int(timeout * 1000))
+        if ready is None or ready:
+            self._wakes.clear_if(ready)
             while len(received) < most:
                 message = _receive(self._sock, self._max_frames + 1, self._added)
                 if message is None:
@@ -379,8 +384,10 @@ class ClientEnd:
         """Receive up to BATCH waiting messages. Returns early on `wake`, on a change of the connection and, if `sending`, when
         there is room to send."""
         self._poller.register(self._sock, zmq.POLLIN | (zmq.POLLOUT if sending else 0))
-        self._poller.poll(int(timeout * 1000))
-        self._drain_events()
+        ready = self._poller.poll(int(timeout * 1000))
+        self._wakes.clear_if(ready)
+        if any(one is self._monitor for one, _ in ready):
+            self._drain_events()
         received: list[list[Frame]] = []
         while len(received) < BATCH:
             message = _receive(self._sock, self._max_frames)
@@ -390,7 +397,6 @@ class ClientEnd:
         return received
 
     def _drain_events(self) -> None:
-        self._wakes.clear()
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:

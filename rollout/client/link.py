@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from engine.types import Limits
-from rollout.client.acks import Acks
+from rollout.client.acks import ACK_S, Acks
 from rollout.client.calls import Calls
 from rollout.client.connection import Connection
 from rollout.client.handle import Handle
@@ -42,6 +42,7 @@ from transport.errors import (
     from_wire,
 )
 from transport.frames import Decoder, Frame, pack
+from transport.progress import unpack_samples
 from transport.sockets import ClientTransport
 
 POLL_S = 0.25
@@ -60,6 +61,7 @@ class Link:
         name: str,
         patience: Patience,
         budget: int | None = None,
+        more: tuple[str, ...] = (),
     ) -> None:
         self.welcome: m.Welcome | None = None
         """of the present incarnation"""
@@ -67,6 +69,7 @@ class Link:
         self._session = session
         self._name = name
         self._patience = patience
+        self._capabilities = (m.TAKEN, m.BATCHES, *more)
         self._decoder: Decoder[m.ServiceMessage] = Decoder(m.ServiceMessage, m.answer_limits(Limits()))
         self._closing = False
         self._calls = Calls(transport.wake)
@@ -124,7 +127,8 @@ class Link:
             self._transport.close(GOODBYE_S)
 
     def _run_once(self) -> None:
-        for frames in self._transport.receive(POLL_S, sending=bool(self._outgoing) and not self._outgoing.blocked):
+        wait_s = ACK_S if self._acks else POLL_S
+        for frames in self._transport.receive(wait_s, sending=bool(self._outgoing) and not self._outgoing.blocked):
             self._receive(frames)
         self._calls.run()
         self._check_timers(time.monotonic())
@@ -161,9 +165,9 @@ class Link:
         """Greet the service. What waited for the old connection is dropped: all of it follows from what is open."""
         self._outgoing.clear()
         self._outgoing.start(paced=False)
-        self._acks.clear()
-        number = self._connection.hello_number
-        self._send(m.Hello(m.PROTOCOL, self._session, number, self._name, (m.TAKEN,), self._groups.digests()))
+        self._acks.reconnected()
+        hello = self._session, self._connection.hello_number, self._name, self._capabilities, self._groups.digests()
+        self._send(m.Hello(m.PROTOCOL, *hello))
 
     def _submit(self, handle: Handle) -> None:
         if self._calls.ended is not None:
@@ -177,9 +181,10 @@ class Link:
         if not self._connection.ready:
             return
         assert self.welcome is not None
-        limits = self.welcome.limits
-        for ack in self._acks.take(limits):  # before Submits: one of them may use the id of a group that ends with these
-            self._send(ack)
+        limits, now = self.welcome.limits, time.monotonic()
+        if self._groups.unsent or self._acks.due(now):
+            for ack in self._acks.take(limits, now):  # before Submits: one may use the id of a group that ends with these
+                self._send(ack)
         while handle := self._groups.pop_sendable(limits):
             self._outgoing.add(handle.frames)
             for abort in aborts_of_children([handle], limits):
@@ -212,8 +217,9 @@ class Link:
                 case m.Welcome():
                     self._welcomed(message)
                 case m.SampleDone(sample):
-                    self._groups.add_sample(sample)
-                    self._acks.samples.append((sample.group_id, sample.index))
+                    self._acks.samples += self._groups.add_samples([sample])
+                case m.SamplesDone():
+                    self._acks.samples += self._groups.add_samples(unpack_samples(message))
                 case m.Progress() if self.welcome is not None:
                     self._groups.add_progress(message, self.welcome.limits, self.welcome.vocab_size)
                     self._acks.progress = message.number

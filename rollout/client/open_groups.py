@@ -38,6 +38,11 @@ class OpenGroups:
     def __len__(self) -> int:
         return len(self._all)
 
+    @property
+    def unsent(self) -> bool:
+        """Whether groups wait to be sent."""
+        return bool(self._unsent)
+
     def add(self, handle: Handle) -> bool:
         """Keep a group. False if its id is taken."""
         if handle.group_id in self._all:
@@ -91,15 +96,20 @@ class OpenGroups:
             self.remove(handle)
             handle.abort_unsent(limits.max_n)
 
-    def add_sample(self, sample: Sample) -> None:
-        """Give a sample to its group, if that is wanted. Raises ValueError for one that the group cannot have."""
-        handle = self.sent.get(sample.group_id)
-        if handle is not None:
-            before = handle.in_flight
-            handle.add_sample(sample)
-            self._sent_tokens -= before - handle.in_flight
-            if handle.done:
-                self.remove(handle)
+    def add_samples(self, samples: Iterable[Sample]) -> list[tuple[str, int]]:
+        """Give samples to their groups, where they are wanted. Returns what is to be acked: (group id, index) of each. Raises
+        ValueError for one that its group cannot have."""
+        came = []
+        for sample in samples:
+            handle = self.sent.get(sample.group_id)
+            if handle is not None:
+                before = handle.in_flight
+                handle.add_sample(sample)
+                self._sent_tokens -= before - handle.in_flight
+                if handle.done:
+                    self.remove(handle)
+            came.append((sample.group_id, sample.index))
+        return came
 
     def add_progress(self, progress: Progress, limits: Limits, vocab_size: int) -> None:
         """Give tokens of running children to their groups, if these are wanted. Raises ProtocolError and ValueError for what

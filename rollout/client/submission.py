@@ -118,15 +118,27 @@ def sendable(group: Group, *, serial: int, require_version: int, limits: Limits,
 
     Raises InvalidRequest, LimitExceeded."""
     try:
-        packed = pack_begun(group.begun)
-        wanted, score, after = group.indices, group.score, group.after
-        submit = Submit(group.id, group.prompt, group.sampling, serial, require_version, wanted, packed, score, after, client)
+        submit = submit_of(group, serial=serial, require_version=require_version, client=client)
         check_types(submit)
-        frames, content = pack(submit), digest(submit)
+        return handle_of(group, submit, limits)
+    except LimitExceeded:
+        raise
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"this group cannot be sent: {error}") from None
+
+
+def submit_of(group: Group, *, serial: int, require_version: int, client: str) -> Submit:
+    """Make the message of a group."""
+    packed = pack_begun(group.begun)
+    wanted, score, after = group.indices, group.score, group.after
+    return Submit(group.id, group.prompt, group.sampling, serial, require_version, wanted, packed, score, after, client)
+
+
+def handle_of(group: Group, submit: Submit, limits: Limits) -> Handle:
+    """Make the handle of a group whose fields have the types that travel. Raises LimitExceeded for what is too large."""
+    frames = pack(submit)
     check_sizes(submit, frames, limits)
-    return Handle(group, frames, content)
+    return Handle(group, frames, digest(submit))
 
 
 def check_budget(handle: Handle, budget: int | None) -> None:

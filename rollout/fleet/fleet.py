@@ -128,8 +128,8 @@ class Fleet:
         return bool(self.inbox) or bool(self._groups.ended) or time.monotonic() >= self._tend_at
 
     def submit(self, group: Group, client: str = "") -> None:
-        """Take a group. What a replica finds wrong with it comes as samples that end as "error"."""
-        group.validate(self.limits, self.vocab_size, self.context)
+        """Take a group, as the service has checked it. What a replica finds wrong with it comes as samples that end as "error".
+        Raises ValueError for an id that is live."""
         if group.id in self._groups.open:
             raise ValueError(f"group id {group.id} is live")
         self._groups.submit(group, client, time.monotonic())

@@ -20,7 +20,7 @@ import xxhash
 from engine.types import SEED_LIMIT, Begun, Chunk, FinishReason, Group, Sample, Sampling
 from rollout.client.handle import Handle
 from rollout.client.partials import beyond
-from rollout.client.submission import sendable
+from rollout.client.submission import handle_of, submit_of
 from rollout.fleet import routing
 from rollout.fleet.homes import Homes
 from rollout.fleet.inbox import Inbox
@@ -179,7 +179,8 @@ class Groups:
         sampling = one.sampling(indices, now)
         after = self._homes.hint(one.group.after, replica)
         group = msgspec.structs.replace(one.group, id=name, sampling=sampling, indices=indices, begun=begun, after=after)
-        handle = sendable(group, serial=0, require_version=self._version(), limits=replica.welcome.limits, client=one.client)
+        submit = submit_of(group, serial=0, require_version=self._version(), client=one.client)
+        handle = handle_of(group, submit, replica.welcome.limits)
         part = Part(one, replica, handle, set(indices), self.aborts)
         one.unplaced -= part.left
         one.parts.add(part)

@@ -15,7 +15,7 @@ from rollout.client.link import Link
 from rollout.client.patience import Patience
 from rollout.fleet.inbox import Inbox
 from transport.keys.files import ClientKeys
-from transport.messages import Welcome
+from transport.messages import GATHERS, Welcome
 from transport.sockets import ClientEnd
 
 NEVER_S = 1e9
@@ -78,7 +78,11 @@ class Replica:
         """Open a link. `then` is called in the service's thread with the first Welcome, or with what was refused."""
         self._end = ClientEnd(address, Limits())
         self.link = Link(
-            self._end, secrets.token_hex(16), f"front of {self.name}", Patience(NEVER_S, STALL_S, NEVER_S, resubmit=False)
+            self._end,
+            secrets.token_hex(16),
+            f"front of {self.name}",
+            Patience(NEVER_S, STALL_S, NEVER_S, resubmit=False),
+            more=(GATHERS,),
         )
         self._answer(self.link.first_welcome, then)
 

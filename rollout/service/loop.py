@@ -32,7 +32,7 @@ from rollout.service.record import Record
 from rollout.service.refresh import Refreshes
 from rollout.service.restoring import restore
 from rollout.service.running import Running, described
-from rollout.service.session import Session, Sessions
+from rollout.service.session import GATHER_S, Session, Sessions
 from rollout.service.watchdog import Watch
 from transport import messages as m
 from transport.errors import NoSession
@@ -168,8 +168,9 @@ class Service:
         self._check_timers()
 
     def _flush(self) -> None:
+        more_come = self._engine.has_work and self._running.step_s < GATHER_S
         for session in list(self._sessions):
-            session.flush(self._transport.send)
+            session.flush(self._transport.send, more_come=more_come)
             if session.flooded:
                 self._forget(session, "it does not read the answers to its requests")
 
@@ -225,6 +226,7 @@ class Service:
             self._running.drop(session, held)
         session.last_received_at = session.last_sent_at = self._clock.now
         session.paced = m.TAKEN in hello.capabilities
+        session.batches, session.gathers = m.BATCHES in hello.capabilities, m.GATHERS in hello.capabilities
         answer = pack(welcome(hello, session, self._engine, self.incarnation, self._starts, self._limits))
         self._sessions.connect(session, peer, hello.number, answer)
 

@@ -5,11 +5,11 @@ KeptGroup -> HeldGroup of its session, with what was not acked -> Parked until t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from engine.types import FinishReason, Group, Limits
+from engine.types import FinishReason, Group, Limits, Sample
 from rollout.logs import logger
 from rollout.service.admission import checked_group
 from rollout.service.engine_api import EngineLike
@@ -18,7 +18,7 @@ from rollout.service.running import Running
 from rollout.service.session import HeldGroup, Sessions
 from transport import messages as m
 from transport.errors import RolloutError
-from transport.frames import Decoder
+from transport.frames import Decoder, Frame
 
 log = logger("rollout.service.loop")
 
@@ -45,13 +45,20 @@ def restore(journal: Journal, sessions: Sessions, running: Running, engine: Engi
         held = HeldGroup(submit.group_id, group.engine_id, m.digest(submit), whole.wanted)
         held.ended, held.acked = len(group.ended), sum(frames is None for _, frames in group.ended.values())
         session.hold(held)
-        for index, (_, frames) in group.ended.items():
+        for _, frames in group.ended.values():
             if frames is not None:
-                session.keep(held, index, frames)
+                session.keep(held, sample_of(frames))
         if held.running:
             running.park(session, held, rest(whole, group), group.version)
         groups, samples = groups + 1, samples + len(held.unacked)
     log.info("journal read sessions=%d groups=%d samples=%d starts=%d", len(list(sessions)), groups, samples, journal.starts)
+
+
+def sample_of(frames: Sequence[Frame]) -> Sample:
+    """Return the child that a SampleDone of the journal is about."""
+    done = Decoder[m.ServiceMessage](m.ServiceMessage, m.answer_limits(Limits())).unpack(frames)
+    assert isinstance(done, m.SampleDone)
+    return done.sample
 
 
 def rest(whole: Group, kept: KeptGroup) -> Group:

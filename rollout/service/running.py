@@ -83,7 +83,8 @@ class Running:
         self._hand_over(session, group, group_id, submit.client)
         held = HeldGroup(group_id, group.id, digest, group.wanted)
         session.hold(held)
-        session.record.accepted(session.key, session.id, group.id, pack(submit), group.sampling.seed, engine.version)
+        if session.record.lasting:
+            session.record.accepted(session.key, session.id, group.id, pack(submit), group.sampling.seed, engine.version)
         self._groups[group.id] = (session, held)
 
     def _hand_over(self, session: Session, group: Group, group_id: str, client: str = "") -> None:
@@ -238,7 +239,6 @@ class Running:
             return
         session, held = self._groups[sample.group_id]
         self._tracker.observe(sample, self._engine.version)
-        sample = msgspec.structs.replace(sample, group_id=held.group_id)
         if session.unacked_bytes > self._max_outbox_bytes:
             sample = without_tokens(sample, f"over {self._max_outbox_bytes} bytes of samples wait for this client to read them")
         session.deliver(held, sample)

@@ -3,11 +3,12 @@
     Submit -> HeldGroup (in the engine) -> sample ends -> unacked + queue -> sent -> Ack -> forgotten
 
 A session outlives its connection: after a reconnect everything unacked is queued again, so a broken link loses nothing. No
-sockets and no clock in here; `rollout.service.loop` moves the messages.
+sockets in here; `rollout.service.loop` moves the messages.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +25,19 @@ from rollout.service.streaming import Streaming
 from transport.errors import Busy
 from transport.frames import Frame, frame_bytes, pack
 from transport.messages import Alive, SampleDone
+from transport.progress import columns_of, pack_samples, sample_bytes
 
 log = logger("rollout.service.loop")
 
 MAX_REPLY_BYTES = 1 << 24
+BATCH_SAMPLES, BATCH_BYTES = 256, 1 << 18
+"""most of one message"""
+FIRST_BYTES = 2048
+"""most of one message on a connection that has not shown that it carries more"""
+SAMPLE_OVERHEAD = 160
+"""bytes that a sample is counted for besides its arrays"""
+GATHER_S = 0.02
+"""for which the samples of a front may wait for each other"""
 """of replies (refusals, status, heartbeats) that may wait for a client that does not read"""
 
 
@@ -43,8 +53,8 @@ class HeldGroup:
     """indices of its children"""
     ended: int = 0
     acked: int = 0
-    unacked: dict[int, list[Frame]] = field(default_factory=dict)
-    """frames of the ended children, by index, until the client has them"""
+    unacked: dict[int, Sample] = field(default_factory=dict)
+    """the ended children, by index, until the client has them"""
 
     @property
     def n(self) -> int:
@@ -83,8 +93,18 @@ class Session:
         self.samples = 0
         """sum of n over `groups`"""
         self.unacked_bytes = 0
-        self._queue: deque[tuple[tuple[HeldGroup, int] | None, list[Frame]]] = deque()
+        self.batches = self.gathers = False
+        """it takes many samples in one message; these may wait for each other"""
+        self._queue: deque[tuple[HeldGroup, Sample] | list[Frame]] = deque()
+        """samples, and frames of replies"""
+        self._packed: list[Frame] = []
+        """the samples that are sent next, once the connection takes them"""
         self._reply_bytes = 0
+        self._carried = 0
+        """bytes of samples that were acked on this connection: no message has more, or on a link that breaks again and again
+        none might come through"""
+        self._samples_at = 0.0
+        """time.monotonic when samples were last sent"""
 
     @property
     def running(self) -> int:
@@ -94,7 +114,7 @@ class Session:
     @property
     def pending(self) -> bool:
         """Whether something waits to be sent and there is a connection to send it on."""
-        return bool(self._queue) and self.peer is not None
+        return bool(self._queue or self._packed) and self.peer is not None
 
     @property
     def flooded(self) -> bool:
@@ -133,28 +153,29 @@ class Session:
         self.record.dropped(held.engine_id)
         self.streaming.drop(group_id)
         self.samples -= held.n
-        self.unacked_bytes -= sum(map(frame_bytes, held.unacked.values()))
+        self.unacked_bytes -= sum(map(kept_bytes, held.unacked.values()))
         held.unacked.clear()
 
     def reply(self, frames: list[Frame]) -> None:
         """Queue a message that is not repeated after a reconnect: the client asks again."""
-        self._queue.append((None, frames))
+        self._queue.append(frames)
         self._reply_bytes += frame_bytes(frames)
 
     def deliver(self, held: HeldGroup, sample: Sample) -> None:
         """Queue a sample of `held`; it is kept until acked."""
-        frames = pack(SampleDone(sample))
         held.ended += 1
         if not held.running:
             self.streaming.drop(held.group_id)
-        self.record.ended(held.engine_id, sample.index, sample.finish_reason, frames)
-        self.keep(held, sample.index, frames)
+        if self.record.lasting:
+            frames = pack(SampleDone(named(sample, held.group_id)))
+            self.record.ended(held.engine_id, sample.index, sample.finish_reason, frames)
+        self.keep(held, sample)
 
-    def keep(self, held: HeldGroup, index: int, frames: list[Frame]) -> None:
-        """Queue the SampleDone of a child that has ended."""
-        held.unacked[index] = frames
-        self._queue.append(((held, index), frames))
-        self.unacked_bytes += frame_bytes(frames)
+    def keep(self, held: HeldGroup, sample: Sample) -> None:
+        """Queue a child that has ended."""
+        held.unacked[sample.index] = sample
+        self._queue.append((held, sample))
+        self.unacked_bytes += kept_bytes(sample)
 
     def stream(self, engine: EngineLike) -> None:
         """Queue new tokens of children that run, if the client asks for them and reads."""
@@ -165,10 +186,11 @@ class Session:
         """Forget samples that have arrived, and a group with its last one. Acks of anything else are old: nothing to do."""
         for group_id, index in samples:
             held = self.groups.get(group_id)
-            frames = held.unacked.pop(index, None) if held else None
-            if held is None or frames is None:
+            sample = held.unacked.pop(index, None) if held else None
+            if held is None or sample is None:
                 continue
-            self.unacked_bytes -= frame_bytes(frames)
+            self.unacked_bytes -= kept_bytes(sample)
+            self._carried += kept_bytes(sample)
             held.acked += 1
             self.record.acked(held.engine_id, index)
             if held.acked == held.n:
@@ -179,21 +201,59 @@ class Session:
         self.peer = peer
         self.taken_bytes = self._reported_bytes = 0
         self.streaming.restart()
-        self._queue = deque([(None, welcome)])
+        self._queue, self._packed, self._carried = deque([welcome]), [], 0
         self._reply_bytes = frame_bytes(welcome)
         for held in self.groups.values():
-            self._queue.extend(((held, index), frames) for index, frames in held.unacked.items())
+            self._queue.extend((held, sample) for sample in held.unacked.values())
 
-    def flush(self, send: Callable[[bytes, list[Frame]], bool]) -> None:
-        """Send what the connection takes now."""
-        while self._queue and self.peer is not None:
-            key, frames = self._queue[0]
-            wanted = key is None or key[1] in key[0].unacked
-            if wanted and not send(self.peer, frames):
+    def flush(self, send: Callable[[bytes, list[Frame]], bool], more_come: bool = False) -> None:
+        """Send what the connection takes now. more_come: samples that may wait need not go by themselves."""
+        if self.peer is None or not (self._queue or self._packed):
+            return
+        if more_come and self.gathers and not self._reply_bytes and time.monotonic() - self._samples_at < GATHER_S:
+            return
+        while self._queue or self._packed:
+            first = self._queue[0] if self._queue else None
+            if not self._packed and isinstance(first, list):
+                if not send(self.peer, first):
+                    return
+                self._queue.popleft()
+                self._reply_bytes -= frame_bytes(first)
+                continue
+            self._packed = self._packed or self._pack()
+            if self._packed and not send(self.peer, self._packed):
                 return
+            self._packed, self._samples_at = [], time.monotonic()
+
+    def _pack(self) -> list[Frame]:
+        """Make one message of the samples that are next; none of those that were acked or dropped meanwhile."""
+        samples, names, size = list[Sample](), list[str](), 0
+        most, most_bytes = BATCH_SAMPLES if self.batches else 1, min(BATCH_BYTES, max(FIRST_BYTES, self._carried))
+        while self._queue and len(samples) < most:
+            entry = self._queue[0]
+            if isinstance(entry, list):
+                break
+            held, sample = entry
+            if sample.index in held.unacked:
+                size += kept_bytes(sample)
+                if samples and (size > most_bytes or columns_of(sample) != columns_of(samples[0])):
+                    break
+                samples.append(sample)
+                names.append(held.group_id)
             self._queue.popleft()
-            if key is None:
-                self._reply_bytes -= frame_bytes(frames)
+        if len(samples) == 1:
+            return pack(SampleDone(named(samples[0], names[0])))
+        return pack(pack_samples(names, samples)) if samples else []
+
+
+def kept_bytes(sample: Sample) -> int:
+    """Count what a sample takes that is kept for its client."""
+    return sample_bytes(sample) + SAMPLE_OVERHEAD
+
+
+def named(sample: Sample, group_id: str) -> Sample:
+    """Name a sample as its client does."""
+    return msgspec.structs.replace(sample, group_id=group_id)
 
 
 class Sessions:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine.types import Limits, Sample, Sampling
+from rollout.client.acks import ACK_S, Acks
 from rollout.client.calls import Calls
 from rollout.client.connection import HEARTBEAT_S, HELLO_RETRY_S, Connection
 from rollout.client.handle import Handle
@@ -154,12 +155,12 @@ def test_groups_over_the_budget_wait_until_children_have_come_back() -> None:
     for name in "abcd":
         assert groups.add(handle(name))
     assert sent(groups) == ["a", "b"]
-    groups.add_sample(sample("a", 0))
-    groups.add_sample(sample("a", 0))  # a repeated one changes nothing
+    groups.add_samples([sample("a", 0)])
+    groups.add_samples([sample("a", 0)])  # a repeated one changes nothing
     assert sent(groups) == []
-    groups.add_sample(sample("b", 1))
+    groups.add_samples([sample("b", 1)])
     assert sent(groups) == ["c"], "12 + 12 + 22 are within 50"
-    groups.add_sample(sample("a", 1))
+    groups.add_samples([sample("a", 1)])
     assert sent(groups) == [], "12 + 22 + 22 are not"
     groups.remove(groups.sent["b"])  # failed
     assert sent(groups) == ["d"]
@@ -190,3 +191,20 @@ def test_a_group_that_alone_is_over_the_budget_is_refused() -> None:
     check_budget(handle("g", n=1000), None)
     with pytest.raises(LimitExceeded, match="2 x max_tokens 10 are over the client's budget of 21"):
         check_budget(handle("g"), 21)
+
+
+# acks
+
+
+def test_acks_wait_for_each_other_but_not_for_long() -> None:
+    acks = Acks()
+    assert not acks and not acks.due(100.0)
+    acks.samples.append(("a", 0))
+    assert acks and acks.due(100.0), "the first one goes at once"
+    assert [ack.samples for ack in acks.take(Limits(), 100.0)] == [[("a", 0)]]
+    acks.samples += [("a", 1), ("b", 0)]
+    assert acks and not acks.due(100.0 + 0.9 * ACK_S) and acks.due(100.0 + 1.1 * ACK_S)
+    acks.progress = 3
+    assert acks.due(100.0), "the service waits for that"
+    assert [(ack.samples, ack.progress) for ack in acks.take(Limits(), 100.0)] == [([("a", 1), ("b", 0)], 0), ([], 3)]
+    assert not acks

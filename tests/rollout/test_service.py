@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import pytest
 
 from engine.types import Group, Limits, Sample, Sampling
 from rollout.service import loop as service_module
+from rollout.service import session as session_module
 from rollout.service.loop import Service
 from rollout.service.session import MAX_REPLY_BYTES
 from tests.support.clock import Clock
@@ -20,6 +22,7 @@ from tests.support.fake_engine import VOCAB, FakeEngine, expected
 from tests.support.wire import Bench, Peer, submit
 from transport import messages as m
 from transport.frames import frame_bytes, pack
+from transport.progress import unpack_samples
 
 LIMITS = Limits(max_n=16, max_tokens=100, max_prompt_tokens=50, max_stop_token_ids=2, max_id_bytes=20)
 
@@ -298,6 +301,89 @@ def test_welcome_is_the_first_message_of_a_connection() -> None:
     )
     bench.turn()
     assert [type(message) for message in new.read()] == [m.Welcome, m.SampleDone]
+
+
+# many samples in one message
+
+
+def shape(messages: list[Any]) -> list[int]:
+    """Samples of each message."""
+    return [len(one.ended) if isinstance(one, m.SamplesDone) else 1 for one in messages if not isinstance(one, m.Alive)]
+
+
+def test_samples_that_end_together_come_together_to_those_who_take_that() -> None:
+    """Of several groups; those with other columns apart; what is not acked comes again."""
+    bench = Bench()
+    groups = [submit("a", n=3), submit("b", n=2), submit("c", n=1, max_tokens=9)]
+    peer, plain = bench.client(m.BATCHES).send(*groups), bench.client().send(*groups)
+    bench.settle()
+    messages = peer.read().copy()
+    assert shape(messages) == [5, 1] and shape(plain.read()) == [1] * 6
+    together = unpack_samples(messages[0])
+    assert ids(together) == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1)]
+    assert [s.token_ids.tolist() for s in together] == [expected([1, 2, 3], i, 4) for i in (0, 1, 2, 0, 1)]
+    peer.send(m.Ack([("a", 1), ("b", 0)]))
+    bench.turn()
+    again = bench.connect(peer.session)
+    again.hello(groups, capabilities=(m.BATCHES,))
+    bench.turn()
+    (some,) = again.take(m.SamplesDone)
+    assert ids(unpack_samples(some)) == [("a", 0), ("a", 2), ("b", 1), ("c", 0)]
+
+
+def test_a_message_of_samples_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "BATCH_SAMPLES", 4)
+    bench = Bench()
+    peer = bench.client(m.BATCHES).send(submit("a", n=9))
+    bench.settle()
+    assert shape(peer.read()) == [4, 4, 1]
+    monkeypatch.setattr(session_module, "BATCH_BYTES", 400)
+    peer.got.clear()
+    peer.send(submit("b", n=4))
+    bench.settle()
+    assert shape(peer.read()) == [2, 2], "192 bytes each"
+
+
+def test_no_message_is_longer_than_what_its_connection_has_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a link that breaks after so many bytes would never bring it."""
+    monkeypatch.setattr(session_module, "FIRST_BYTES", 192)
+    bench = Bench()
+    peer, sizes = bench.client(m.BATCHES), []
+    for i in range(5):
+        peer.send(submit(str(i), n=4))
+        bench.settle()
+        sizes.append(shape(peer.read()))
+        peer.send(m.Ack([(str(i), index) for index in range(4)]))
+        peer.got.clear()
+    assert sizes == [[1] * 4, [4], [4], [4], [4]]
+    group = submit("last", n=4)
+    peer.send(group)
+    bench.settle()
+    again = bench.connect(peer.session)
+    again.hello([group], capabilities=(m.BATCHES,))
+    bench.turn()
+    assert shape(again.read()) == [1] * 4, "it begins anew"
+
+
+def test_samples_of_a_front_wait_for_each_other_while_more_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the first one, nothing besides a reply, and nothing once the engine has no work."""
+    now = [100.0]
+    monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    bench = Bench()
+    front = bench.client(m.BATCHES, m.GATHERS)
+    front.send(*(submit(str(length), n=1, max_tokens=length) for length in range(1, 9)))
+    bench.turn()
+    assert shape(front.read()) == [1], "the first"
+    bench.turn(2)
+    assert shape(front.read()) == [1], "others wait"
+    now[0] += 2 * session_module.GATHER_S
+    bench.turn()
+    assert shape(front.read()) == [1, 2], "of the turns before: time is up before the step"
+    front.send(m.StatusRequest(1))
+    bench.turn()
+    assert shape(front.read()) == [1, 2, 1, 1], "a reply takes them along"
+    bench.settle()
+    assert sum(shape(front.read())) == 9 and not bench.engine.has_work
 
 
 def test_hello_ends_what_the_client_no_longer_wants() -> None:

@@ -40,9 +40,9 @@ class Peer:
     def send_frames(self, frames: list[Frame]) -> None:
         assert self.end.send(frames)
 
-    def hello(self, groups: list[m.Submit] | None = None, number: int = 1) -> m.Welcome:
+    def hello(self, groups: list[m.Submit] | None = None, number: int = 1, capabilities: tuple[str, ...] = ()) -> m.Welcome:
         digests = np.frombuffer(b"".join(map(m.digest, groups or [])), np.uint8).reshape(-1, m.DIGEST_BYTES)
-        self.send(m.Hello(m.PROTOCOL, self.session, number, "tester", groups=digests))
+        self.send(m.Hello(m.PROTOCOL, self.session, number, "tester", capabilities, digests))
         self._bench.turn()
         (welcome,) = self.take(m.Welcome)
         return welcome
@@ -93,9 +93,9 @@ class Bench:
         self._peers += 1
         return Peer(self, session or f"{self._peers:032x}")
 
-    def client(self) -> Peer:
+    def client(self, *capabilities: str) -> Peer:
         peer = self.connect()
-        peer.hello()
+        peer.hello(capabilities=capabilities)
         return peer
 
 

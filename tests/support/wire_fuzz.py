@@ -12,7 +12,7 @@ from engine.types import Begun, Chunk, Limits, Refreshed, Sample, Sampling
 from transport import messages as m
 from transport.begun import pack_begun
 from transport.frames import DTYPES, pack
-from transport.progress import pack_progress
+from transport.progress import pack_progress, pack_samples
 from transport.weights.cuda_ipc import CudaIpcOffer
 from transport.weights.delta import DeltaOffer
 from transport.weights.distributed import DistributedOffer
@@ -109,6 +109,29 @@ SERVICE_MESSAGES: list[msgspec.Struct] = [
             prompt_tokens=3,
             error="why",
         )
+    ),
+    pack_samples(
+        ["g", "h", "g"],
+        [
+            Sample(
+                group_id="",
+                index=index,
+                token_ids=np.array(tokens, np.int32),
+                logprobs=np.full(len(tokens), -0.5, np.float32),
+                finish_reason="stop",
+                weight_versions=spans,
+                prompt_tokens=3,
+                raw_logprobs=np.full(len(tokens), -1.5, np.float32),
+                error=why,
+                seconds=0.25,
+                offloads=index,
+                seed=2**62,
+                top_ids=np.arange(2 * len(tokens), dtype=np.int32).reshape(-1, 2),
+                top_logprobs=np.full((len(tokens), 2), -0.25, np.float32),
+                text_end=9,
+            )
+            for index, tokens, spans, why in ((2, [1, 2], [(0, 4), (1, 5)], None), (0, [], [], "why"), (1, [7], [(0, 5)], None))
+        ],
     ),
     pack_progress(
         3, {"g": [_chunk(0, 4, [7, 8, 9], [(0, 4), (2, 5)]), _chunk(2, 0, [5], [(0, 5)])], "h": [_chunk(1, 9, [6], [(0, 5)])]}

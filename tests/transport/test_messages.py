@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Chunk, Limits, Sampling
+from engine.types import Begun, Chunk, Limits, Sample, Sampling
 from tests.support.wire_fuzz import BEGUN, same
 from transport import errors
 from transport.begun import pack_begun, unpack_begun
 from transport.frames import Decoder, pack
-from transport.messages import DIGEST_BYTES, Progress, Submit, digest
-from transport.progress import pack_progress, unpack_progress
+from transport.messages import DIGEST_BYTES, Ended, Progress, SamplesDone, Submit, digest
+from transport.progress import columns_of, pack_progress, pack_samples, unpack_progress, unpack_samples
 
 SUBMIT = Submit("g", np.array([1, 2, 3], np.int32), Sampling(n=2, temperature=float("nan")), 4)
 
@@ -145,6 +146,54 @@ def test_columns_of_progress_that_do_not_fit_are_refused(change: dict[str, objec
         unpack_progress(msgspec.structs.replace(pack_progress(1, CHUNKS), **change), 3)
     with pytest.raises(errors.ProtocolError, match="at most 2"):
         unpack_progress(pack_progress(1, CHUNKS), 2)
+
+
+def done_of(child: Begun, **fields: Any) -> Sample:
+    more = {"group_id": "", "finish_reason": "length", "prompt_tokens": 5, "seed": 7, "seconds": 0.5, **fields}
+    return Sample(**msgspec.structs.asdict(child), **more)
+
+
+SAMPLES = [
+    done_of(BEGUN[0], offloads=3),
+    done_of(BEGUN[1], prompt_tokens=9, seed=2**62, finish_reason="stop", stopped_by="x", text_end=4),
+    done_of(BEGUN[1], finish_reason="error", error="why"),
+]
+
+
+def test_samples_arrive_as_they_were_sent() -> None:
+    packed = pack_samples(["g", "h", "g"], SAMPLES)
+    frames = [bytes(frame) for frame in pack(packed)]
+    got = unpack_samples(Decoder[SamplesDone](SamplesDone, Limits()).unpack(frames))
+    assert [sample.group_id for sample in got] == ["g", "h", "g"]
+    for one, other in zip(got, SAMPLES, strict=True):
+        for name in set(Sample.__struct_fields__) - {"group_id"}:
+            assert np.array_equal(getattr(one, name), getattr(other, name)), name
+    plain = msgspec.structs.replace(SAMPLES[0], raw_logprobs=None, top_ids=None, top_logprobs=None)
+    assert columns_of(plain) != columns_of(SAMPLES[0]) == columns_of(SAMPLES[2])
+    assert unpack_samples(pack_samples(["g"], [plain]))[0].raw_logprobs is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_ids": np.zeros(4, np.int32)},
+        {"token_ids": np.zeros(5, np.int64)},
+        {"logprobs": np.zeros((5, 1), np.float32)},
+        {"raw_logprobs": np.zeros(6, np.float32)},
+        {"top_ids": np.zeros(5, np.int32)},
+        {"top_logprobs": np.zeros((4, 2), np.float32)},
+        {"group_ids": ["g"]},
+        {"seeds": [7]},
+        {"seeds": [7, -1]},
+        {"seeds": [7, 2**63]},
+        {"prompt_tokens": [5, 9, 5]},
+        {"ended": [Ended(2, 0, 5, "stop", [], 0.0, 0, None, None, None)]},
+        {"ended": []},
+    ],
+)
+def test_columns_of_samples_that_do_not_fit_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(errors.ProtocolError):
+        unpack_samples(msgspec.structs.replace(pack_samples(["g", "h", "g"], SAMPLES), **change))
 
 
 def test_every_error_has_a_kind_that_comes_back() -> None:
