@@ -61,8 +61,15 @@ def small_slots_and_nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 class Sending:
     """A trainer's end in a thread."""
 
-    def __init__(self, arrays: list[np.ndarray], total: int, over: Callable[[], bool] = NEVER, seconds: float = WAIT) -> None:
-        self.sender = Broadcaster("gloo", "127.0.0.1", total)
+    def __init__(
+        self,
+        arrays: list[np.ndarray],
+        total: int,
+        over: Callable[[], bool] = NEVER,
+        seconds: float = WAIT,
+        announced: bool = False,
+    ) -> None:
+        self.sender = Broadcaster("gloo", "127.0.0.1", total, announced=announced)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(arrays, over, time.monotonic() + seconds))
         self._thread.start()
@@ -94,9 +101,9 @@ def read(payload: DistributedPayload, size: int, piece: int = 50_003) -> bytes:
     return got
 
 
-def round_trip(arrays: list[np.ndarray]) -> None:
+def round_trip(arrays: list[np.ndarray], announced: bool = False) -> None:
     whole = b"".join(array.tobytes() for array in arrays)
-    trainer = Sending(arrays, len(whole))
+    trainer = Sending(arrays, len(whole), announced=announced)
     payload = open_payload(trainer.sender.offer, MANIFEST, len(whole), SegmentView(), CPU)
     assert isinstance(payload, DistributedPayload) and payload.via == "gloo" and payload.unannounced
     assert read(payload, len(whole)) == whole
@@ -110,6 +117,46 @@ def round_trip(arrays: list[np.ndarray]) -> None:
 def test_round_trip_again_and_again() -> None:
     for arrays in (ARRAYS, ARRAYS[::-1], ARRAYS[:2], [np.ones(1, np.uint8)]):
         round_trip(arrays)
+
+
+def test_broadcasts_that_are_announced() -> None:
+    """As NCCL's are, here by gloo."""
+    for arrays in (ARRAYS, [np.ones(1, np.uint8)]):
+        round_trip(arrays, announced=True)
+
+
+def test_none_is_posted_before_the_trainer_sends() -> None:
+    """A receive of NCCL's that is posted holds processors of the GPU until the bytes come."""
+    sender = Broadcaster("gloo", "127.0.0.1", len(WHOLE), announced=True)
+    payload, memory = DistributedPayload(sender.offer, CPU), np.empty(100_000, np.uint8)
+    over = threading.Event()
+    thread = threading.Thread(target=sender.send, args=([], over.is_set, time.monotonic() + WAIT))
+    thread.start()  # joins, and has nothing to send
+    until(payload._joined.is_set)
+    for _ in range(200):
+        assert not payload.ready and payload.read(memory) == 0 and not payload._posted
+        time.sleep(0.001)
+    thread.join(WAIT)
+    first = torch.from_numpy(np.frombuffer(WHOLE[:70_001], np.uint8).copy())
+    work = sender._group.broadcast(first, 0)
+    sender._store.set(distributed._sent(sender.offer, 0), "1")
+    assert read(payload, 70_001) == WHOLE[:70_001] and payload._posted == 1
+    work.wait()
+    payload.close()
+    sender.close()
+
+
+def test_a_trainer_that_sends_no_more_is_told_and_the_group_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the helper thread: the loop may be waiting for the device on which the broadcast is waited for."""
+    monkeypatch.setattr(distributed, "STALL_S", 0.3)
+    sender = Broadcaster("gloo", "127.0.0.1", len(WHOLE), announced=True)
+    payload = DistributedPayload(sender.offer, CPU)
+    thread = threading.Thread(target=sender.send, args=([], NEVER, time.monotonic() + WAIT))
+    thread.start()
+    until(payload._joined.is_set)
+    assert "nothing was heard of it for" in failure_of(payload)
+    thread.join(WAIT)
+    sender.close()
 
 
 def test_an_offer_of_another_size_is_refused() -> None:

@@ -4,6 +4,10 @@
     TCPStore at host:port         ←────────────   a helper thread connects and opens the group
     slots ┌ 4 MiB ┬ 4 MiB ┬ … ┐    broadcasts     slots ┌ 4 MiB ┬ 4 MiB ┬ … ┐
           filled from the tensors ────────────→         posted ahead, polled by `read`, copied into the staging
+    GROUP/sent/0, 1, … in the store ───────────→        NCCL: posted when the trainer has said that it sends
+
+A receive of NCCL's that is posted is a kernel that holds processors until the bytes come, so none is posted ahead: the trainer
+announces each broadcast in the store, the helper thread hears it, and the loop posts no more than were announced.
 
 The group has two members and lives for one refresh. It is made of torch's objects themselves, without `init_process_group`, so
 a trainer's default group is neither needed nor touched; opening it takes milliseconds with gloo. Broadcasts and not receives,
@@ -22,6 +26,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -42,6 +47,8 @@ from transport.weights.tensors import Tensors, digest
 
 SLOT_BYTES = 4 << 20
 """of a broadcast; the last one of a payload is shorter"""
+NCCL_SLOT_BYTES = 32 << 20
+"""the same for NCCL, whose broadcasts are launches"""
 SLOTS = 8
 """of the trainer"""
 POSTED = 16
@@ -57,7 +64,7 @@ PROOF_BYTES = 32
 
 
 class DistributedOffer(Offered, frozen=True, tag="distributed", forbid_unknown_fields=True):
-    """Join this group as rank 1; rank 0 broadcasts the payload in pieces of SLOT_BYTES."""
+    """Join this group as rank 1; rank 0 broadcasts the payload in pieces of SLOT_BYTES, by NCCL of NCCL_SLOT_BYTES."""
 
     backend: Backend
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
@@ -69,6 +76,17 @@ class DistributedOffer(Offered, frozen=True, tag="distributed", forbid_unknown_f
     """bytes of the payload"""
     secret: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
     """made for this one group; the store never sees it, and each end shows the other that it has it"""
+    announced: bool = False
+    """the trainer sets GROUP/sent/K in the store when it has begun broadcast K, and none is to be posted before"""
+
+    @property
+    def on_device(self) -> bool:
+        return self.backend == "nccl"
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a broadcast."""
+        return NCCL_SLOT_BYTES if self.backend == "nccl" else SLOT_BYTES
 
     def open(self, expected: Expected) -> Payload:
         expected.check_total(self.total)
@@ -152,10 +170,11 @@ class Broadcaster:
     Args:
         host: an address of this machine that the service can reach.
         device: torch.device of the slots, for NCCL; None: this process's CPU.
+        announced: whether each broadcast is announced in the store; None = those of NCCL.
 
     Raises SourceUnreachable where the address or the backend is not to be had."""
 
-    def __init__(self, backend: Backend, host: str, total: int, device: Any = None) -> None:
+    def __init__(self, backend: Backend, host: str, total: int, device: Any = None, announced: bool | None = None) -> None:
         import torch.distributed as dist
 
         self._device = device
@@ -169,7 +188,9 @@ class Broadcaster:
         self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, 2, True, wait, False, master_listen_fd=listener.detach()
         )
-        self.offer = DistributedOffer(backend, host, port, secrets.token_hex(16), total, secrets.token_hex(32))
+        announced = backend == "nccl" if announced is None else announced
+        secret = secrets.token_hex(32)
+        self.offer = DistributedOffer(backend, host, port, secrets.token_hex(16), total, secret, announced)
 
     def send(self, pieces: Sequence[Any], over: Callable[[], bool], end: float) -> None:
         """Send [bytes] uint8 `pieces`, numpy arrays or tensors on the device. They must not change before the service has
@@ -190,7 +211,7 @@ class Broadcaster:
                 del failure  # nor this frame the error that holds it
 
     def _send(self, left: deque[Any], over: Callable[[], bool], end: float) -> None:
-        slots = _slots(self._device, SLOTS, self.offer.total)
+        slots, sent = _slots(self._device, SLOTS, self.offer), 0
         in_flight: deque[tuple[Any, tuple[Any, Any]]] = deque()
         while not self._store.check([_joined(self.offer)]):
             if _waited(over, end):
@@ -208,6 +229,9 @@ class Broadcaster:
             if count := _fill(view, left):
                 rest = timedelta(seconds=1 + max(0.0, end - time.monotonic()))  # the service's loop takes its time
                 in_flight.append((self._group.broadcast(tensor[:count], 0, rest), slot))
+                if self.offer.announced:
+                    self._store.set(_sent(self.offer, sent), "1")
+                sent += 1
 
     def _join(self, over: Callable[[], bool], end: float) -> bool:
         """Make the group. False if `over` comes first; raises RuntimeError, RequestTimeout. In a thread of its own: where the
@@ -263,6 +287,11 @@ class DistributedPayload(Payload):
         self._group: Any = None
         self._in_flight: deque[tuple[Any, int, tuple[Any, Any]]] = deque()
         """(work, bytes, slot) of the broadcasts that were posted, in their order"""
+        self._free: deque[tuple[Any, Any]] = deque()
+        """slots that are not posted"""
+        self._posted = 0
+        self._announced = 0 if offer.announced else sys.maxsize
+        """broadcasts that may be posted; written by the helper thread"""
         self._last_received_at = time.monotonic()
         """when a broadcast was last seen done"""
         self._failure: str | None = None
@@ -279,9 +308,13 @@ class DistributedPayload(Payload):
     def ready(self) -> bool:
         if not self._joined.is_set():
             return self._given_up
-        return self._failure is not None or bool(self._in_flight) and bool(self._in_flight[0][0].is_completed())
+        return self._failure is not None or self._may_post or (bool(self._in_flight) and self._in_flight[0][0].is_completed())
 
-    def read(self, memory: np.ndarray) -> int:
+    @property
+    def _may_post(self) -> bool:
+        return bool(self._free and self._unasked) and self._posted < self._announced
+
+    def read(self, memory: Any) -> int:
         """Read as every Payload. Raises SourceUnreachable if the trainer cannot be reached, or was lost."""
         where = f"{self._offer.host}:{self._offer.port}"
         if not self._joined.is_set():
@@ -290,6 +323,7 @@ class DistributedPayload(Payload):
             return 0
         if self._failure is not None:
             raise SourceUnreachable(f"no group with the trainer at {where}: {self._failure}")
+        self._post()
         if not self.ready or not len(memory):
             return 0
         if (lost := _error_of(self._in_flight[0][0])) is not None:
@@ -305,7 +339,8 @@ class DistributedPayload(Payload):
             self._in_flight.popleft()
             self._read = 0
             self._last_received_at = time.monotonic()
-            self._post(slot)
+            self._free.append(slot)
+            self._post()
         return count
 
     def close(self) -> None:
@@ -327,11 +362,32 @@ class DistributedPayload(Payload):
                 return True
         return time.monotonic() > self._next_by
 
-    def _post(self, slot: tuple[Any, Any]) -> None:
-        if size := min(SLOT_BYTES, self._unasked):
+    def _post(self) -> None:
+        while self._may_post:
+            slot, size = self._free.popleft(), min(self._offer.slot_bytes, self._unasked)
             self._unasked -= size
+            self._posted += 1
             work = self._group.broadcast(slot[0][:size], 0, timedelta(seconds=STALL_S))
             self._in_flight.append((work, size, slot))
+
+    def _hear(self, store: Any) -> str | None:
+        """Note what the trainer announces, until all has come, or this end is closed. Returns what went wrong: nothing more is
+        announced, or what was announced does not come."""
+        pieces = -(-self._offer.total // self._offer.slot_bytes)
+        heard_at = time.monotonic()
+        while not self._closed.wait(POLL_S):
+            try:
+                while self._announced < pieces and store.check([_sent(self._offer, self._announced)]):
+                    self._announced, heard_at = self._announced + 1, time.monotonic()
+            except RuntimeError as error:
+                return _first_line(error)
+            if self._announced == pieces and not self._unasked and not self._in_flight:
+                return None
+            silence = time.monotonic() - max(heard_at, self._last_received_at)
+            awaited = any(not work.is_completed() for work, *_ in tuple(self._in_flight)[:1])
+            if silence > STALL_S and (self._announced < pieces or awaited):
+                return f"nothing was heard of it for {silence:.0f} s"
+        return None
 
     def _run_helper(self) -> None:
         """Run the helper thread. Until `_joined` it alone touches the group, from then on the loop; after `_closed` it
@@ -350,11 +406,16 @@ class DistributedPayload(Payload):
             group = self._group = _group(offer, store, 1, line.getsockname()[0], self._device)
             _introduce(group, offer, self._device)
             self._last_received_at = time.monotonic()
-            for slot in _slots(self._device, POSTED, offer.total):
-                self._post(slot)
+            self._free.extend(_slots(self._device, POSTED, offer))
+            self._post()
         except Exception as error:
             self._failure = _first_line(error)  # not the error itself, whose traceback holds sockets
         self._joined.set()
+        if offer.announced and self._failure is None:
+            self._failure = self._hear(store)
+            if self._failure is not None:  # at once: the loop may be waiting for the device that waits for a broadcast
+                leave(group, offer.backend)
+                group = None
         self._closed.wait()
         if self._line is not None:
             self._line.close()
@@ -362,6 +423,11 @@ class DistributedPayload(Payload):
         self._group = None
         if group is not None:
             leave(group, offer.backend)
+
+
+def _sent(offer: DistributedOffer, number: int) -> str:
+    """Name the key that the trainer sets when it has begun a broadcast."""
+    return f"{offer.group}/sent/{number}"
 
 
 def _joined(offer: DistributedOffer) -> str:
@@ -416,13 +482,13 @@ def _left(backend: Backend, future: Future[Any]) -> None:
         leave(future.result(), backend)
 
 
-def _slots(device: Any, most: int, total: int) -> list[tuple[Any, Any]]:
-    """Allocate slots, as many as a payload of `total` bytes can use: pairs of a [SLOT_BYTES] uint8 tensor and what reads and
-    writes it, on the CPU numpy, whose copies have no threads to wait for."""
+def _slots(device: Any, most: int, offer: DistributedOffer) -> list[tuple[Any, Any]]:
+    """Allocate slots, as many as a payload can use: pairs of a [slot_bytes] uint8 tensor and what reads and writes it, on the
+    CPU numpy, whose copies have no threads to wait for."""
     import torch
 
-    count = max(1, min(most, -(-total // SLOT_BYTES)))
-    tensors = [torch.empty(SLOT_BYTES, dtype=torch.uint8, device=device or "cpu") for _ in range(count)]
+    count = max(1, min(most, -(-offer.total // offer.slot_bytes)))
+    tensors = [torch.empty(offer.slot_bytes, dtype=torch.uint8, device=device or "cpu") for _ in range(count)]
     return [(tensor, tensor if tensor.is_cuda else tensor.numpy()) for tensor in tensors]
 
 
@@ -439,13 +505,16 @@ def _fill(view: Any, pieces: deque[Any]) -> int:
     return filled
 
 
-def _copy_out(memory: np.ndarray, view: Any) -> None:
+def _copy_out(memory: Any, view: Any) -> None:
+    """Copy a slot's bytes to an array of the host, or to a tensor where they are, on the current stream."""
     if isinstance(view, np.ndarray):
         memory[:] = view
-    else:
+    elif isinstance(memory, np.ndarray):
         import torch
 
         torch.from_numpy(memory).copy_(view)
+    else:
+        memory.copy_(view)
 
 
 def _error_of(work: Any) -> str | None:
