@@ -28,7 +28,7 @@ from engine.cpu.judge import decide
 from engine.cpu.kernels import choose
 from engine.cuda.attention import TritonAttention, TritonUnavailable
 from engine.cuda.digests import device_hashes
-from engine.cuda.exact import make_exact
+from engine.cuda.exact import ARITHMETIC, make_exact
 from engine.cuda.fused import FusedDecoder, NotFused
 from engine.cuda.graphs import DecodeGraphs, cuda_capture
 from engine.cuda.memory import CudaMemory
@@ -192,7 +192,7 @@ class CudaDevice:
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> Computes | None:
         if config.exact:
             make_exact(model.module)
-            return None
+            return Computes(None, ARITHMETIC, None, "")
         return fuse(model, backend) if config.fused_layers else None
 
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:

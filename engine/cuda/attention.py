@@ -55,6 +55,7 @@ class TritonAttention:
     into tiles, nor on what is shared. Raises TritonUnavailable."""
 
     name = "triton"
+    arithmetic = "triton/1"
 
     def __init__(self, device: torch.device, capacity: Capacity, programs: int | None = None, kernels: Any = None) -> None:
         """programs: that run at once, of which each KV head has as many; None = enough for the device. kernels: what stands in

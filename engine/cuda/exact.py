@@ -4,7 +4,7 @@
 
 Everything else that such a module computes is done number by number, and attention (`engine.devices`) and draws
 (`engine.cuda.sampling`) keep the promise by themselves. So a seeded sample is the same to the bit whatever was batched around
-it; and a trainer's forward through `make_exact` has the products and norms of the service.
+it. A trainer's forward has the same with `rollout.exact`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from torch import nn
 
 from engine.cuda.launches import power_of_two
 from engine.cuda.norms import agree, candidates
+
+ARITHMETIC = "exact/1"
+"""of products and norms; the version counts with every change of their sums or roundings"""
 
 
 class NotExact(ValueError):
@@ -60,6 +63,14 @@ def make_exact(module: nn.Module) -> None:
         each.forward = MethodType(_linear, each)  # type: ignore[method-assign]
     for norm in norms:
         norm.forward = MethodType(_norm, norm)
+
+
+def make_plain(module: nn.Module) -> None:
+    """Undo `make_exact`."""
+    for each in module.modules():
+        made = vars(each).get("forward")
+        if getattr(made, "__func__", None) in (_linear, _norm):
+            del each.forward
 
 
 def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

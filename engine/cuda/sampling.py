@@ -67,6 +67,20 @@ def launch(
     return out[0].view(torch.int32), read
 
 
+def given_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Score given tokens [N] under logits [N, V], both on a device: [N] float32, the bits that `launch` reports for draws
+    without cuts. Nobody waits."""
+    number = torch.arange(len(tokens), device=logits.device, dtype=torch.float64)
+    asked = torch.cat([number, number, torch.full_like(number, temperature), -1.0 - tokens.to(torch.float64)])
+    out = torch.empty((4, len(tokens)), device=logits.device)
+    if len(tokens):
+        draw_kernel[(len(tokens),)](
+            logits.contiguous(), asked, out, len(tokens), len(tokens), logits.shape[1], logits.shape[1], 0, CUT=False,
+            TOP=False, N=BLOCK, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out[1]
+
+
 def _top_of(best: np.ndarray, top: np.ndarray) -> Top:
     """Take the most probable tokens out of [2 K, D] float32, where ids (as bits) and log-probs take turns."""
     ids, logprobs = np.ascontiguousarray(best[0::2].T).view(np.int32), np.ascontiguousarray(best[1::2].T)

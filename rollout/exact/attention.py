@@ -3,25 +3,43 @@
 transformers computes attention in one way for a full forward and in another for a cached one; in bf16 the two differ by some
 0.04 in log-prob. The service does one arithmetic for each query and chunk of keys, and here a trainer does the same:
 
-    q, k, v ──► native kernel, real tokens only ──► out          forward: the service's numbers
+    q, k, v ──► service's kernel, real tokens only ──► out       forward: the service's numbers
         └─────► torch's SDPA, recomputed ◄── grad of out         backward: an ordinary gradient
 
-For any transformers model that the service runs on the CPU, with the same block_size. `rollout.exact.rows` has what may stand
-in a batch: padded rows, packed ones, trees.
+For any transformers model that the service runs, on the CPU or on CUDA, with the same block_size. `rollout.exact.rows` has what
+may stand in a batch: padded rows, packed ones, trees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from engine.devices import Backend, NativeAttention, ReferenceAttention
+from engine.devices import NativeAttention, ReferenceAttention
+from rollout.exact.on_device import DeviceAttention
 from rollout.exact.rows import Rows, rows_of
+
+
+class Attends(Protocol):
+    """What trainers need of an attention backend (`engine.devices.Backend`)."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: Any,
+        kv: Any,
+        scaling: float,
+        window: int,
+    ) -> torch.Tensor: ...
+
 
 ROWS = "exact_rows"
 """keyword argument of the model that brings `Rows` to each layer's attention"""
@@ -36,7 +54,11 @@ def trainer_attention(block_size: int = 32, threads: int | None = None, isa: str
     count from a row's first real token then, as they must for every attention. Raises NativeUnavailable where the kernel cannot
     be built; the model raises ValueError if it is asked to continue from a cache."""
     backend = ReferenceAttention() if isa == "torch" else NativeAttention(threads, isa)
-    name = f"rollout_trainer_{block_size}_{threads or 'all'}_{isa or 'best'}"
+    return register(f"rollout_trainer_{block_size}_{threads or 'all'}_{isa or 'best'}", backend, block_size)
+
+
+def register(name: str, backend: Attends, block_size: int) -> str:
+    """Register a backend as the attention of trainers' models, and return the name."""
 
     def rows(batch_size: int, q_length: int, kv_length: int, attention_mask: torch.Tensor | None = None, **_: Any) -> Rows:
         if q_length != kv_length:
@@ -74,12 +96,21 @@ def use_exact_attention(
         position_ids     none: each sequence is counted from its first token, however the batch is padded; or [B, L], and
                          where they begin again at 0 another sequence begins
 
-    Returns a function that undoes it. Raises NativeUnavailable where the kernel cannot be built, ValueError for a model on
-    another device than the CPU."""
-    if model.device.type != "cpu":
-        raise ValueError(f"the model is on {model.device}: the native kernel runs on the CPU")
+    On a GPU by the service's Triton kernels; threads and isa are of the CPU's. Returns a function that undoes it. Raises
+    NativeUnavailable where the kernel cannot be built, TritonUnavailable without Triton, ValueError for another device."""
     before = model.config._attn_implementation
-    model.set_attn_implementation(trainer_attention(block_size, threads, isa))
+    if model.device.type == "cpu":
+        name = trainer_attention(block_size, threads, isa)
+    elif model.device.type == "cuda" and threads is None and isa is None:
+        name = register(f"rollout_trainer_{block_size}_{model.device}", DeviceAttention(model.device), block_size)
+    else:
+        raise ValueError(f"the model is on {model.device}: the kernels run on the CPU, and on CUDA without threads and isa")
+    return _attending(model, name, block_size, before)
+
+
+def _attending(model: Any, name: str, block_size: int, before: str) -> Callable[[], None]:
+    """Let `model` attend by `name`, and know the rows of its batches. Returns what undoes it."""
+    model.set_attn_implementation(name)
 
     def find(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
@@ -87,7 +118,8 @@ def use_exact_attention(
         if kwargs.get("past_key_values") is not None:
             raise ValueError("the service's attention takes whole sequences: call the model with use_cache=False")
         rows = rows_of((batch, length), kwargs.get("attention_mask"), kwargs.get("position_ids"), block_size)
-        return args, {**kwargs, "position_ids": rows.depth, "attention_mask": None, ROWS: rows}
+        depth = rows.on(model.device).depth
+        return args, {**kwargs, "position_ids": depth, "attention_mask": None, ROWS: rows}
 
     hook = model.base_model.register_forward_pre_hook(find, with_kwargs=True)
 
@@ -106,7 +138,7 @@ class _Attention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         rows: Rows,
-        backend: Backend,
+        backend: Attends,
         scaling: float,
         window: int,
     ) -> torch.Tensor:
@@ -114,22 +146,22 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value)
         ctx.rows, ctx.scaling, ctx.window = rows, scaling, window
         b, q_heads, length, dim = query.shape
-        q, k, v = (x.transpose(1, 2).reshape(b * length, x.shape[1], dim)[rows.tokens] for x in (query, key, value))
+        tokens = rows.on(query.device).tokens
+        q, k, v = (x.transpose(1, 2).reshape(b * length, x.shape[1], dim)[tokens] for x in (query, key, value))
         pool = SimpleNamespace(
-            data=torch.empty((rows.blocks, 1, 2, key.shape[1], rows.block_size, dim), dtype=query.dtype),
-            block_size=rows.block_size,
+            data=query.new_empty((rows.blocks, 1, 2, key.shape[1], rows.block_size, dim)), block_size=rows.block_size
         )
-        batch = rows.batch()
         out = query.new_zeros(b * length, q_heads, dim)
-        out[rows.tokens] = backend.attend(0, q, k, v, batch, pool, scaling, window)  # type: ignore[arg-type]
+        out[tokens] = backend.attend(0, q, k, v, rows.batch, pool, scaling, window)
         return out.view(b, length, q_heads, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         query, key, value = (x.detach().requires_grad_() for x in ctx.saved_tensors)
-        seen = ctx.rows.seen
+        there = ctx.rows.on(query.device)
+        seen = there.seen
         if ctx.window:
-            depth = ctx.rows.depth
+            depth = there.depth
             seen = seen & (depth[:, :, None] - depth[:, None, :] < ctx.window)
         with torch.enable_grad():
             out = torch.nn.functional.scaled_dot_product_attention(

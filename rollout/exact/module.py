@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from engine.cpu.products import isas_for, plain_products, products_of, use_products
+from rollout.exact import on_device
 from rollout.exact.attention import use_exact_attention
 
 
@@ -27,17 +28,19 @@ class Exact:
 def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, threads: int | None = None) -> Exact:
     """Give the forward of `model` the service's bits: our attention, and our products in every nn.Linear (bf16 or
     fp32, with bias, lm_head and tied ones, the inner layers of LoRA included). Parameters stay where they are, names and
-    state_dict too, and the backward is torch's own.
+    state_dict too, and the backward is torch's own. On CUDA the norms are ours as well, and the service needs `exact = true`.
 
-    model: a transformers model on the CPU, in eval mode or without dropout. arithmetic: `client.info.arithmetic`;
+    model: a transformers model on the CPU or on CUDA, in eval mode or without dropout. arithmetic: `client.info.arithmetic`;
     None = the best that this machine has, which is what a service on the same machine takes. block_size: the service's.
-    threads: of the attention, None = torch's; products take torch's.
+    threads: of the attention on the CPU, None = torch's; products take torch's.
 
     Batches may be padded or packed (`use_exact_attention` says how): a token's bits depend on its own sequence alone.
 
-    Raises ValueError where this machine does not have that arithmetic, for another device than the CPU, and for products that
-    are no plain nn.Linear's (quantised, experts); NativeUnavailable where the attention cannot be built. The model is as it was
-    then. Called under autocast, an exact model raises ValueError."""
+    Raises ValueError where this machine does not have that arithmetic, for another device, and for products that are no plain
+    nn.Linear's (quantised, experts); NativeUnavailable or TritonUnavailable where the attention cannot be had. The model is as
+    it was then. Called under autocast, an exact model raises ValueError."""
+    if model.device.type == "cuda":
+        return _use_exact_on_device(model, arithmetic, block_size)
     products, attention = isas_for(arithmetic)  # before anything is changed
     undo = use_exact_attention(model, block_size, threads, attention)
     try:
@@ -53,9 +56,37 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
     return Exact(products_of(products).arithmetic, remove)
 
 
+def _use_exact_on_device(model: Any, arithmetic: str | None, block_size: int) -> Exact:
+    if arithmetic not in (None, on_device.ARITHMETIC):
+        raise ValueError(
+            f"the service computes with arithmetic {arithmetic!r}, a trainer on CUDA with {on_device.ARITHMETIC}: start the "
+            "service with device = cuda and exact = true"
+        )
+    attends = use_exact_attention(model, block_size)
+    try:
+        plain = on_device.use_products(model)
+    except ValueError:
+        attends()
+        raise
+
+    def remove() -> None:
+        attends()
+        plain()
+
+    return Exact(on_device.ARITHMETIC, remove)
+
+
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """Return the log-probs of tokens [...] under logits [..., V]: float32, the service's bits, with a gradient. Temperature 0,
-    at which the service takes the likeliest token, has the log-probs of 1, as the service reports them."""
+    at which the service takes the likeliest token, has the log-probs of 1, as the service reports them. On CUDA they come from
+    the service's own kernel, where Triton is there."""
+    if logits.is_cuda and on_device.has_kernels():
+        return on_device.token_logprobs(logits, tokens, temperature)
+    return plain_logprobs(logits, tokens, temperature)
+
+
+def plain_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return `token_logprobs` by torch's log_softmax."""
     scaled = logits.float() / temperature if temperature not in (0, 1) else logits.float()
     return scaled.log_softmax(-1).gather(-1, tokens[..., None].long())[..., 0]
 

@@ -54,7 +54,9 @@ class Rows:
         """[T] int64: block · block_size + offset"""
         self.tokens = torch.from_numpy(np.concatenate(tokens))
         """[T] int64: places in the flattened batch; one that comes twice gets the same output twice"""
+        self._there: dict[torch.device, There] = {}
 
+    @cached_property
     def batch(self) -> Any:
         """Make what an attention backend reads of a step (`engine.forward.batch.Batch`)."""
         return SimpleNamespace(
@@ -66,6 +68,12 @@ class Rows:
             shared=np.zeros((0, 3), np.int32),
             attention={},
         )
+
+    def on(self, device: torch.device) -> There:
+        """Return what the model's forward and backward read of this, on its device; copied there once."""
+        if device not in self._there:
+            self._there[device] = There(self, device)
+        return self._there[device]
 
     @cached_property
     def depth(self) -> torch.Tensor:
@@ -88,16 +96,30 @@ class Rows:
         return seen | torch.eye(self.shape[1], dtype=torch.bool)
 
 
+class There:
+    """Tensors of `Rows` on a device."""
+
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        self._rows, self._device = rows, device
+        self.tokens = rows.tokens.to(device)
+        self.depth = rows.depth.to(device)
+
+    @cached_property
+    def seen(self) -> torch.Tensor:
+        return self._rows.seen.to(self._device)
+
+
 def rows_of(shape: tuple[int, int], mask: torch.Tensor | None, position_ids: torch.Tensor | None, block_size: int) -> Rows:
     """Find the rows of a batch [B, L].
 
     mask: None; [B, L], 0 for padding; or [B or 1, 1, L, L], bool or added to the scores, in which a token sees itself and what
     the token before it in its sequence sees. position_ids: [B or 1, L] or None; where they do not go up by one a new sequence
     begins. Raises ValueError for other masks, and for positions that do not count from 0 in each sequence."""
+    position_ids = None if position_ids is None else position_ids.cpu()
     if mask is not None and mask.ndim == 4:
-        rows = _tree(shape, mask, block_size)
+        rows = _tree(shape, mask.cpu(), block_size)
     else:
-        real = torch.ones(shape, dtype=torch.bool) if mask is None else mask.bool()
+        real = torch.ones(shape, dtype=torch.bool) if mask is None else mask.bool().cpu()
         if tuple(real.shape) != shape:
             raise ValueError(f"attention_mask {tuple(real.shape)} for a batch {shape}: need the same shape, or [B, 1, L, L]")
         rows = Rows(_chains(real.numpy(), position_ids), shape, block_size, None)

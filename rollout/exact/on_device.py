@@ -1,0 +1,103 @@
+"""The service's numbers for trainers on CUDA: its attention kernels over whole sequences, its products, norms and log-probs.
+
+A service with `exact = true` computes what `engine.cuda.exact`, `engine.cuda.attention` and `engine.cuda.sampling` say; here a
+trainer's module is given the same three, so that on the same weights both have the same log-probs. Backward is torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.cuda import exact
+from engine.cuda.exact import make_exact, make_plain
+from engine.devices import Capacity, TritonAttention, draw_kernel
+
+ARITHMETIC = f"{exact.ARITHMETIC}+{TritonAttention.arithmetic}"
+"""of a service on CUDA with `exact = true`"""
+
+
+class DeviceAttention:
+    """`engine.devices.Backend` on a GPU for batches of any size: takes the arrays that the largest one has needed. A batch is
+    prepared once for all its layers. programs: that run at once; None = enough for the device."""
+
+    def __init__(self, device: torch.device, programs: int | None = None) -> None:
+        self._device = device
+        self._programs = programs
+        self._inner: TritonAttention | None = None
+        self._prepared: Any = None
+        """the batch whose arrays lie there"""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: Any,
+        kv: Any,
+        scaling: float,
+        window: int,
+    ) -> torch.Tensor:
+        wanted = Capacity(
+            tokens=max(len(query), 16), rows=max(len(batch.block_table), 16), columns=batch.block_table.shape[1],
+            q_heads=query.shape[1], kv_heads=key.shape[1], head_dim=key.shape[2], itemsize=query.element_size(),
+        )  # fmt: skip
+        inner = self._fitting(wanted)
+        if self._prepared is not batch:
+            batch.attention = inner.prepare(batch, kv)
+            self._prepared = batch
+        return inner.attend(layer, query, key, value, batch, kv, scaling, window)
+
+    def _fitting(self, wanted: Capacity) -> TritonAttention:
+        inner = self._inner
+        if inner is None or not _fits(wanted, inner.capacity):
+            self._inner = inner = TritonAttention(self._device, wanted, self._programs)
+            self._prepared = None
+        return inner
+
+
+def _fits(wanted: Capacity, has: Capacity) -> bool:
+    shapes = [(each.q_heads, each.kv_heads, each.head_dim, each.itemsize) for each in (wanted, has)]
+    table = wanted.rows * wanted.columns <= has.rows * has.columns
+    return shapes[0] == shapes[1] and wanted.tokens <= has.tokens and wanted.rows <= has.rows and table
+
+
+def use_products(module: torch.nn.Module) -> Callable[[], None]:
+    """Give a module on CUDA the products and norms of a service with `exact = true`. Returns what undoes it. Raises NotExact (a
+    ValueError), and nothing is changed then."""
+    make_exact(module)
+    return lambda: make_plain(module)
+
+
+def has_kernels() -> bool:
+    """Whether Triton is there."""
+    return draw_kernel() is not None
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the log-probs of tokens [...] under logits [..., V]: float32, by the kernel that draws for the service; its
+    gradient is that of log-softmax."""
+    scored: Any = _Scored.apply
+    made: torch.Tensor = scored(logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1), temperature)
+    return made.view(tokens.shape)
+
+
+class _Scored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+        from engine.cuda.sampling import given_logprobs
+
+        ctx.save_for_backward(logits, tokens)
+        ctx.scale = temperature or 1.0
+        return given_logprobs(logits, tokens, temperature)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, tokens = ctx.saved_tensors
+        share = torch.softmax(logits.float() / ctx.scale, -1)
+        of_logits = share.mul_(-grad[:, None])
+        of_logits.scatter_add_(1, tokens.long()[:, None], grad[:, None].float())
+        return of_logits.div_(ctx.scale).to(logits.dtype), None, None

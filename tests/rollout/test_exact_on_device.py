@@ -1,0 +1,138 @@
+"""A trainer on CUDA has the log-probs of a service with `exact = true`, to the bit: here in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from engine.cuda import sampling, tiles  # noqa: E402
+from engine.cuda.exact import ARITHMETIC, make_exact  # noqa: E402
+from engine.devices import TritonAttention  # noqa: E402
+from engine.forward.sampling import launch_draws  # noqa: E402
+from engine.types import Sample  # noqa: E402
+from rollout.exact import on_device, sample_logprobs, use_exact  # noqa: E402
+from rollout.exact.attention import _attending, register  # noqa: E402
+from rollout.exact.module import plain_logprobs  # noqa: E402
+from tests.support.tiny import tiny, tiny_engine  # noqa: E402
+from tests.support.toy import group, run  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+}  # fmt: skip
+BLOCK = 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_chunks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "CHUNK_TOKENS", 16)
+        yield
+
+
+def model(**options: Any) -> Any:
+    return tiny("qwen3", **SMALL, **options).to(DEVICE)
+
+
+def exact(made: Any, programs: int = 2) -> Any:
+    """What `use_exact` does on CUDA, on the device that there is."""
+    backend = on_device.DeviceAttention(torch.device(DEVICE), programs)
+    _attending(made, register(f"tests_on_device_{programs}", backend, BLOCK), BLOCK, "sdpa")
+    on_device.use_products(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def samples() -> dict[tuple[str, int], Sample]:
+    """Of an exact service: two groups beside each other, drawn by the kernel."""
+    made = model()
+    make_exact(made)
+    options: dict[str, Any] = {"attention": "triton", "block_size": BLOCK, "max_num_seqs": 16, "max_batch_tokens": 32}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.devices.CpuDevice.equip", lambda *_: None)  # a CPU's own products are others
+        patch.setattr("engine.engine.judge", lambda served: None)  # it has a test of its own, and takes a minute here
+        engine = tiny_engine(model=made, device=DEVICE, kv_tokens=512, **options)
+    engine.device.sample = lambda logits, batch: launch_draws(logits, batch, sampling)  # type: ignore[method-assign]
+    return run(
+        engine,
+        [
+            group("a", range(5, 30), n=2, max_tokens=4, temperature=0.7, ignore_eos=True),
+            group("b", [9, 8, 7], n=1, max_tokens=4, temperature=0.7, ignore_eos=True),
+        ],
+    )
+
+
+PROMPTS = {"a": np.arange(5, 30), "b": np.array([9, 8, 7])}
+
+
+def scored(made: Any, samples: dict[tuple[str, int], Sample], monkeypatch: pytest.MonkeyPatch) -> dict[Any, np.ndarray]:
+    """Of a padded batch of all of them, longest first or last as the dictionary has it."""
+    monkeypatch.setattr("rollout.exact.module.token_logprobs", on_device.token_logprobs)
+    pairs = [(PROMPTS[name], sample.token_ids) for (name, _), sample in samples.items()]
+    with torch.no_grad():
+        found = sample_logprobs(made, pairs, 0.7)
+    return {key: each.cpu().numpy() for key, each in zip(samples, found, strict=True)}
+
+
+def test_a_padded_batch_has_the_service_s_bits(samples: dict[tuple[str, int], Sample], monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, found in scored(exact(model()), samples, monkeypatch).items():
+        np.testing.assert_array_equal(found, samples[key].logprobs)
+    alone = {("b", 0): samples["b", 0]}
+    np.testing.assert_array_equal(scored(exact(model(), 3), alone, monkeypatch)["b", 0], samples["b", 0].logprobs)
+
+
+def test_without_it_they_differ(samples: dict[tuple[str, int], Sample], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: torch's attention and products, and torch's log-probs under our logits."""
+    found = scored(model(), samples, monkeypatch)
+    assert any(found[key].tobytes() != samples[key].logprobs.tobytes() for key in samples)
+    for key in samples:
+        np.testing.assert_allclose(found[key], samples[key].logprobs, atol=1e-3)
+
+
+def test_gradients_are_those_of_the_module() -> None:
+    ids = torch.arange(3, 22, device=DEVICE)[None]
+    plain, made = model(), exact(model())
+    for each, score in ((plain, plain_logprobs), (made, on_device.token_logprobs)):
+        logits = each(input_ids=ids[:, :-1], use_cache=False).logits
+        score(logits, ids[:, 1:], 0.7).sum().backward()
+    for (name, one), (_, other) in zip(plain.named_parameters(), made.named_parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
+def test_log_probs_are_the_drawing_kernel_s(dtype: torch.dtype, temperature: float) -> None:
+    r = np.random.default_rng(0)
+    logits = torch.from_numpy(r.normal(0, 3, (5, 3000)).astype(np.float32)).to(DEVICE, dtype)
+    uniform = r.random(5)
+    row = np.arange(5)
+    tokens, read = sampling.launch(logits, row, np.full(5, temperature), uniform, False)
+    drawn = read()
+    given = on_device.token_logprobs(logits, tokens, temperature)
+    assert given.cpu().numpy().tobytes() == drawn.logprobs.tobytes()
+    torch.testing.assert_close(given, plain_logprobs(logits, tokens, temperature), rtol=1e-5, atol=1e-5)
+
+
+def test_what_it_undoes() -> None:
+    plain, made = model(), model()
+    undo = on_device.use_products(made)
+    undo()
+    ids = torch.arange(3, 20, device=DEVICE)[None]
+    assert torch.equal(made(input_ids=ids).logits, plain(input_ids=ids).logits)
+    assert all("forward" not in vars(each) for each in made.modules())
+
+
+def test_a_service_of_another_arithmetic_is_refused() -> None:
+    assert on_device.ARITHMETIC == f"{ARITHMETIC}+{TritonAttention.arithmetic}"
+
+    class OnCuda:
+        device = torch.device("cuda")
+
+    with pytest.raises(ValueError, match=r"torch/2\.13\.0\+triton/1.*exact = true"):
+        use_exact(OnCuda(), "torch/2.13.0+triton/1")
