@@ -25,6 +25,7 @@ from tests.support.toy import group, run  # noqa: E402
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "vocab_size": 64, "intermediate_size": 32,
 }  # fmt: skip
 BLOCK = 8
 
@@ -62,13 +63,13 @@ def samples() -> dict[tuple[str, int], Sample]:
     return run(
         engine,
         [
-            group("a", range(5, 30), n=2, max_tokens=4, temperature=0.7, ignore_eos=True),
-            group("b", [9, 8, 7], n=1, max_tokens=4, temperature=0.7, ignore_eos=True),
+            group("a", range(5, 23), n=1, max_tokens=3, temperature=0.7, ignore_eos=True),
+            group("b", [9, 8], n=1, max_tokens=3, temperature=0.7, ignore_eos=True),
         ],
     )
 
 
-PROMPTS = {"a": np.arange(5, 30), "b": np.array([9, 8, 7])}
+PROMPTS = {"a": np.arange(5, 23), "b": np.array([9, 8])}
 
 
 def scored(made: Any, samples: dict[tuple[str, int], Sample], monkeypatch: pytest.MonkeyPatch) -> dict[Any, np.ndarray]:
@@ -83,8 +84,6 @@ def scored(made: Any, samples: dict[tuple[str, int], Sample], monkeypatch: pytes
 def test_a_padded_batch_has_the_service_s_bits(samples: dict[tuple[str, int], Sample], monkeypatch: pytest.MonkeyPatch) -> None:
     for key, found in scored(exact(model()), samples, monkeypatch).items():
         np.testing.assert_array_equal(found, samples[key].logprobs)
-    alone = {("b", 0): samples["b", 0]}
-    np.testing.assert_array_equal(scored(exact(model(), 3), alone, monkeypatch)["b", 0], samples["b", 0].logprobs)
 
 
 def test_without_it_they_differ(samples: dict[tuple[str, int], Sample], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +95,7 @@ def test_without_it_they_differ(samples: dict[tuple[str, int], Sample], monkeypa
 
 
 def test_gradients_are_those_of_the_module() -> None:
-    ids = torch.arange(3, 22, device=DEVICE)[None]
+    ids = torch.arange(3, 13, device=DEVICE)[None]
     plain, made = model(), exact(model())
     for each, score in ((plain, plain_logprobs), (made, on_device.token_logprobs)):
         logits = each(input_ids=ids[:, :-1], use_cache=False).logits
@@ -109,10 +108,10 @@ def test_gradients_are_those_of_the_module() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
 def test_log_probs_are_the_drawing_kernel_s(dtype: torch.dtype, temperature: float) -> None:
     r = np.random.default_rng(0)
-    logits = torch.from_numpy(r.normal(0, 3, (5, 3000)).astype(np.float32)).to(DEVICE, dtype)
-    uniform = r.random(5)
-    row = np.arange(5)
-    tokens, read = sampling.launch(logits, row, np.full(5, temperature), uniform, False)
+    logits = torch.from_numpy(r.normal(0, 3, (2, 3000)).astype(np.float32)).to(DEVICE, dtype)
+    uniform = r.random(2)
+    row = np.arange(2)
+    tokens, read = sampling.launch(logits, row, np.full(2, temperature), uniform, False)
     drawn = read()
     given = on_device.token_logprobs(logits, tokens, temperature)
     assert given.cpu().numpy().tobytes() == drawn.logprobs.tobytes()
