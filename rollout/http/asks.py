@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import msgspec
@@ -46,10 +46,17 @@ class Ask:
         sampling: `n` is how many children it gets. They may be some of a larger group's, which nobody sees: their indices count
             from 0 here.
         tell: called with each part of a child as it comes (`Sampling.stream_every`), its sample last, and with None at the end.
+        names: by which others may ask for its end.
     """
 
-    def __init__(self, prompt: np.ndarray, sampling: Sampling, tell: Callable[[Part | None], None] | None = None) -> None:
-        self.prompt, self.sampling = prompt, sampling
+    def __init__(
+        self,
+        prompt: np.ndarray,
+        sampling: Sampling,
+        tell: Callable[[Part | None], None] | None = None,
+        names: Collection[str] = (),
+    ) -> None:
+        self.prompt, self.sampling, self.names = prompt, sampling, names
         self.samples: list[Sample] = []
         self.ended = False
         """all its children are here, or it failed, or nobody wants it any more"""

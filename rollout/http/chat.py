@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Callable, Collection
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -17,14 +19,22 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.types import Sample, Sampling
-from rollout.http.data import FINISH, Data, as_id, events, json, stopped_by, tops, usage
+from engine.types import Chunk, Sample, Sampling
+from rollout.http.answers import as_id, ending, json, tops, usage
+from rollout.http.data import Data, Group, name_of
 from rollout.http.errors import bad, not_served
-from rollout.http.frame import Route
+from rollout.http.frame import Answer, Events, Route
+from rollout.http.pieces import Spelling
 from rollout.http.sampling import Draws, top_logprobs_of
 from rollout.http.splice import Messages, Turns, last_turn, spliced, told_ids
+from rollout.http.streams import Contents, counted, wants_usage
 
+CALL = "<tool_call>"
+"""begins one"""
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.S)
+
+
+Keep = Callable[[dict[str, Any], Sample], None]
 
 
 class ChatRequest(Draws, kw_only=True, forbid_unknown_fields=True):
@@ -79,7 +89,7 @@ class Chat:
     """The routes, beside those of `Data`."""
 
     def __init__(self, data: Data) -> None:
-        self._data, self._text, self._turns = data, data.text, Turns()
+        self.data, self._text, self._turns = data, data.text, Turns()
         self._chat = msgspec.json.Decoder(ChatRequest)
         self._tokenize = msgspec.json.Decoder(TokenizeRequest)
         self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
@@ -91,29 +101,33 @@ class Chat:
             Route("POST", "/detokenize", self.detokenize),
         ]
 
-    async def chat(self, request: Request) -> Response:
-        asked = await self._data.bodies.decode(request, self._chat)
-        name = self._data.name(asked.model)
+    async def chat(self, request: Request) -> Answer:
+        asked = await self.data.bodies.decode(request, self._chat)
+        name = self.data.name(asked.model)
         refuse(asked)
         messages, template = conversation(asked.messages), template_of(asked)
         session = request.headers.get("x-session-id", "")
         ids = self._ids(session, asked.messages, messages, template)
         asked.max_tokens = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
-        more = top_logprobs_of(asked.top_logprobs or 0, "top_logprobs")
-        group = self._data.group(ids, asked, None, asked.cache_salt, asked.priority, more)
-        (samples,) = await self._data.sampled(request, [group])
-        choices = []
-        for sample in samples:
-            choice = self._choice(sample, group, asked)
-            kept = np.concatenate([group[0], sample.token_ids])
-            self._turns.keep(session, [*messages, *conversation([choice["message"]])], template, kept)
-            choices.append(choice)
-        tokens = usage([group[0]], [samples])
-        answer = {"id": self._data.id("chatcmpl"), "created": int(time.time()), "model": name}
+        more = top_logprobs_of(asked.top_logprobs or 0, "top_logprobs") | self.data.streaming(bool(asked.stream))
+        group = self.data.group(ids, asked, None, asked.cache_salt, asked.priority, more)
+        given = name_of(asked.request_id)
+        names = {id := f"chatcmpl-{given}" if given else self.data.id("chatcmpl"), *([given] if given else [])}
+        answer = {"id": id, "created": int(time.time()), "model": name}
+
+        def keep(message: dict[str, Any], sample: Sample) -> None:
+            whole = np.concatenate([group[0], sample.token_ids])
+            self._turns.keep(session, [*messages, *conversation([message])], template, whole)
+
+        if asked.stream:
+            return Events(request, chat_events(self, group, asked, answer, names, keep))
+        (samples,) = await self.data.sampled(request, [group], [names])
+        choices = [self.choice(sample, group, asked) for sample in samples]
+        for choice, sample in zip(choices, samples, strict=True):
+            keep(choice["message"], sample)
         if asked.return_token_ids:
             answer["prompt_token_ids"] = ids
-        if asked.stream:
-            return stream(choices, answer, tokens, asked.stream_options)
+        tokens = usage([group[0]], [samples])
         return json(answer | {"object": "chat.completion", "choices": choices, "usage": tokens})
 
     def _ids(self, session: str, given: Messages, messages: Messages, template: dict[str, Any]) -> list[int]:
@@ -127,38 +141,39 @@ class Chat:
                 return exact
         return self._text.encode(self._text.render(messages, add_generation_prompt=True, **template), special=False)
 
-    def _choice(self, sample: Sample, group: tuple[np.ndarray, Sampling], asked: ChatRequest) -> dict[str, Any]:
+    def choice(self, sample: Sample, group: tuple[np.ndarray, Sampling], asked: ChatRequest) -> dict[str, Any]:
+        """Describe a whole sample."""
         ids, logprobs = sample.token_ids.tolist(), sample.logprobs.tolist()
         text = self._text.of(sample, asked.skip_special_tokens, asked.include_stop_str_in_output)
-        with_tools = bool(asked.tools) and asked.tool_choice != "none"
-        content, calls = tool_calls(text) if with_tools else (text, [])
+        content, calls = tool_calls(text) if with_tools(asked) else (text, [])
         message: dict[str, Any] = {"role": "assistant", "content": content}
-        finish = FINISH.get(sample.finish_reason, "abort")
+        choice = {"index": sample.index, "message": message, "logprobs": None, **ending(ids, group[1], sample)}
         if calls:
             message["tool_calls"] = calls
-            finish = "tool_calls" if finish == "stop" else finish
-        choice = {"index": sample.index, "message": message, "finish_reason": finish, **stopped_by(ids, group[1], sample)}
-        choice |= {"logprobs": None, "weight_versions": sample.weight_versions}
+            choice["finish_reason"] = "tool_calls" if choice["finish_reason"] == "stop" else choice["finish_reason"]
         if asked.logprobs:
-            named = as_id if asked.return_tokens_as_token_ids else self._text.token
-
-            def entry(id: int, logprob: float) -> dict[str, Any]:
-                return spelled(named(id), id, logprob)
-
-            entries = [
-                entry(id, logprob) | {"top_logprobs": [entry(*top) for top in likeliest]}
-                for id, logprob, likeliest in zip(ids, logprobs, tops(sample), strict=True)
-            ]
-            choice["logprobs"] = {"content": entries}
+            choice["logprobs"] = {"content": self.entries(ids, sample, asked)}
         if asked.return_token_ids:
             choice["token_ids"] = ids
             exact = {"prompt_token_ids": group[0].tolist(), "generation_token_ids": ids, "generation_log_probs": logprobs}
             message |= exact
         return choice
 
+    def entries(self, ids: list[int], tokens: Sample | Chunk, asked: ChatRequest) -> list[dict[str, Any]]:
+        """List log-probs of tokens."""
+        named = as_id if asked.return_tokens_as_token_ids else self._text.token
+
+        def entry(id: int, logprob: float) -> dict[str, Any]:
+            return spelled(named(id), id, logprob)
+
+        return [
+            entry(id, logprob) | {"top_logprobs": [entry(*top) for top in likeliest]}
+            for id, logprob, likeliest in zip(ids, tokens.logprobs.tolist(), tops(tokens), strict=True)
+        ]
+
     async def tokenize(self, request: Request) -> Response:
-        asked = await self._data.bodies.decode(request, self._tokenize)
-        self._data.name(asked.model)
+        asked = await self.data.bodies.decode(request, self._tokenize)
+        self.data.name(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise bad("give prompt or messages, one of the two", "prompt")
         if asked.prompt is not None:
@@ -168,17 +183,22 @@ class Chat:
             messages = conversation(asked.messages or [])
             written = self._text.render(messages, add_generation_prompt=asked.add_generation_prompt, **template)
             ids = self._text.encode(written, special=False)
-        answer = {"count": len(ids), "max_model_len": self._data.upstream.info.context, "tokens": ids}
+        answer = {"count": len(ids), "max_model_len": self.data.upstream.info.context, "tokens": ids}
         return json(answer | {"token_strs": [self._text.token(id) for id in ids] if asked.return_token_strs else None})
 
     async def detokenize(self, request: Request) -> Response:
-        asked = await self._data.bodies.decode(request, self._detokenize)
-        self._data.name(asked.model)
-        vocab = self._data.upstream.info.vocab_size
+        asked = await self.data.bodies.decode(request, self._detokenize)
+        self.data.name(asked.model)
+        vocab = self.data.upstream.info.vocab_size
         wrong = next((id for id in asked.tokens if not 0 <= id < vocab), None)
         if wrong is not None:
             raise bad(f"tokens holds {wrong}: the model's token ids are 0 to {vocab - 1}", "tokens")
         return json({"prompt": self._text.decode(asked.tokens, skip_special=False)})
+
+
+def with_tools(asked: ChatRequest) -> bool:
+    """Whether calls are looked for in the answer."""
+    return bool(asked.tools) and asked.tool_choice != "none"
 
 
 def spelled(token: str, id: int, logprob: float) -> dict[str, Any]:
@@ -269,25 +289,52 @@ def tool_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
         arguments = msgspec.json.encode(call.get("arguments", {})).decode()
         function = {"name": call["name"], "arguments": arguments}
         calls.append({"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function})
-    return (text[: text.index("<tool_call>")].strip() or None, calls) if calls else (text, [])
+    return (text[: text.index(CALL)] or None, calls) if calls else (text, [])
 
 
-def stream(
-    choices: list[dict[str, Any]], answer: dict[str, Any], tokens: dict[str, int], options: dict[str, Any] | None
-) -> Response:
-    """Answer with chunks: each choice's message, then its end."""
-    head = answer | {"object": "chat.completion.chunk"}
-    chunks = []
-    for choice in choices:
-        message = dict(choice["message"])
-        if "tool_calls" in message:
-            message["tool_calls"] = [call | {"index": i} for i, call in enumerate(message["tool_calls"])]
-        first = {name: value for name, value in choice.items() if name not in ("message", "finish_reason", "stop_reason")}
-        last = {
-            "index": choice["index"],
-            "delta": {},
-            "finish_reason": choice["finish_reason"],
-            "stop_reason": choice["stop_reason"],
-        }
-        chunks += [head | {"choices": [first | {"delta": message, "finish_reason": None}]}, head | {"choices": [last]}]
-    return events(chunks, head, tokens, options)
+async def chat_events(
+    chat: Chat, group: Group, asked: ChatRequest, head: dict[str, Any], names: Collection[str], keep: Keep
+) -> Contents:
+    """Yield the events of /v1/chat/completions. Text from the first tool call on is told at the end, as calls. `keep`: called
+    with each message that is whole."""
+    data = chat.data
+    head = head | {"object": "chat.completion.chunk"}
+    spelling = Spelling(
+        skip_special=asked.skip_special_tokens,
+        keep_stop=asked.include_stop_str_in_output,
+        marker=CALL if with_tools(asked) else None,
+    )
+    ended: list[Sample] = []
+    told: dict[int, int] = {}
+    """characters of each choice's message"""
+    async with aclosing(data.children([group], [spelling], [names])) as new:
+        async for piece in new:
+            delta: dict[str, Any] = {} if piece.index in told else {"role": "assistant"}
+            before = told.get(piece.index, 0)
+            told[piece.index] = before + len(piece.text)
+            choice = {"index": piece.index, "delta": delta, "finish_reason": None, "logprobs": None}
+            if asked.logprobs:
+                choice["logprobs"] = {"content": chat.entries(piece.ids, piece.tokens, asked)}
+            if asked.return_token_ids:
+                choice["token_ids"] = piece.ids
+            if piece.sample is None:
+                delta["content"] = piece.text
+            else:
+                ended.append(piece.sample)
+                whole = chat.choice(piece.sample, group, asked)
+                keep(whole["message"], piece.sample)
+                delta |= last_delta(whole["message"], piece.text, before)
+                choice |= {name: whole[name] for name in ("finish_reason", "stop_reason", "weight_versions")}
+            first = {"prompt_token_ids": group[0].tolist()} if "role" in delta and asked.return_token_ids else {}
+            yield head | first | {"choices": [choice]}
+    if wants_usage(asked.stream_options):
+        yield head | counted([group], ended)
+
+
+def last_delta(message: dict[str, Any], text: str, before: int) -> dict[str, Any]:
+    """Make the end of a message: its last text, or its tool calls behind the text in front of them, of which `before`
+    characters were told."""
+    if "tool_calls" not in message:
+        return {"content": text}
+    calls = [call | {"index": i} for i, call in enumerate(message["tool_calls"])]
+    return {"content": (message["content"] or "")[before:], "tool_calls": calls}

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.types import Tag
-from rollout.http.data import json
+from rollout.http.answers import json
 from rollout.http.errors import bad, not_served
 from rollout.http.frame import Bodies, Handler, Route, flag, only_parameters
 from rollout.http.upstream import Upstream
@@ -176,9 +176,9 @@ class Control:
 
     async def abort_requests(self, request: Request) -> Response:
         asked = await self.bodies.decode(request, self._abort)
-        if asked.request_ids:
-            raise not_served("request_ids", "hang up the requests, or leave it out for all of this facade", "request_ids")
-        return json({"status": "aborted", "aborted": self.upstream.abort_own()})
+        ids = asked.request_ids
+        aborted = self.upstream.abort_own() if ids is None else self.upstream.abort(ids)
+        return json({"status": "aborted", "aborted": aborted})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Nothing to do: KV knows which weights made it, and none of others is used without being asked for."""

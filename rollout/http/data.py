@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import aclosing
 from typing import Any, Literal
 
 import msgspec
@@ -16,17 +18,31 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.types import Sample, Sampling
+from engine.types import Chunk, Sample, Sampling
+from rollout.http.answers import (
+    as_id,
+    contents,
+    ending,
+    json,
+    named_id,
+    offsets_of,
+    prompt_logprobs,
+    token_logprobs,
+    tops,
+    usage,
+)
 from rollout.http.errors import HttpError, bad, not_served
-from rollout.http.frame import Bodies, Bounds, Route, unless_gone
+from rollout.http.frame import Answer, Bodies, Bounds, Events, Route, unless_gone
+from rollout.http.pieces import Piece, Spelling, beyond, pieces
 from rollout.http.sampling import Draws, lag_of, max_tokens_of, priority_of, sampling_of, top_logprobs_of
+from rollout.http.streams import Contents, counted, one_event, wants_usage, whole_events
 from rollout.http.text import Text
-from rollout.http.upstream import Upstream
+from rollout.http.upstream import Names, Upstream
 
 COMPLETION_TOKENS = 16
 """of /v1/completions without max_tokens, as OpenAI has it"""
-FINISH = {"stop": "stop", "length": "length"}
-"""every other end is "abort": cut, at a deadline, aborted, stale"""
+MAX_NAME = 256
+"""characters of a request's own id"""
 Overlong = Literal["refuse", "empty"]
 
 Group = tuple[np.ndarray, Sampling]
@@ -128,39 +144,40 @@ class Data:
         ]
         return json({"object": "list", "data": cards})
 
-    async def generate(self, request: Request) -> Response:
+    async def generate(self, request: Request) -> Answer:
         asked = await self.bodies.decode(request, self._generate)
         self.name(asked.model)
         for field in ("features", "content_parts", "kv_transfer_params"):
             if getattr(asked, field):
                 raise not_served(field, "send token_ids of text alone", field)
-        if asked.stream:
-            raise not_served("stream", "leave it out: the answer comes when the sample has ended", "stream")
-        params = asked.sampling_params
+        params, name = asked.sampling_params, name_of(asked.request_id) or self.id("gen")
         # 1 asks for the likeliest token besides the drawn one, which those who send it (renderers) do not read
         more = {} if params.logprobs == 1 else top_logprobs_of(params.logprobs or 0, "logprobs")
+        streams = bool(asked.stream) and params.prompt_logprobs is None
+        more |= self.streaming(streams)
         group = self.group(asked.token_ids, params, None, asked.cache_salt, asked.priority, more)
+        if streams:
+            return Events(request, generate_events(self, group, asked, name))
         scored = None if params.prompt_logprobs is None else self.scoring([group], params.prompt_logprobs)
-        (samples,) = await self.sampled(request, [group])
+        (samples,) = await self.sampled(request, [group], [{name}])
         scores = None if scored is None else await unless_gone(request, self.upstream.score(*scored))
         choices = [
             {
                 "index": sample.index,
                 "token_ids": (ids := sample.token_ids.tolist()),
-                "logprobs": None if params.logprobs is None else {"content": self._contents(ids, sample)},
-                "finish_reason": FINISH.get(sample.finish_reason, "abort"),
-                **stopped_by(ids, group[1], sample),
-                "weight_versions": sample.weight_versions,
+                "logprobs": None if params.logprobs is None else {"content": self.contents(ids, sample)},
+                **ending(ids, group[1], sample),
             }
             for sample in samples
         ]
-        answer: dict[str, Any] = {"request_id": asked.request_id or self.id("gen"), "model": self.names[0], "choices": choices}
+        answer: dict[str, Any] = {"request_id": name, "model": self.names[0], "choices": choices}
         if scores is not None:
             answer["prompt_logprobs"] = prompt_logprobs(scores[0], self.text.token)
         answer["prompt_token_ids"] = asked.token_ids if asked.return_token_ids else None
-        return json(answer | {"usage": usage([group[0]], [samples])})
+        answer |= {"usage": usage([group[0]], [samples])}
+        return Events(request, one_event(answer)) if asked.stream else json(answer)
 
-    async def completions(self, request: Request) -> Response:
+    async def completions(self, request: Request) -> Answer:
         asked = await self.bodies.decode(request, self._completion)
         name = self.name(asked.model)
         if asked.suffix:
@@ -168,12 +185,20 @@ class Data:
         prompts = prompts_of(asked, self.text)
         if len(prompts) > self.bounds.max_prompts:
             raise bad(f"{len(prompts)} prompts: at most {self.bounds.max_prompts} in one request (max_prompts)", "prompt")
-        more = top_logprobs_of(asked.logprobs or 0, "logprobs")
+        given, wanted = (
+            name_of(asked.request_id),
+            asked.prompt_logprobs is not None or bool(asked.echo and asked.logprobs is not None),
+        )
+        names = {id := f"cmpl-{given}" if given else self.id("cmpl"), *([given] if given else [])}
+        streams = bool(asked.stream) and not wanted and not asked.echo
+        more = top_logprobs_of(asked.logprobs or 0, "logprobs") | self.streaming(streams)
         groups = [self.group(ids, asked, COMPLETION_TOKENS, asked.cache_salt, asked.priority, more) for ids in prompts]
+        answer = {"id": id, "object": "text_completion", "created": int(time.time()), "model": name}
+        if streams:
+            return Events(request, completion_events(self, groups, asked, answer, names))
         top = max(asked.prompt_logprobs or 0, asked.logprobs or 0 if asked.echo else 0)
-        wanted = asked.prompt_logprobs is not None or bool(asked.echo and asked.logprobs is not None)
         scored = self.scoring(groups, top) if wanted else None
-        children = await self.sampled(request, groups)
+        children = await self.sampled(request, groups, [names] * len(groups))
         scores = [None] * len(groups) if scored is None else await unless_gone(request, self.upstream.score(*scored))
         choices: list[dict[str, Any]] = []
         for (prompt, sampling), samples, score in zip(groups, children, scores, strict=True):
@@ -181,10 +206,9 @@ class Data:
             if asked.prompt_logprobs is not None:
                 made = [choice | {"prompt_logprobs": prompt_logprobs(score, self.text.token)} for choice in made]
             choices += [self.echoed(choice, prompt, score, asked) for choice in made] if asked.echo else made
-        answer = {"id": self.id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": name}
         tokens = usage([prompt for prompt, _ in groups], children)
         if asked.stream:
-            return events([answer | {"choices": [choice]} for choice in choices], answer, tokens, asked.stream_options)
+            return Events(request, whole_events(choices, answer, tokens, asked.stream_options))
         return json(answer | {"choices": choices, "usage": tokens})
 
     def choice(
@@ -194,10 +218,8 @@ class Data:
         choice: dict[str, Any] = {
             "index": index,
             "text": self.text.of(sample, asked.skip_special_tokens, asked.include_stop_str_in_output),
-            "finish_reason": FINISH.get(sample.finish_reason, "abort"),
-            **stopped_by(ids, sampling, sample),
             "logprobs": None,
-            "weight_versions": sample.weight_versions,
+            **ending(ids, sampling, sample),
         }
         if asked.logprobs is not None:
             named: Callable[[int], str] = as_id if asked.return_tokens_as_token_ids else self.text.token
@@ -229,7 +251,24 @@ class Data:
         joined["text_offset"] = offsets_of(joined["tokens"])
         return choice | {"logprobs": joined}
 
-    def _contents(self, ids: list[int], sample: Sample) -> Any:
+    def streaming(self, streams: bool) -> dict[str, int]:
+        """Return the fields of `Sampling` for tokens that are sent as they come."""
+        return {"stream_every": self.bounds.stream_every} if streams else {}
+
+    async def children(
+        self, groups: Sequence[Group], spellings: Sequence[Spelling | None], names: Names
+    ) -> AsyncGenerator[Piece, None]:
+        """Sample groups and yield what is new of their children. One without room for a token has empty children."""
+        full = [i for i, group in enumerate(groups) if group[1].max_tokens]
+        for i in sorted(set(range(len(groups))) - set(full)):
+            for sample in empty(groups[i]):
+                yield Piece(group=i, index=sample.index, tokens=beyond(sample, 0), text="", sample=sample)
+        wanted, how, own = [groups[i] for i in full], [spellings[i] for i in full], [names[i] for i in full]
+        async with aclosing(pieces(self.upstream, wanted, self.text, how, own)) as new:
+            async for piece in new:
+                yield msgspec.structs.replace(piece, group=full[piece.group])
+
+    def contents(self, ids: list[int], sample: Sample | Chunk) -> Any:
         """List log-probs as /inference/v1/generate does, in the superset of its versions."""
         if sample.top_ids is None:
             return contents(ids, sample.logprobs.tolist(), self._heads)
@@ -255,10 +294,11 @@ class Data:
         sampling = sampling_of(asked, most, self.text.special, max_kv_lag=lag, priority=priority_of(priority), **more)
         return self.upstream.check(ids, sampling), sampling
 
-    async def sampled(self, request: Request, groups: list[Group]) -> list[list[Sample]]:
+    async def sampled(self, request: Request, groups: list[Group], names: Names) -> list[list[Sample]]:
         """Sample groups, unless whoever asked hangs up. One without room for a token has empty children."""
-        full = [group for group in groups if group[1].max_tokens]
-        children = iter(await unless_gone(request, self.upstream.generate(full)) if full else ())
+        full = [(group, own) for group, own in zip(groups, names, strict=True) if group[1].max_tokens]
+        work = self.upstream.generate([group for group, _ in full], [own for _, own in full])
+        children = iter(await unless_gone(request, work))
         return [next(children) if group[1].max_tokens else empty(group) for group in groups]
 
 
@@ -272,6 +312,13 @@ def empty(group: Group) -> list[Sample]:
         )
         for i in range(group[1].n)
     ]  # fmt: skip
+
+
+def name_of(given: str | None, field: str = "request_id") -> str | None:
+    """Return the name that a request gave itself. Raises HttpError for one that is too long to keep."""
+    if given is not None and not 1 <= len(given) <= MAX_NAME:
+        raise bad(f"{field} of {len(given)} characters: must be 1 to {MAX_NAME}", field)
+    return given
 
 
 def prompts_of(asked: CompletionRequest, text: Text) -> list[list[int]]:
@@ -289,94 +336,47 @@ def prompts_of(asked: CompletionRequest, text: Text) -> list[list[int]]:
     return prompts
 
 
-def as_id(id: int) -> str:
-    return f"token_id:{id}"
+async def completion_events(
+    data: Data, groups: list[Group], asked: CompletionRequest, head: dict[str, Any], names: Collection[str]
+) -> Contents:
+    """Yield the events of /v1/completions."""
+    firsts = [0, *itertools.accumulate(sampling.n for _, sampling in groups)]
+    named: Callable[[int], str] = as_id if asked.return_tokens_as_token_ids else data.text.token
+    spelling = Spelling(skip_special=asked.skip_special_tokens, keep_stop=asked.include_stop_str_in_output)
+    ended: list[Sample] = []
+    lengths: Counter[int] = Counter()
+    """characters of the tokens of each choice; a choice that is not in it has not begun"""
+    async with aclosing(data.children(groups, [spelling] * len(groups), [names] * len(groups))) as new:
+        async for piece in new:
+            prompt, sampling = groups[piece.group]
+            index = firsts[piece.group] + piece.index
+            choice: dict[str, Any] = {"index": index, "text": piece.text, "logprobs": None, "finish_reason": None}
+            if asked.return_token_ids:
+                choice |= {"token_ids": piece.ids, "prompt_token_ids": None if index in lengths else prompt.tolist()}
+            if asked.logprobs is not None:
+                choice["logprobs"] = logprobs = token_logprobs(piece.ids, piece.tokens, named)
+                logprobs["text_offset"] = [lengths[index] + offset for offset in logprobs["text_offset"]]
+                lengths[index] += sum(map(len, logprobs["tokens"]))
+            lengths[index] += 0
+            if piece.sample is not None:
+                ended.append(piece.sample)
+                choice |= ending(piece.sample.token_ids.tolist(), sampling, piece.sample)
+            yield head | {"choices": [choice]}
+    if wants_usage(asked.stream_options):
+        yield head | counted(groups, ended)
 
 
-def contents(ids: list[int], logprobs: list[float], heads: dict[int, bytes]) -> msgspec.Raw:
-    """Write log-probs as /inference/v1/generate lists them, in the superset of its versions. A JSON text instead of objects:
-    these are most of an answer, and all but the number is the same for every token of an id. `heads`: keeps that part."""
-    if not ids:
-        return msgspec.Raw(b"[]")
-    for id in ids:
-        if id not in heads:
-            heads[id] = b'},{"token":"token_id:%d","token_id":%d,"top_logprobs":[],"logprob":' % (id, id)
-    parts = [b""] * (2 * len(ids))
-    parts[::2] = map(heads.__getitem__, ids)
-    parts[1::2] = msgspec.json.encode(logprobs)[1:-1].split(b",")
-    parts[0] = b"[" + parts[0].removeprefix(b"},")
-    return msgspec.Raw(b"".join(parts) + b"}]")
-
-
-def named_id(id: int, logprob: float) -> dict[str, Any]:
-    return {"token": f"token_id:{id}", "token_id": id, "logprob": logprob}
-
-
-def tops(sample: Sample) -> list[list[tuple[int, float]]]:
-    """Return (id, log-prob) of the likeliest tokens of each position, as many as could be drawn."""
-    if sample.top_ids is None or sample.top_logprobs is None:
-        return [[] for _ in sample.token_ids]
-    rows = zip(sample.top_ids.tolist(), sample.top_logprobs.tolist(), strict=True)
-    return [[(id, logprob) for id, logprob in zip(ids, logprobs, strict=True) if id >= 0] for ids, logprobs in rows]
-
-
-def token_logprobs(ids: list[int], sample: Sample, named: Callable[[int], str]) -> dict[str, Any]:
-    """List log-probs as /v1/completions does; the drawn token is among the likeliest in any case."""
-    tokens, logprobs = [named(id) for id in ids], sample.logprobs.tolist()
-    likeliest = [
-        {named(id): value for id, value in top} | {token: logprob}
-        for token, logprob, top in zip(tokens, logprobs, tops(sample), strict=True)
-    ]
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": likeliest, "text_offset": offsets_of(tokens)}
-
-
-def offsets_of(tokens: list[str]) -> list[int]:
-    """Return where each token begins in their text."""
-    return list(itertools.accumulate(map(len, tokens), initial=0))[: len(tokens)]
-
-
-def prompt_logprobs(score: Sample | None, named: Callable[[int], str]) -> list[dict[str, Any] | None]:
-    """List the log-probs of a prompt's tokens as vLLM does: none for the first, then for each the token itself and the
-    likeliest ones, at temperature 1. The rank of a token that is not among those is not known."""
-    if score is None:
-        return [None]
-    rows: list[dict[str, Any] | None] = [None]
-    for id, logprob, likeliest in zip(score.token_ids.tolist(), score.logprobs.tolist(), tops(score), strict=True):
-        ranks = {one: rank for rank, (one, _) in enumerate(likeliest, 1)}
-        entries = {id: logprob} | dict(likeliest)
-        rows.append(
-            {
-                str(one): {"logprob": value, "rank": ranks.get(one), "decoded_token": named(one)}
-                for one, value in entries.items()
-            }
-        )
-    return rows
-
-
-def stopped_by(ids: list[int], sampling: Sampling, sample: Sample) -> dict[str, Any]:
-    """Tell the stop string or token that ended a sample, None for the model's own end."""
-    if sample.stopped_by is not None:
-        return {"stop_reason": sample.stopped_by}
-    stopped = sample.finish_reason == "stop" and ids and ids[-1] in sampling.stop_token_ids
-    return {"stop_reason": ids[-1] if stopped else None}
-
-
-def usage(prompts: Sequence[np.ndarray], children: Sequence[Sequence[Sample]]) -> dict[str, int]:
-    prompt = sum(map(len, prompts))
-    completion = sum(len(sample.token_ids) for samples in children for sample in samples)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def json(content: Any, status: int = 200) -> Response:
-    """Answer with JSON; a number that is not finite is a mistake that was caught before."""
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def events(
-    chunks: list[dict[str, Any]], head: dict[str, Any], tokens: dict[str, int], options: dict[str, Any] | None
-) -> Response:
-    """Answer with server-sent events. They come together, when all samples have ended: the service sends whole samples."""
-    if (options or {}).get("include_usage"):
-        chunks = [*chunks, head | {"choices": [], "usage": tokens}]
-    lines = [b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks]
-    return Response(b"".join([*lines, b"data: [DONE]\n\n"]), media_type="text/event-stream")
+async def generate_events(data: Data, group: Group, asked: GenerateRequest, name: str) -> Contents:
+    """Yield the events of /inference/v1/generate."""
+    ended: list[Sample] = []
+    async with aclosing(data.children([group], [None], [{name}])) as new:
+        async for piece in new:
+            choice: dict[str, Any] = {"index": piece.index, "token_ids": piece.ids, "logprobs": None, "finish_reason": None}
+            if asked.sampling_params.logprobs is not None:
+                choice["logprobs"] = {"content": data.contents(piece.ids, piece.tokens)}
+            if piece.sample is not None:
+                ended.append(piece.sample)
+                choice |= ending(piece.sample.token_ids.tolist(), group[1], piece.sample)
+            yield {"request_id": name, "choices": [choice]}
+    if wants_usage(asked.stream_options):
+        yield {"request_id": name, **counted([group], ended)}

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import aclosing
+from typing import Any, TypeVar, Union
 
 import msgspec
 from starlette.requests import Request
@@ -21,7 +22,8 @@ from starlette.types import Receive, Scope, Send
 from rollout.http.errors import HttpError, bad, response_of
 from rollout.http.upstream import Gone
 
-Handler = Callable[[Request], Awaitable[Response]]
+Answer = Union[Response, "Events"]
+Handler = Callable[[Request], Awaitable[Answer]]
 T = TypeVar("T")
 
 GONE = "rollout.gone"
@@ -36,6 +38,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """of one request"""
     max_buffered_bytes: int = 256 << 20
     """of all requests whose bodies are being read"""
+    stream_every: int = 4
+    """tokens of a child between two parts of a stream"""
     max_connections: int = 4096
     max_prompts: int = 4096
     """prompts of one request"""
@@ -134,11 +138,11 @@ class App:
         try:
             handler = self._handler(scope)
             response = await handler(Request(scope, receive))
+            await response(scope, receive, send)
         except Gone:
             return  # nobody reads an answer
         except Exception as error:
-            response = response_of(error)
-        await response(scope, receive, send)
+            await response_of(error)(scope, receive, send)
 
     def _handler(self, scope: Scope) -> Handler:
         """Find who serves a request. Raises HttpError."""
@@ -182,3 +186,39 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     finally:
         over = True
         gone.remove_done_callback(cancel)
+
+
+class Events:
+    """An answer of server-sent events, sent as they come. Whoever hangs up ends what makes them. An error before the first one
+    is answered as any other, a later one is the last event.
+
+    Args:
+        contents: what each event holds, as JSON.
+    """
+
+    def __init__(self, request: Request, contents: AsyncGenerator[Any, None]) -> None:
+        self._request, self._contents = request, contents
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them, and [DONE]. Raises Gone, and what came in place of the first event."""
+        async with aclosing(self._contents) as contents:
+            await unless_gone(self._request, self._send(contents, send))
+
+    async def _send(self, contents: AsyncGenerator[Any, None], send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        first = await anext(contents, None)
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            if first is not None:
+                await send(event_of(msgspec.json.encode(first)))
+            async for content in contents:
+                await send(event_of(msgspec.json.encode(content)))
+            await send(event_of(b"[DONE]"))
+        except Exception as error:
+            await send(event_of(bytes(response_of(error).body)))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def event_of(data: bytes) -> dict[str, Any]:
+    """Make the message of one event."""
+    return {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}

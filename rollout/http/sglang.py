@@ -6,6 +6,9 @@ that went on over new weights would be mislabelled. An answer says the version t
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import aclosing
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -14,15 +17,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.types import KVPolicy, Sample, Sampling
+from rollout.http.answers import json, tops
 from rollout.http.control import FILES, load_folder, refusing, wake
-from rollout.http.data import Data, json, tops
+from rollout.http.data import Data, name_of
 from rollout.http.errors import bad, not_served
-from rollout.http.frame import Bodies, Route, only_parameters, unless_gone
+from rollout.http.frame import Answer, Bodies, Events, Route, only_parameters, unless_gone
+from rollout.http.pieces import Piece, Spelling
 from rollout.http.sampling import NEUTRAL, SGLangDraws, max_tokens_of, sglang_sampling_of, top_logprobs_of
+from rollout.http.streams import Contents
 from rollout.http.upstream import Upstream
 
 NEW_TOKENS = 128
 """of /generate without max_new_tokens, as SGLang has it"""
+GROWTH = 8
+"""a part of a stream comes once there is an eighth more: all parts together are some 9 times the answer"""
 ELSEWHERE = {
     "/update_weights_from_distributed": FILES.replace("/update_weights", "/update_weights_from_disk"),
     "/update_weights_from_tensor": FILES.replace("/update_weights", "/update_weights_from_disk"),
@@ -91,6 +99,65 @@ class Tags(msgspec.Struct, forbid_unknown_fields=True):
     tags: list[str] | None = None
 
 
+class Asked:
+    """One prompt of a request to /generate, and how its samples are described.
+
+    Args:
+        params: its own; `asked`: the whole request.
+        name: by which others may ask for its end.
+    """
+
+    def __init__(
+        self, group: tuple[np.ndarray, Sampling], params: SGLangDraws, asked: GenerateRequest, name: str, data: Data
+    ) -> None:
+        self.group, self.name = group, name
+        self.score: Sample | None = None
+        """of the prompt, where its log-probs are wanted"""
+        self._params, self._asked, self._data = params, asked, data
+
+    @property
+    def spelling(self) -> Spelling:
+        return Spelling(skip_special=self._params.skip_special_tokens, keep_stop=self._params.no_stop_trim)
+
+    def answer(self, sample: Sample, index: int | None = None) -> dict[str, Any]:
+        """Describe a sample. `index`: among all that the request gets; None = among its group's."""
+        ids, params = sample.token_ids.tolist(), self._params
+        by_token = sample.finish_reason == "stop" and sample.stopped_by is None
+        if by_token:
+            shown = ids[:-1] if params.no_stop_trim is not True else ids
+            text = self._data.text.decode(shown, params.skip_special_tokens is not False)
+        else:
+            text = self._data.text.of(sample, params.skip_special_tokens, params.no_stop_trim)
+        version = sample.weight_versions[-1][1] if sample.weight_versions else self._data.upstream.version
+        meta = self._meta(ids, version) | {
+            "finish_reason": finish_reason(sample, ids),
+            "e2e_latency": sample.seconds,
+            "weight_versions": sample.weight_versions,
+        }
+        if self._asked.return_logprob:
+            meta["output_token_logprobs"] = pairs(sample.logprobs, ids)
+            meta["input_token_logprobs"] = self._inputs()
+        if sample.top_ids is not None:
+            meta["output_top_logprobs"] = [[[logprob, id, None] for id, logprob in top] for top in tops(sample)]
+        return {"text": text, "output_ids": ids, "meta_info": meta, "index": sample.index if index is None else index}
+
+    def part(self, so_far: list[Piece], index: int) -> dict[str, Any]:
+        """Describe what there is of a child that runs."""
+        ids = [id for piece in so_far for id in piece.ids]
+        meta = self._meta(ids, self._data.upstream.version) | {"finish_reason": None}
+        if self._asked.return_logprob:
+            meta["output_token_logprobs"] = pairs(np.concatenate([piece.tokens.logprobs for piece in so_far]), ids)
+            meta["input_token_logprobs"] = self._inputs()
+        return {"text": "".join(piece.text for piece in so_far), "output_ids": ids, "meta_info": meta, "index": index}
+
+    def _meta(self, ids: list[int], version: int) -> dict[str, Any]:
+        counts = {"prompt_tokens": len(self.group[0]), "completion_tokens": len(ids), "cached_tokens": 0}
+        return {"id": self.name, **counts, "weight_version": str(version)}
+
+    def _inputs(self) -> list[list[Any]]:
+        return [] if self.score is None else inputs(self.score, self._asked.logprob_start_len or 0)
+
+
 class SGLang:
     """The routes, over one `Upstream`.
 
@@ -129,7 +196,7 @@ class SGLang:
             *(Route("POST", path, refusing(path, instead)) for path, instead in ELSEWHERE.items()),
         ]
 
-    async def generate(self, request: Request) -> Response:
+    async def generate(self, request: Request) -> Answer:
         asked: GenerateRequest = await self.bodies.decode(request, self._decoders[GenerateRequest])
         self._data.name(asked.model)
         refuse(asked)
@@ -137,16 +204,26 @@ class SGLang:
         params = asked.sampling_params if isinstance(asked.sampling_params, list) else [asked.sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise bad(f"{len(params)} sampling_params for {len(prompts)} prompts: must be as many, or one", "sampling_params")
-        groups = [self._group(ids, one or SGLangDraws(), asked) for ids, one in zip(prompts, params, strict=True)]
-        start = asked.logprob_start_len
-        scored = None if start is None or start == -1 else self._data.scoring(groups, 0)
-        children = await unless_gone(request, self.upstream.generate(groups))
-        scores = [None] * len(groups) if scored is None else await unless_gone(request, self.upstream.score(*scored))
-        answers = [
-            self._answer(sample, group, one or SGLangDraws(), bool(asked.return_logprob), score, start or 0)
-            for group, samples, one, score in zip(groups, children, params, scores, strict=True)
-            for sample in samples
+        names = names_of(asked.rid, len(prompts))
+        wanted = [
+            Asked(
+                self._group(ids, own or SGLangDraws(), asked),
+                own or SGLangDraws(),
+                asked,
+                name or self._data.id("gen"),
+                self._data,
+            )
+            for ids, own, name in zip(prompts, params, names, strict=True)
         ]
+        groups, start = [one.group for one in wanted], asked.logprob_start_len
+        if start is not None and start != -1:
+            scores = await unless_gone(request, self.upstream.score(*self._data.scoring(groups, 0)))
+            for one, score in zip(wanted, scores, strict=True):
+                one.score = score
+        if asked.stream:
+            return Events(request, sglang_events(self._data, wanted))
+        children = await unless_gone(request, self.upstream.generate(groups, [[one.name] for one in wanted]))
+        answers = [one.answer(sample) for one, samples in zip(wanted, children, strict=True) for sample in samples]
         return json(answers if batched or len(answers) > 1 else answers[0])
 
     def _prompts(self, asked: GenerateRequest) -> tuple[list[list[int]], bool]:
@@ -170,47 +247,9 @@ class SGLang:
     def _group(self, ids: list[int], params: SGLangDraws, asked: GenerateRequest) -> tuple[np.ndarray, Sampling]:
         info = self.upstream.info
         tokens = max_tokens_of(params.max_new_tokens, NEW_TOKENS, len(ids), info.context, info.limits)
-        sampling = sglang_sampling_of(
-            params, tokens, self._data.text.special, **top_logprobs_of(asked.top_logprobs_num or 0, "top_logprobs_num")
-        )
+        more = top_logprobs_of(asked.top_logprobs_num or 0, "top_logprobs_num") | self._data.streaming(bool(asked.stream))
+        sampling = sglang_sampling_of(params, tokens, self._data.text.special, **more)
         return self.upstream.check(ids, sampling), sampling
-
-    def _answer(
-        self,
-        sample: Sample,
-        group: tuple[np.ndarray, Sampling],
-        params: SGLangDraws,
-        logprobs: bool,
-        score: Sample | None,
-        start: int,
-    ) -> dict[str, Any]:
-        """Describe one sample. `score`: of its prompt, whose log-probs from the token behind `start` on are wanted: the first
-        token has none."""
-        ids = sample.token_ids.tolist()
-        by_token = sample.finish_reason == "stop" and sample.stopped_by is None
-        shown = ids[:-1] if by_token and params.no_stop_trim is not True else ids
-        meta: dict[str, Any] = {
-            "id": sample.group_id,
-            "finish_reason": finish_reason(sample, ids),
-            "prompt_tokens": len(group[0]),
-            "completion_tokens": len(ids),
-            "cached_tokens": 0,
-            "e2e_latency": sample.seconds,
-            "weight_version": str(sample.weight_versions[-1][1] if sample.weight_versions else self.upstream.version),
-            "weight_versions": sample.weight_versions,
-        }
-        if logprobs:
-            meta["output_token_logprobs"] = [
-                [logprob, id, None] for logprob, id in zip(sample.logprobs.tolist(), ids, strict=True)
-            ]
-            meta["input_token_logprobs"] = [] if score is None else inputs(score, start)
-        if sample.top_ids is not None:
-            meta["output_top_logprobs"] = [[[logprob, id, None] for id, logprob in top] for top in tops(sample)]
-        if by_token:
-            text = self._data.text.decode(shown, params.skip_special_tokens is not False)
-        else:
-            text = self._data.text.of(sample, params.skip_special_tokens, params.no_stop_trim)
-        return {"text": text, "output_ids": ids, "meta_info": meta, "index": sample.index}
 
     async def health(self, request: Request) -> Response:
         await self.upstream.status()
@@ -275,9 +314,10 @@ class SGLang:
 
     async def abort(self, request: Request) -> Response:
         asked: Abort = await self.bodies.decode(request, self._decoders[Abort])
-        if not asked.abort_all:
-            raise not_served("rid", "hang up the request, or give abort_all", "rid")
-        return json({"success": True, "aborted": self.upstream.abort_own()})
+        if not asked.abort_all and not asked.rid:
+            raise bad("give rid, or abort_all", "rid")
+        aborted = self.upstream.abort_own() if asked.abort_all else self.upstream.abort([asked.rid or ""])
+        return json({"success": True, "aborted": aborted})
 
     async def release(self, request: Request) -> Response:
         asked: Tags = await self.bodies.decode(request, self._decoders[Tags])
@@ -294,7 +334,6 @@ class SGLang:
 def refuse(asked: GenerateRequest) -> None:
     """Raise HttpError 501 for what is not there."""
     wanted: dict[str, str] = {
-        "stream": "leave it out: the answer comes when the sample has ended",
         "image_data": "send text alone",
         "lora_path": "merge the adapter into the weights",
         "return_routed_experts": "leave it out",
@@ -308,8 +347,20 @@ def refuse(asked: GenerateRequest) -> None:
 
 def inputs(score: Sample, start: int) -> list[list[Any]]:
     """List the log-probs of a prompt's tokens behind the one at `start`, as SGLang does."""
-    pairs = zip(score.logprobs.tolist(), score.token_ids.tolist(), strict=True)
-    return [[logprob, id, None] for logprob, id in pairs][max(start, 0) :]
+    return pairs(score.logprobs, score.token_ids.tolist())[max(start, 0) :]
+
+
+def pairs(logprobs: np.ndarray, ids: list[int]) -> list[list[Any]]:
+    """List log-probs of tokens, as SGLang does."""
+    return [[logprob, id, None] for logprob, id in zip(logprobs.tolist(), ids, strict=True)]
+
+
+def names_of(rid: str | list[str] | None, prompts: int) -> list[str | None]:
+    """Return the name that each prompt was given. Raises HttpError."""
+    names: list[str | None] = [*rid] if isinstance(rid, list) else [rid] * prompts
+    if len(names) != prompts:
+        raise bad(f"{len(names)} rid for {prompts} prompts: must be as many, or one for all", "rid")
+    return [name_of(name, "rid") for name in names]
 
 
 def finish_reason(sample: Sample, ids: list[int]) -> dict[str, Any]:
@@ -319,3 +370,23 @@ def finish_reason(sample: Sample, ids: list[int]) -> dict[str, Any]:
     if sample.finish_reason == "length":
         return {"type": "length", "length": len(ids)}
     return {"type": "abort", "message": f"the sample ended as {sample.finish_reason!r}"}
+
+
+async def sglang_events(data: Data, asked: list[Asked]) -> Contents:
+    """Yield the events of SGLang's /generate: all of a child so far, in each."""
+    groups = [one.group for one in asked]
+    firsts = [0, *accumulate(sampling.n for _, sampling in groups)]
+    so_far: dict[int, list[Piece]] = {}
+    sent: Counter[int] = Counter()
+    """tokens of each child in its last event"""
+    async with aclosing(data.children(groups, [one.spelling for one in asked], [[one.name] for one in asked])) as new:
+        async for piece in new:
+            index = firsts[piece.group] + piece.index
+            if piece.sample is not None:
+                yield asked[piece.group].answer(piece.sample, index)
+                continue
+            so_far.setdefault(index, []).append(piece)
+            count = piece.tokens.first + len(piece.tokens.token_ids)
+            if count - sent[index] >= sent[index] // GROWTH:
+                sent[index] = count
+                yield asked[piece.group].part(so_far[index], index)

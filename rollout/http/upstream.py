@@ -8,26 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
-from engine.types import Group, KVPolicy, Sample, Sampling
+from engine.types import Chunk, Group, KVPolicy, Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
-from rollout.http.asks import Ask, Asks, Submit
+from rollout.http.asks import Ask, Asks, Part, Submit
 from rollout.http.errors import HttpError
 from transport.errors import InvalidRequest
 from transport.messages import Welcome
 
 CONTROLS = 4
 """calls that may change the service at the same time"""
+MAX_WAITING_PARTS = 256
+"""of one stream, that whoever asked has not taken"""
 STATUS_AGE_S = 0.25
 """a status so old is told again"""
 
 T = TypeVar("T")
+Wanted = tuple[np.ndarray, Sampling]
+Names = Sequence[Collection[str]]
 
 
 class Gone(Exception):
@@ -77,11 +83,44 @@ class Upstream:
             raise InvalidRequest(str(error)) from None
         return array
 
-    async def generate(self, groups: Sequence[tuple[np.ndarray, Sampling]]) -> list[list[Sample]]:
+    async def generate(self, groups: Sequence[Wanted], names: Names) -> list[list[Sample]]:
         """Sample groups that were checked; returns the children of each, sorted by index. Cancelled, it cancels the groups.
+        `names`: of each group, by which `abort` finds it.
 
         Raises the service's typed error of the first group that fails, HttpError for a child that the service failed on."""
-        return await self._children([Ask(prompt, sampling) for prompt, sampling in groups])
+        return await self._children([Ask(*group, names=own) for group, own in zip(groups, names, strict=True)])
+
+    async def parts(self, groups: Sequence[Wanted], names: Names) -> AsyncGenerator[tuple[int, Part], None]:
+        """Sample groups that were checked, and yield tokens of their children as they come, each with the number of its group;
+        the last part of a child is its sample, which has all its tokens. Otherwise as `generate`.
+
+        What a slow reader has not taken is bounded: it misses parts, and gets these tokens with the sample."""
+        come: deque[tuple[int, Part | None]] = deque()
+        fresh = asyncio.Event()
+
+        def tell(number: int, part: Part | None) -> None:
+            if not isinstance(part, Chunk) or len(come) < MAX_WAITING_PARTS:
+                come.append((number, part))
+                fresh.set()
+
+        asks = [Ask(*group, partial(tell, i), own) for i, (group, own) in enumerate(zip(groups, names, strict=True))]
+        running = len(asks)
+        try:
+            self._asks.open(asks)
+            while running:
+                await fresh.wait()
+                fresh.clear()
+                while come:
+                    number, part = come.popleft()
+                    if isinstance(part, Sample):
+                        self._finished([part])
+                    if part is not None:
+                        yield number, part
+                    else:
+                        asks[number].done.result()  # raises why it failed
+                        running -= 1
+        finally:
+            self._asks.close(asks)
 
     async def score(self, prompts: Sequence[np.ndarray], sampling: Sampling) -> list[Sample | None]:
         """Score prompts that were checked; returns for each a sample whose tokens are those behind the first, None for a prompt
@@ -120,6 +159,11 @@ class Upstream:
     def abort_own(self) -> int:
         """Ask for the end of all groups that came through this process. Returns how many requests wait for them."""
         return self._asks.abort()
+
+    def abort(self, names: Collection[str]) -> int:
+        """Ask for the end of those that go by one of these names; unknown ones may have ended. Returns how many there were."""
+        wanted = frozenset(names)
+        return self._asks.abort(lambda ask: not wanted.isdisjoint(ask.names))
 
     async def status(self) -> dict[str, Any]:
         """Ask for the service's status, once for all who ask at the same time. Raises RolloutError."""

@@ -43,6 +43,10 @@ def test_openai_chat_stream_and_turns(openai: Any) -> None:
     first = openai.chat.completions.create(messages=USER, extra_headers=headers, logprobs=True, top_logprobs=1, **options)
     chunks = list(openai.chat.completions.create(messages=USER, stream=True, **options))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == first.choices[0].message.content
+    assert len(chunks) > 1, "it comes in pieces"
+    text = openai.completions.create(model="tiny", prompt=PROMPT, max_tokens=30, seed=3)
+    pieces = list(openai.completions.create(model="tiny", prompt=PROMPT, max_tokens=30, seed=3, stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces) == text.choices[0].text and len(pieces) > 1
     message = {"role": "assistant", "content": first.choices[0].message.content}
     second = openai.chat.completions.create(messages=[*USER, message, *USER], extra_headers=headers, **options)
     exact = first.prompt_token_ids + first.choices[0].token_ids

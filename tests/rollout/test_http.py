@@ -250,16 +250,122 @@ def test_a_stop_string_that_is_a_special_token_is_that_token(stack: Stack) -> No
         assert stack.submitted[-1].sampling.stop_token_ids == (7, 1, 2)
 
 
-def test_a_stream_is_the_same_answer_in_chunks(stack: Stack) -> None:
-    whole = stack.complete(n=2)
-    response = stack.post("/v1/completions", {
-        "prompt": PROMPT, "max_tokens": 6, "seed": 3, "n": 2, "stream": True, "stream_options": {"include_usage": True},
-    })  # fmt: skip
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    chunks = [json.loads(line) for line in lines[:-1]]
-    assert lines[-1] == "[DONE]" and response.headers["content-type"].startswith("text/event-stream")
-    assert [chunk["choices"][0]["text"] for chunk in chunks[:2]] == [choice["text"] for choice in whole["choices"]]
-    assert chunks[-1]["usage"] == whole["usage"] and chunks[-1]["choices"] == []
+def stream_of(stack: Stack, path: str, body: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    """The events of a stream, which must end as such."""
+    response = stack.post(path, body | {"stream": True}, **options)
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream"), response.text
+    *lines, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert done == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def of_choice(events: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+    return [choice for event in events for choice in event["choices"] if choice["index"] == index]
+
+
+LONG = {"max_tokens": 50, "ignore_eos": True}
+
+
+def test_a_stream_is_the_same_answer_in_pieces(stack: Stack) -> None:
+    body = {"prompt": [PROMPT, [9]], "seed": 3, "n": 2, "logprobs": 2, "return_token_ids": True, **LONG}
+    whole = stack.ok("/v1/completions", body)
+    events = stream_of(stack, "/v1/completions", body | {"stream_options": {"include_usage": True}})
+    assert events[-1]["usage"] == whole["usage"] and events[-1]["choices"] == []
+    for want in whole["choices"]:
+        pieces = of_choice(events, want["index"])
+        assert len(pieces) > 2 and [piece["finish_reason"] for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+        assert "".join(piece["text"] for piece in pieces) == want["text"]
+        assert [id for piece in pieces for id in piece["token_ids"]] == want["token_ids"]
+        assert [piece["prompt_token_ids"] for piece in pieces][1:] == [None] * (len(pieces) - 1)
+        assert pieces[0]["prompt_token_ids"] == want["prompt_token_ids"]
+        for name, values in want["logprobs"].items():
+            assert [value for piece in pieces for value in piece["logprobs"][name]] == values, name
+        for name in ("finish_reason", "stop_reason", "weight_versions"):
+            assert pieces[-1][name] == want[name]
+
+
+def test_a_stream_of_generate_holds_what_is_new(stack: Stack) -> None:
+    params = {"seed": 3, "logprobs": 1, **LONG}
+    body = {"token_ids": PROMPT, "sampling_params": params, "request_id": "mine"}
+    (want,) = stack.ok("/inference/v1/generate", body)["choices"]
+    events = stream_of(stack, "/inference/v1/generate", body)
+    pieces = of_choice(events, 0)
+    assert len(pieces) > 2 and {event["request_id"] for event in events} == {"mine"}
+    assert [id for piece in pieces for id in piece["token_ids"]] == want["token_ids"]
+    assert [entry for piece in pieces for entry in piece["logprobs"]["content"]] == want["logprobs"]["content"]
+    assert pieces[-1]["finish_reason"] == want["finish_reason"] == "length"
+
+
+def test_a_stream_of_sglang_holds_all_so_far(stack: Stack) -> None:
+    params = {"max_new_tokens": 200, "ignore_eos": True, "sampling_seed": 3, "skip_special_tokens": False}
+    body = {"input_ids": [PROMPT, [9]], "sampling_params": params, "return_logprob": True, "rid": ["a", "b"]}
+    whole = stack.ok("/generate", body)
+    events = stream_of(stack, "/generate", body)
+    for index, want in enumerate(whole):
+        mine = [event for event in events if event["index"] == index]
+        assert len(mine) > 3
+        for event in mine:
+            count = event["meta_info"]["completion_tokens"]
+            assert event["output_ids"] == want["output_ids"][:count] and want["text"].startswith(event["text"])
+            assert event["meta_info"]["output_token_logprobs"] == want["meta_info"]["output_token_logprobs"][:count]
+            assert event["meta_info"]["id"] == "ab"[index]
+        last = mine[-1]
+        assert last["text"] == want["text"] and last["meta_info"]["finish_reason"] == want["meta_info"]["finish_reason"]
+        assert sum(len(event["output_ids"]) for event in mine) < 12 * 200, "all parts together grow with the answer"
+
+
+def test_a_stop_string_cuts_a_stream_where_it_cuts_the_answer(stack: Stack) -> None:
+    greedy = {"temperature": 0, **LONG}
+    text = stack.complete(**greedy)["choices"][0]["text"]
+    plain = [i for i in range(10, len(text) - 3) if text[i : i + 3].isascii() and text[i : i + 3].isprintable()]
+    stop = text[plain[0] : plain[0] + 3]
+    for kept in (False, True):
+        body = {"prompt": PROMPT, "stop": [stop], "include_stop_str_in_output": kept, **greedy}
+        (want,) = stack.ok("/v1/completions", body)["choices"]
+        pieces = of_choice(stream_of(stack, "/v1/completions", body), 0)
+        assert "".join(piece["text"] for piece in pieces) == want["text"] and want["stop_reason"] == stop
+        assert len(pieces) > 1 and pieces[-1]["stop_reason"] == stop
+
+
+def test_with_echo_a_stream_sends_whole_samples(stack: Stack) -> None:
+    body = {"prompt": PROMPT, "seed": 3, "n": 2, "echo": True, "max_tokens": 6}
+    whole = stack.ok("/v1/completions", body)
+    events = stream_of(stack, "/v1/completions", body)
+    assert [event["choices"][0] for event in events] == whole["choices"]
+
+
+def test_text_that_is_not_certain_waits() -> None:
+    from rollout.http.pieces import certain
+
+    assert [certain(text, ["stop"]) for text in ("abc", "abs", "absto", "abstop", "abstopde", "abstx")] == [3, 2, 2, 2, 2, 5]
+    assert certain("so: <tool", ["never", "<tool_call>"]) == 4 and certain("", ["a"]) == 0 and certain("ab", []) == 2
+
+
+def test_pieces_of_text_are_the_whole_whatever_the_bytes(stack: Stack) -> None:
+    """Random bytes: halves of characters, and what is none at all."""
+    from engine.types import Sample
+    from rollout.http.pieces import Spelling, Words
+    from rollout.http.text import Text
+    from rollout.models import load_tokenizer
+
+    text = Text(load_tokenizer(Path(stack.client.info.model)))
+    rng = np.random.default_rng(0)
+    told_early = 0
+    for _ in range(200):
+        letters = rng.integers(3, 259, 40) if rng.random() < 0.5 else np.array(text.encode("größer ist 🎉 schön", False))
+        ids = letters.astype(np.int32)
+        words, at, told = Words(text, Spelling(), ()), 0, ""
+        while at < len(ids):
+            step = int(rng.integers(1, 5))
+            told += words.add(ids[at : at + step].tolist())
+            at += step
+        sample = Sample(
+            group_id="", index=0, token_ids=ids, logprobs=np.zeros(len(ids), np.float32), finish_reason="length",
+            weight_versions=[], prompt_tokens=1,
+        )  # fmt: skip
+        told_early += len(told)
+        assert told + words.end(sample) == text.of(sample)
+    assert told_early > 1000
 
 
 def test_models_are_cards_with_the_context(stack: Stack) -> None:
@@ -364,7 +470,14 @@ BAD: list[tuple[str, Any, int]] = [
     ("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": -3}}, 400),
     ("/generate", {"input_ids": PROMPT, "sampling_params": {"wrong": 1}}, 400),
     ("/generate", {"input_ids": PROMPT, "sampling_params": {"json_schema": "{}"}}, 501),
-    ("/generate", {"input_ids": PROMPT, "stream": True}, 501),
+    ("/generate", {"input_ids": PROMPT, "stream": 1}, 400),
+    ("/generate", {"input_ids": PROMPT, "rid": ["a", "b"]}, 400),
+    ("/generate", {"input_ids": PROMPT, "rid": "a" * 300}, 400),
+    ("/generate", {"input_ids": [-1], "stream": True}, 400),
+    ("/v1/completions", {"prompt": [-1], "stream": True}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "request_id": ""}, 400),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "request_id": "a" * 300}, 400),
+    ("/inference/v1/generate", {"token_ids": [-1], "sampling_params": {}, "stream": True}, 400),
     ("/generate", {"input_ids": PROMPT, "lora_path": "a"}, 501),
     ("/update_weights", {"weight_dir": "/no/such/folder"}, 400),
     ("/update_weights", {"weight_dir": ""}, 400),
@@ -380,8 +493,10 @@ BAD: list[tuple[str, Any, int]] = [
     ("/update_weights_from_disk", {"model_path": "a", "load_format": "dummy"}, 501),
     ("/update_weights_from_tensor", {}, 501),
     ("/pause_generation", {"mode": "never"}, 400),
-    ("/abort_request", {"rid": "a"}, 501),
-    ("/abort_requests", {"request_ids": ["a"]}, 501),
+    ("/abort_request", {}, 400),
+    ("/abort_request", {"rid": 3}, 400),
+    ("/abort_requests", {"request_ids": "a"}, 400),
+    ("/abort_requests", {"ids": ["a"]}, 400),
     ("/resume_memory_occupation", {"tags": ["all"]}, 400),
     ("/release_memory_occupation", {"tags": 3}, 400),
     ("/reset_prefix_cache", {"reset_running_requests": True}, 501),
@@ -682,7 +797,7 @@ def test_tool_calls_are_read() -> None:
 
     text = 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>{"name": "go"}</tool_call>'
     content, calls = tool_calls(text)
-    assert content == "So:" and [call["function"] for call in calls] == [
+    assert content == "So:\n" and [call["function"] for call in calls] == [
         {"name": "add", "arguments": '{"a":1}'}, {"name": "go", "arguments": "{}"}
     ]  # fmt: skip
     for broken in ("<tool_call>{no json}</tool_call>", '<tool_call>{"nam": 1}</tool_call>', "plain"):
@@ -691,9 +806,33 @@ def test_tool_calls_are_read() -> None:
 
 def test_a_chat_stream_holds_the_same_message(stack: Stack) -> None:
     messages = [{"role": "user", "content": "ab"}]
-    whole = chat(stack, messages)
-    response = stack.post("/v1/chat/completions", {"messages": messages, "max_tokens": 5, "seed": 1, "stream": True})
-    chunks = [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n")[:-2]]
-    assert chunks[0]["choices"][0]["delta"]["content"] == whole["choices"][0]["message"]["content"]
-    assert chunks[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
-    assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+    options = {"messages": messages, "seed": 1, "n": 2, "logprobs": True, "return_token_ids": True, **LONG}
+    whole = stack.ok("/v1/chat/completions", options)
+    session = {"X-Session-ID": "streamed"}
+    events = stream_of(stack, "/v1/chat/completions", options, headers=session)
+    assert all(event["object"] == "chat.completion.chunk" for event in events)
+    assert events[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    for want in whole["choices"]:
+        pieces = of_choice(events, want["index"])
+        assert len(pieces) > 2 and [piece["delta"].get("role") for piece in pieces] == ["assistant"] + [None] * (
+            len(pieces) - 1
+        )
+        assert "".join(piece["delta"]["content"] for piece in pieces) == want["message"]["content"]
+        assert [entry for piece in pieces for entry in piece["logprobs"]["content"]] == want["logprobs"]["content"]
+        assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [want["finish_reason"]]
+    message = {"role": "assistant", "content": whole["choices"][0]["message"]["content"]}
+    more = {"messages": [*messages, message, *messages], "max_tokens": 1, "return_token_ids": True}
+    exact = whole["prompt_token_ids"] + whole["choices"][0]["token_ids"]
+    assert stack.ok("/v1/chat/completions", more, headers=session)["prompt_token_ids"][: len(exact)] == exact
+
+
+def test_a_call_in_a_stream_comes_whole_behind_the_text_before_it() -> None:
+    from rollout.http.chat import last_delta, tool_calls
+
+    text = 'Let me see. <tool_call>{"name": "go"}</tool_call>'
+    content, calls = tool_calls(text)
+    told = text[: text.index("see")]
+    delta = last_delta({"content": content, "tool_calls": calls}, text[len(told) :], len(told))
+    assert told + delta["content"] == content == "Let me see. "
+    assert [(call["index"], call["function"]["name"]) for call in delta["tool_calls"]] == [(0, "go")]
+    assert last_delta({"content": text}, "rest", 5) == {"content": "rest"}

@@ -276,6 +276,115 @@ def test_whoever_hangs_up_is_cancelled(tiny_model: Path) -> None:
         assert stack.generate().status_code == 200
 
 
+# streams
+
+
+def long_stream(url: str, path: str = "/inference/v1/generate", **fields: Any) -> Any:
+    """A request that would run for long; its events come as they are made."""
+    params = {"max_tokens": 40_000, "logprobs": 0}
+    body = {"token_ids": [5], "sampling_params": params, "stream": True, **fields}
+    if path == "/v1/completions":
+        body = {"prompt": [5], "max_tokens": 40_000, "stream": True, **fields}
+    if path == "/generate":
+        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 40_000}, "stream": True, **fields}
+    if path == "/v1/chat/completions":
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 40_000, "stream": True, **fields}
+    return httpx.stream("POST", url + path, json=body, timeout=60)
+
+
+def data_of(lines: Iterator[str]) -> Any:
+    """The next event."""
+    line = next(line for line in lines if line)
+    return line if line == "data: [DONE]" else json.loads(line.removeprefix("data: "))
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions", "/generate", "/v1/chat/completions"])
+def test_parts_come_while_a_sample_runs_and_hanging_up_ends_it(tiny_model: Path, path: str) -> None:
+    with stack_of(tiny_model) as stack:
+        stack.engine.step_s = 0.001
+        with long_stream(stack.url, path) as response:
+            lines = response.iter_lines()
+            for _ in range(2):
+                data_of(lines)
+            (children,) = stack.engine.groups.values()
+            assert len(children) == 1, "it runs"
+        until(lambda: not stack.engine.groups)
+        assert len(stack.engine.aborted) == 1
+
+
+def test_a_request_is_ended_by_its_name_and_no_other(tiny_model: Path) -> None:
+    with stack_of(tiny_model) as stack, ExitStack() as open_now:
+        stack.engine.step_s = 0.001
+        names = {"/inference/v1/generate": "request_id", "/v1/completions": "request_id", "/generate": "rid"}
+        streams = {path: open_now.enter_context(long_stream(stack.url, path, **{field: path})) for path, field in names.items()}
+        readers = {path: response.iter_lines() for path, response in streams.items()}
+        first = {path: data_of(lines) for path, lines in readers.items()}
+        aborts = [("/abort_requests", {"request_ids": ["unknown"]}, 0), ("/abort_request", {"rid": "unknown"}, 0)]
+        aborts += [("/abort_requests", {"request_ids": []}, 0)]
+        aborts += [("/abort_requests", {"request_ids": ["/inference/v1/generate", "x"]}, 1)]
+        aborts += [("/abort_requests", {"request_ids": [first["/v1/completions"]["id"]]}, 1)]
+        aborts += [("/abort_request", {"rid": "/generate"}, 1)]
+        for left, (path, body, ended) in zip((3, 3, 3, 2, 1, 0), aborts, strict=True):
+            assert httpx.post(stack.url + path, json=body).json()["aborted"] == ended
+            until(lambda left=left: len(stack.engine.groups) == left)
+        for path, lines in readers.items():
+            *_, last, done = [line for line in lines if line]
+            event = json.loads(last.removeprefix("data: "))
+            end = event["meta_info"]["finish_reason"]["type"] if path == "/generate" else event["choices"][0]["finish_reason"]
+            assert (end, done) == ("abort", "data: [DONE]")
+
+
+def test_a_failure_in_a_stream_is_its_last_event(tiny_model: Path) -> None:
+    with stack_of(tiny_model) as stack:
+        stack.engine.step_s = 0.001
+        with long_stream(stack.url) as response:
+            lines = response.iter_lines()
+            data_of(lines)
+            stack.engine.crash_on = 5
+            *_, last = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] in (500, 503)
+
+
+def test_a_failure_before_the_first_event_has_its_status(tiny_model: Path) -> None:
+    with stack_of(tiny_model) as stack:
+        params = {"max_tokens": 60_000}  # the engine's pool holds 50,000
+        response = httpx.post(
+            f"{stack.url}/inference/v1/generate", json={"token_ids": [5], "sampling_params": params, "stream": True}, timeout=60
+        )
+        assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request"
+
+
+def test_a_slow_reader_is_sent_the_rest_with_the_sample(tiny_model: Path) -> None:
+    """What it has not taken is bounded, and nothing is missing in the end."""
+    import asyncio
+
+    from engine.types import Sample, Sampling
+    from rollout.http.pieces import pieces
+    from rollout.http.text import Text
+    from rollout.http.upstream import MAX_WAITING_PARTS, Upstream
+    from rollout.models import load_tokenizer
+
+    engine, end = FakeEngine(), LoopbackService()
+    text = Text(load_tokenizer(tiny_model))
+
+    async def slow(client: RolloutClient) -> list[Any]:
+        upstream = Upstream(client)
+        prompt, sampling = upstream.check([5], each := Sampling(max_tokens=3000, stream_every=1)), each
+        got = []
+        async for piece in pieces(upstream, [(prompt, sampling)], text, [None], [()]):
+            if not got:
+                await asyncio.to_thread(until, lambda: not engine.groups)
+                await asyncio.sleep(0)
+            got.append(piece)
+        upstream.close()
+        return got
+
+    with serving(engine, end), RolloutClient(transport=end.connect()) as client:
+        got = asyncio.run(slow(client))
+    assert len(got) <= MAX_WAITING_PARTS + 2 and isinstance(got[-1].sample, Sample)
+    assert [id for piece in got for id in piece.ids] == expected([5], 0, 3000)
+
+
 # ends
 
 
