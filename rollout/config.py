@@ -55,6 +55,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """a step, or another part of the loop's turn, that lasts longer is told in the log, with the stack of the loop"""
     exit_when_stalled_s: float | None = None
     """one that lasts longer ends the process, so that a supervisor starts another one; unset: never"""
+    exit_without_clients_s: float | None = None
+    """the process ends when it has had no client for so long, as replicas of a front that does not come back; unset: never"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""
@@ -70,6 +72,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"stall_s={self.stall_s}: must be positive")
         if self.exit_when_stalled_s is not None and not self.exit_when_stalled_s > 0:
             raise ValueError(f"exit_when_stalled_s={self.exit_when_stalled_s}: must be positive; leave it out for never")
+        if self.exit_without_clients_s is not None and not self.exit_without_clients_s > 0:
+            raise ValueError(f"exit_without_clients_s={self.exit_without_clients_s}: must be positive; leave it out for never")
 
 
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,6 +83,9 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """processes on this host that have the engine, each with its part of the cores or GPUs; 0 = this process has it"""
     replica_grace_s: float = 60.0
     """a group waits so many seconds for a replica that serves, then it ends as "error" """
+    front_grace_s: float = 60.0
+    """replicas of a front with a journal outlive it for so many seconds, once they take it for dead (client_grace_s); the next
+    front on that journal goes on with them"""
     listen_replicas: str | None = None
     """of a front: address at which replicas that others start join it; as for clients, loopback without --service.keys"""
     join: str | None = None
@@ -100,6 +107,8 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"replica_grace_s={self.replica_grace_s}: must be 0 or positive")
         if self.join is not None and (self.replicas or self.listen_replicas is not None):
             raise ValueError("join together with replicas or listen_replicas: a process is a replica or a front, not both")
+        if not self.front_grace_s > 0:
+            raise ValueError(f"front_grace_s={self.front_grace_s}: must be positive")
 
 
 class TrackingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,7 +1,7 @@
 """The messages, as msgspec tagged unions. docs/wire.md tells when each is sent and what answers it.
 
     client -> service:  Hello Submit Abort Ack StatusRequest Heartbeat Goodbye
-                        Begin Chunk Prepare Commit Abandon WeightsRequest Control Replicas Sleep Wake
+                        Begin Chunk Prepare Commit Abandon WeightsRequest Share Control Replicas Sleep Wake
     replica -> front:   Join Leave          front -> replica:   Joined Refused
     service -> client:  Welcome Refused SampleDone SamplesDone Progress StatusReply Alive Closing
                         Lease Staged Applied Asleep Done
@@ -56,6 +56,8 @@ class Hello(msgspec.Struct, frozen=True, eq=False, tag="hello"):
     groups: np.ndarray | None = None
     """[groups, DIGEST_BYTES] uint8: digests of the groups sent before and still wanted. Whatever else the service holds for
     this session is dropped, so aborts and acks that a broken link swallowed are made good here."""
+    alone: bool = False
+    """all other sessions of this key end: a front has its replicas for itself, and the front before it is dead"""
 
 
 class Submit(msgspec.Struct, frozen=True, eq=False, tag="submit", forbid_unknown_fields=True):
@@ -172,6 +174,13 @@ class WeightsRequest(msgspec.Struct, frozen=True, tag="weights", forbid_unknown_
     request_id: int
     verify: bool = False
     """also take the digest of the live bytes, which costs a pass over all of them between two steps"""
+
+
+class Share(msgspec.Struct, frozen=True, tag="share", forbid_unknown_fields=True):
+    """Write the live weights into shared memory, for another service of this host to read. Answer: StatusReply, with `version`,
+    `digest`, the `manifest` and the `offer`, which is void once other weights are live."""
+
+    request_id: int
 
 
 class Control(msgspec.Struct, frozen=True, tag="control", forbid_unknown_fields=True):
@@ -404,7 +413,7 @@ ReplicaMessage = Join | Leave
 FrontMessage = Joined | Refused
 
 WeightMessage = Begin | Chunk | Prepare | Commit | Abandon
-AdminMessage = WeightsRequest | Control | Replicas | Sleep | Wake
+AdminMessage = WeightsRequest | Share | Control | Replicas | Sleep | Wake
 ClientMessage = Hello | Submit | Abort | Ack | StatusRequest | Heartbeat | Goodbye | WeightMessage | AdminMessage
 Answer = Lease | Staged | Applied | Asleep | Done
 ServiceMessage = Welcome | Refused | SampleDone | SamplesDone | Progress | StatusReply | Alive | Closing | Answer

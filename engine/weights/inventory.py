@@ -41,6 +41,10 @@ class Inventory:
         tensor = self.tensors[self.first_name[name]]
         return tensor.nbytes, tensor.element_size()
 
+    def manifest(self) -> list[TensorInfo]:
+        """List all tensors as a refresh of all of them would, digests left empty."""
+        return [TensorInfo(name, self.dtype(name), tuple(shape), "") for name, shape in self.shapes.items()]
+
     def read_slice(self, name: str, start: int, size: int) -> np.ndarray:
         """Copy `size` live bytes of a tensor, from byte `start` on, to host memory: [bytes] uint8."""
         live, (_, itemsize) = self.tensors[self.first_name[name]], self.size(name)

@@ -62,12 +62,15 @@ class Link:
         patience: Patience,
         budget: int | None = None,
         more: tuple[str, ...] = (),
+        alone: bool = False,
     ) -> None:
+        """alone: other sessions of this client's key end, see `Hello.alone`."""
         self.welcome: m.Welcome | None = None
         """of the present incarnation"""
         self._transport = transport
         self._session = session
         self._name = name
+        self._alone = alone
         self._patience = patience
         self._capabilities = (m.TAKEN, m.BATCHES, *more)
         self._decoder: Decoder[m.ServiceMessage] = Decoder(m.ServiceMessage, m.answer_limits(Limits()))
@@ -166,8 +169,8 @@ class Link:
         self._outgoing.clear()
         self._outgoing.start(paced=False)
         self._acks.reconnected()
-        hello = self._session, self._connection.hello_number, self._name, self._capabilities, self._groups.digests()
-        self._send(m.Hello(m.PROTOCOL, *hello))
+        who = self._session, self._connection.hello_number, self._name
+        self._send(m.Hello(m.PROTOCOL, *who, self._capabilities, self._groups.digests(), self._alone))
 
     def _submit(self, handle: Handle) -> None:
         if self._calls.ended is not None:

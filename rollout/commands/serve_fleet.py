@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import msgspec
 import psutil
+import xxhash
 
 from engine.config import EngineConfig
 from engine.types import Limits
@@ -20,6 +21,7 @@ from rollout import models
 from rollout.commands.starting import listen
 from rollout.config import CannotServe, Config, FleetConfig, InputError, TrackingConfig, dump
 from rollout.fleet.joins import Both, Joins
+from rollout.fleet.kept import Kept
 from rollout.fleet.launcher import Launcher, LauncherLike, Place
 from rollout.metrics.sinks import open_sinks
 from rollout.metrics.tracker import Tracker
@@ -45,17 +47,18 @@ def fleet_service(config: Config, journal: Journal | None) -> Iterator[Service]:
         try:
             # a port in use, or keys that cannot be used, are told before a model is loaded
             ServiceEnd(config.service.endpoint, config.limits, config.service.keys).close()
-            launcher = make_launcher(config, stack)
+            launcher = make_launcher(config)
             sinks = open_sinks(config.tracking)
         except models.ModelNotFound as error:
             raise CannotServe(str(error)) from error
         except ValueError as error:
             raise InputError(str(error)) from error
-        fleet = Fleet(launcher, config.limits, config.fleet.replica_grace_s, config.engine.seed)
+        version = 0 if journal is None else journal.weights
+        fleet = Fleet(launcher, config.limits, config.fleet.replica_grace_s, config.engine.seed, version)
         stack.callback(fleet.close)
         try:
             if config.fleet.replicas:
-                fleet.open(count=config.fleet.replicas)
+                fleet.open(count=1 if launcher.outlived else config.fleet.replicas, patient=bool(launcher.outlived))
             else:
                 fleet.open(math.inf, count=1, patient=True)
             service = listen(config, fleet, journal, Tracker(config.tracking, sinks))
@@ -65,9 +68,8 @@ def fleet_service(config: Config, journal: Journal | None) -> Iterator[Service]:
         yield service
 
 
-def make_launcher(config: Config, stack: ExitStack) -> LauncherLike:
-    """Make what starts replicas, lets them join, or both. What the stack closes is needed as long as the launcher. Raises
-    ModelNotFound, InputError, ValueError."""
+def make_launcher(config: Config) -> LauncherLike:
+    """Make what starts replicas, lets them join, or both. Raises ModelNotFound, InputError, ValueError."""
     joins = None
     if config.fleet.listen_replicas is not None:
         joins = Joins(ServiceEnd(config.fleet.listen_replicas, Limits(), config.service.keys))
@@ -75,7 +77,7 @@ def make_launcher(config: Config, stack: ExitStack) -> LauncherLike:
         assert joins is not None
         return joins
     try:
-        launcher = local_launcher(config, Path(stack.enter_context(TemporaryDirectory(prefix="rollout-front-"))))
+        launcher = local_launcher(config)
     except BaseException:
         if joins is not None:
             joins.close()
@@ -83,18 +85,15 @@ def make_launcher(config: Config, stack: ExitStack) -> LauncherLike:
     return launcher if joins is None else Both(launcher, joins)
 
 
-def local_launcher(config: Config, folder: Path) -> Launcher:
-    """Make what starts replicas on this host. `folder`: for what they are told. Raises ModelNotFound, InputError."""
-    model = models.resolve(config.engine.model)
+def local_launcher(config: Config) -> Launcher:
+    """Make what starts replicas on this host. With a journal a front may be killed and go on: they outlive it. Raises
+    ModelNotFound, InputError."""
+    model, journal = models.resolve(config.engine.model), config.service.journal
     places, engine = divided(msgspec.structs.replace(config.engine, model=str(model)), config.fleet.replicas)
-    toml = folder / "replica.toml"
-    toml.write_text(dump(replica_config(config, engine)))
-    serve = [sys.executable, "-m", "rollout", "serve", "--config", str(toml), "--exit-on-stdin-close"]
-
-    def command(ready: Path) -> list[str]:  # a socket in a folder of this user's: the replicas have no keys
-        return [*serve, "--ready-file", str(ready), "--service.endpoint", f"ipc://{ready}.sock"]
-
-    return Launcher(command, places)
+    told = xxhash.xxh3_128_hexdigest(dump(replica_config(config, config.engine)).encode())
+    kept = Kept(None if journal is None else Path(f"{journal}.replicas"), told)
+    command = partial(replica_command, dump(replica_config(config, engine)), journal is None)
+    return Launcher(command, places, kept=kept)
 
 
 def described(config: Config) -> str:
@@ -105,9 +104,20 @@ def described(config: Config) -> str:
     return ", ".join(ways)
 
 
+def replica_command(toml: str, ends_with_front: bool, ready: Path) -> list[str]:
+    """Return the words of a replica's process that writes where it listens into `ready`. A socket in a folder of this user's:
+    replicas have no keys."""
+    config = ready.with_suffix(".toml")
+    config.write_text(toml)
+    serve = [sys.executable, "-m", "rollout", "serve", "--config", str(config), "--ready-file", str(ready)]
+    serve += ["--service.endpoint", f"ipc://{ready}.sock"]
+    return [*serve, "--exit-on-stdin-close"] if ends_with_front else serve
+
+
 def replica_config(config: Config, engine: EngineConfig) -> Config:
     """Return what a replica is told: the front has the clients, and their metrics."""
-    service = msgspec.structs.replace(config.service, keys=None, journal=None)
+    alone_s = None if config.service.journal is None else config.fleet.front_grace_s
+    service = msgspec.structs.replace(config.service, keys=None, journal=None, exit_without_clients_s=alone_s)
     return msgspec.structs.replace(config, engine=engine, service=service, tracking=TrackingConfig(), fleet=FleetConfig())
 
 

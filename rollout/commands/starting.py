@@ -61,7 +61,7 @@ def listen(config: Config, engine: EngineLike, journal: Journal | None, tracker:
         max_outbox_bytes=config.service.max_outbox_bytes,
         lease_s=config.service.lease_s,
         tracker=tracker,
-        watch=Watch(config.service.stall_s),
+        watch=Watch(config.service.stall_s, alone_s=config.service.exit_without_clients_s),
     )
 
 

@@ -17,7 +17,7 @@ from rollout.fleet.groups import Groups
 from rollout.fleet.inbox import Inbox
 from rollout.fleet.launcher import LauncherLike
 from rollout.fleet.members import LOOK_S, Facts, Make, Members
-from rollout.fleet.merge import counters, described, merged
+from rollout.fleet.merge import counters, described, merged, totals
 from rollout.fleet.replica import Replica, State
 from rollout.fleet.weights import FleetStaging
 from transport import messages as m
@@ -46,16 +46,22 @@ class Fleet:
         launcher: starts replicas and tells where they listen.
         limits: what clients may ask for; no more than the replicas' own.
         replica_grace_s: a group waits so long for a replica that serves, then it ends as "error".
-        seed: groups without a seed of their own draw theirs from this one."""
+        seed: groups without a seed of their own draw theirs from this one.
+        version: of the weights that were live when the front before was killed; 0: there was none."""
 
     def __init__(
-        self, launcher: LauncherLike, limits: Limits | None = None, replica_grace_s: float = 60.0, seed: int = 0
+        self,
+        launcher: LauncherLike,
+        limits: Limits | None = None,
+        replica_grace_s: float = 60.0,
+        seed: int = 0,
+        version: int = 0,
     ) -> None:
         self.limits = limits or Limits()
         self.inbox = Inbox()
         self._launcher = launcher
         self._grace_s = replica_grace_s
-        self._members = Members(launcher, self.inbox, self._lost, self._serving, self._asked_of_all)
+        self._members = Members(launcher, self.inbox, self._lost, self._serving, self._asked_of_all, version)
         self.weights = self._members.weights
         self._groups = Groups(self.inbox, self._members.serving, lambda: self.version, self._members.failed, seed)
         self._mode = Mode.RUNNING
@@ -68,13 +74,14 @@ class Fleet:
         self._tend_at = 0.0
 
     def open(self, timeout: float = 600.0, count: int | None = None, patient: bool = False) -> None:
-        """Wait until replicas serve: `count` of them, None = all. Raises ServiceLost with what has become of one that ended,
-        unless `patient`, or of all at the time-out."""
+        """Wait until replicas serve: `count` of them, None = all; or would, if the live weights were not lost. Raises
+        ServiceLost with what has become of one that ended, unless `patient`, or of all at the time-out."""
         deadline = time.monotonic() + timeout
         while True:
             self.step()
             replicas = self._members.replicas.values()
-            serving, wanted = len(self._members.serving()), count or self._launcher.wanted
+            up = self._members.linked() if self.weights.lost else self._members.serving()
+            serving, wanted = len(up), count or self._launcher.wanted
             if serving >= wanted:
                 return
             dead = [replica for replica in replicas if replica.state is State.DEAD]
@@ -118,7 +125,7 @@ class Fleet:
     def mode(self) -> Mode:
         if self._sleeps:
             return Mode.ASLEEP
-        return Mode.WITHOUT_WEIGHTS if self.weights.dropped else self._mode
+        return Mode.WITHOUT_WEIGHTS if self.weights.dropped or self.weights.lost else self._mode
 
     # groups
 
@@ -257,12 +264,10 @@ class Fleet:
 
     def status(self) -> dict[str, Any]:
         """Tell everything there is to know: the sum of all replicas, then each."""
-        members, groups = self._members, self._groups
-        replicas = list(members.replicas.values())
+        replicas = list(self._members.replicas.values())
         whole = merged([*(one.status for one in replicas if one.status), *self._retired])
         whole.pop("service", None)
         whole.pop("metrics", None)
-        since = members.none_since
         return {
             **NOTHING,
             **whole,
@@ -270,15 +275,7 @@ class Fleet:
             "arithmetic": self.arithmetic,
             "version": self.version,
             "state": self.mode.value,
-            "fleet": {
-                "replicas": len(replicas),
-                "serving": len(members.serving()),
-                "deaths": members.deaths,
-                "moved": groups.moved,
-                "repeats": groups.repeats,
-                "waiting": len(groups.waiting),
-                "without_replica_s": 0.0 if since is None else round(time.monotonic() - since, 3),
-            },
+            "fleet": totals(self._members, self._groups),
             "replicas": [described(one, self._launcher.pid(one.name), len(self._groups.at[one])) for one in replicas],
         }
 

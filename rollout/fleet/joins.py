@@ -72,6 +72,10 @@ class Joins:
         """How many replicas have joined and are not to go, those included that are expected back."""
         return sum(not known.going for known in self._known.values())
 
+    @property
+    def outlived(self) -> frozenset[str]:
+        return frozenset()  # they join again by themselves
+
     def __contains__(self, name: str) -> bool:
         return name in self._known
 
@@ -207,6 +211,10 @@ class Both:
     @property
     def wanted(self) -> int:
         return self._started.wanted + self._joins.wanted
+
+    @property
+    def outlived(self) -> frozenset[str]:
+        return self._started.outlived
 
     def tend(self) -> list[Event]:
         return [*self._started.tend(), *self._joins.tend()]

@@ -3,19 +3,22 @@
     start ─→ (ready file appears) ─→ up(address) ─→ (process ends) ─→ down(why) ─→ pause 0.5 s, 1 s, … 30 s ─→ start
 
 Whoever launches replicas otherwise is `LauncherLike` as well.
+
+With a file (`rollout.fleet.kept`) processes outlive a front that is killed: the launcher of the next one goes on with them.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from rollout.fleet.kept import UNKNOWN, Adopted, Kept, KeptFleet, KeptReplica, adopt, begun_at, new_folder
 from rollout.logs import logger
 from transport.keys.files import ClientKeys
 
@@ -46,6 +49,11 @@ class LauncherLike(Protocol):
 
     @property
     def wanted(self) -> int: ...
+    @property
+    def outlived(self) -> frozenset[str]:
+        """Names of the replicas that have outlived the front before."""
+        ...
+
     def tend(self) -> list[Event]: ...
     def replace(self, name: str, sick: bool = False) -> None: ...
     def restart(self, name: str) -> None: ...
@@ -69,7 +77,9 @@ class Slot:
 
     name: str
     place: Place
-    child: subprocess.Popen[bytes] | None = None
+    child: subprocess.Popen[bytes] | Adopted | None = None
+    born: float = 0.0
+    """when the process began, as its host says"""
     ready: Path = Path()
     up: bool = False
     started_at: float = 0.0
@@ -86,11 +96,16 @@ class Launcher:
 
     Args:
         command: makes the words of a replica's process, which writes its address into the file that it is given, and ends
-            when its standard input does.
-        places: of the replicas, in order; more than are given are placed as the first ones again."""
+            when its standard input does; or, with `kept`, when it has had no front for some time.
+        places: of the replicas, in order; more than are given are placed as the first ones again.
+        kept: has the processes that have outlived the front before, and gets those of this one."""
 
     def __init__(
-        self, command: Callable[[Path], list[str]], places: Sequence[Place], clock: Callable[[], float] = time.monotonic
+        self,
+        command: Callable[[Path], list[str]],
+        places: Sequence[Place],
+        clock: Callable[[], float] = time.monotonic,
+        kept: Kept | None = None,
     ):
         self.slots: dict[str, Slot] = {}
         """by name of the replica, those that go included"""
@@ -98,13 +113,23 @@ class Launcher:
         self._places = places
         self._clock = clock
         self._made = 0
-        self._folder = tempfile.TemporaryDirectory(prefix="rollout-fleet-")
-        self.scale(len(places))
+        self._kept = kept if kept is not None else Kept(None)
+        before = self._kept.read()
+        self._folder = Path(new_folder() if before is None else before.folder)
+        if before is None:
+            self.scale(len(places))
+        else:
+            self._take_over(before)
+        self._outlived = frozenset(slot.name for slot in self.slots.values() if slot.child is not None)
 
     @property
     def wanted(self) -> int:
         """How many replicas there are to be."""
         return sum(slot.wanted for slot in self.slots.values())
+
+    @property
+    def outlived(self) -> frozenset[str]:
+        return self._outlived
 
     def scale(self, count: int) -> list[str]:
         """Have so many replicas. Returns the names of those that are to go: `remove` each when nothing runs there."""
@@ -126,6 +151,7 @@ class Launcher:
         events: list[Event] = []
         for slot in list(self.slots.values()):
             events += self._look(slot, self._clock())
+        self._keep()
         return events
 
     def replace(self, name: str, sick: bool = False) -> None:
@@ -166,9 +192,34 @@ class Launcher:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-            assert child.stdin is not None
-            child.stdin.close()
-        self._folder.cleanup()
+            if child.stdin is not None:
+                child.stdin.close()
+        self._kept.remove()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _take_over(self, before: KeptFleet) -> None:
+        """Go on with what the front before has left."""
+        self._made, now = before.made, self._clock()
+        for kept in before.replicas:
+            place = self._places[kept.place if kept.place < len(self._places) else 0]
+            slot = Slot(kept.name, place, adopt(kept), kept.started, Path(kept.ready), wanted=kept.wanted, starts=kept.starts)
+            slot.started_at = slot.start_at = now
+            self.slots[slot.name] = slot
+            if slot.child is not None:
+                log.info("replica taken over name=%s pid=%d", slot.name, slot.child.pid)
+        if before.asked != len(self._places):
+            for name in self.scale(len(self._places)):
+                self.remove(name)
+
+    def _keep(self) -> None:
+        if self._kept.lasting:
+            slots = [self._kept_slot(slot) for slot in self.slots.values()]
+            self._kept.write(KeptFleet(str(self._folder), self._kept.told, len(self._places), self._made, slots))
+
+    def _kept_slot(self, slot: Slot) -> KeptReplica:
+        place = self._places.index(slot.place)
+        pid = None if slot.child is None else slot.child.pid
+        return KeptReplica(slot.name, place, slot.starts, slot.wanted, str(slot.ready), pid, slot.born)
 
     def _look(self, slot: Slot, now: float) -> list[Event]:
         child = slot.child
@@ -190,29 +241,33 @@ class Launcher:
 
     def _start(self, slot: Slot, now: float) -> None:
         slot.starts += 1
-        slot.ready = Path(self._folder.name) / f"ready-{slot.name}-{slot.starts}"
+        slot.ready = self._folder / f"ready-{slot.name}-{slot.starts}"
         slot.up, slot.started_at = False, now
         slot.child = subprocess.Popen(
             self._command(slot.ready),
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL if self._kept.lasting else subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, **slot.place.environment},
             start_new_session=True,
         )
+        slot.born = begun_at(slot.child.pid)
         if slot.place.cores:
             try:
                 os.sched_setaffinity(slot.child.pid, slot.place.cores)  # of its first thread, whose all others inherit
             except OSError as error:
                 log.warning("replica not bound to its cores name=%s reason=%s", slot.name, error)
+        self._keep()
         log.info("replica starts name=%s pid=%d", slot.name, slot.child.pid)
 
     def _ended(self, slot: Slot, code: int, now: float) -> Event:
-        assert slot.child is not None and slot.child.stdin is not None
-        slot.child.stdin.close()
+        assert slot.child is not None
+        if slot.child.stdin is not None:
+            slot.child.stdin.close()
         slot.child = None
         steady = now - slot.started_at > STEADY_S
         pause = min(slot.pause_s, FIRST_PAUSE_S) if steady else slot.pause_s
         slot.start_at, slot.pause_s = now + pause, min(MOST_PAUSE_S, max(FIRST_PAUSE_S, 2 * pause))
-        why = f"signal {-code}" if code < 0 else f"exit status {code}"
+        why = "a status that only its parent was told" if code == UNKNOWN else f"exit status {code}"
+        why = f"signal {-code}" if code < 0 else why
         log.info("replica ended name=%s why=%r pause_s=%.1f", slot.name, why, pause)
         return Event(slot.name, None, f"its process ended with {why}")

@@ -21,6 +21,8 @@ from rollout.logs import logger
 from transport import messages as m
 from transport.errors import RolloutError, ServiceLost, StaleWeights
 
+JOIN_S = 10.0
+"""longest that a replica that listens may take to say who it is"""
 LOST_S = 1.5
 """a replica whose link is down for so long is lost; a stopped process is noticed 4 s before"""
 STATUS_S = 1.0
@@ -61,7 +63,9 @@ class Members:
     Args:
         on_lost: called with a replica that is dead, after its link is closed.
         on_serving: called when a replica serves that has not.
-        asked: requests that a replica gets before its first group: the fleet is paused, drains or sleeps."""
+        asked: requests that a replica gets before its first group: the fleet is paused, drains or sleeps.
+        version: of the weights that were live when the front before was killed; 0: there was none. What is live now is known
+            when all replicas that have outlived it have told, or are lost."""
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class Members:
         on_lost: Callable[[Replica], None],
         on_serving: Callable[[], None],
         asked: Callable[[], list[Make]],
+        version: int = 0,
     ) -> None:
         self.facts: Facts | None = None
         """of the first replica"""
@@ -77,7 +82,8 @@ class Members:
         self.deaths = 0
         self.none_since: float | None = time.monotonic()
         """when the last replica stopped serving; None: one serves"""
-        self.weights = FleetWeights(self.serving, self._weights_changed)
+        self.weights = FleetWeights(self.serving, self.linked, self._weights_changed, version)
+        self._awaited = set(launcher.outlived)
         self._launcher = launcher
         self._inbox = inbox
         self._on_lost = on_lost
@@ -109,10 +115,10 @@ class Members:
         if now - self._looked_at >= STATUS_S:
             self._looked_at = now
             for replica in self.linked():
-                self._ask_status(replica)
-                if replica.state is State.STALE:
+                replica.ask_status(self.weights.sized)
+                if replica.state is State.STALE and self.weights.settled:
                     self._admit(replica)
-        self.none_since = None if self.serving() else self.none_since or now
+        self.none_since = None if self.serving() or self.weights.lost else self.none_since or now
 
     def lose(self, replica: Replica, why: str, sick: bool = True) -> None:
         """Take a replica for dead: what runs there goes elsewhere, and another process takes its place; one that is not `sick`
@@ -128,6 +134,7 @@ class Members:
         self.weights.drop(replica)
         self._launcher.replace(replica.name, sick)
         self._on_lost(replica)
+        self._told_or_gone(replica.name)
 
     def failed(self, replica: Replica, group_id: str, error: RolloutError | None) -> None:
         """Note that a replica has failed on a group. `error`: why it refused; None: a sample ended as "error"."""
@@ -191,6 +198,7 @@ class Members:
                 self.lose(replica, event.why, sick=False)
                 if replica.leaving or event.gone:
                     del self.replicas[event.name]
+            self._told_or_gone(event.name)  # also of one that had not said where it listens
             return
         if replica is None:
             replica = self.replicas[event.name] = Replica(event.name, self._inbox)
@@ -211,20 +219,29 @@ class Members:
             what = ", ".join(f"{name} {getattr(facts, name)!r} for {getattr(self.facts, name)!r}" for name in differs)
             self.lose(replica, f"it is not as the others: {what}")
             return
-        self._ask_status(replica)
+        replica.ask_status(self.weights.sized)
         replica.ask(lambda id: m.WeightsRequest(id), lambda answer: self._told_weights(replica, answer))
 
     def _told_weights(self, replica: Replica, answer: Future[Any]) -> None:
         if (error := answer.exception()) is not None:
             self.lose(replica, f"it does not say which weights it has: {error}")
             return
-        told, weights = answer.result(), self.weights
+        told = answer.result()
         replica.version, replica.digest = told["version"], told["digest"]
-        if not weights.names:  # the first one: its base checkpoint is everybody's
-            weights.version, weights.digest = replica.version, replica.digest
-        weights.names = max(weights.names, told["names"])
+        self.weights.names = max(self.weights.names, told["names"])
         self._set(replica, State.STALE, "its weights are looked at")
-        self._admit(replica)
+        self._told_or_gone(replica.name)
+        if self.weights.settled:
+            self._admit(replica)
+
+    def _told_or_gone(self, name: str) -> None:
+        """Settle which weights are live, once all that may know have told theirs."""
+        self._awaited.discard(name)
+        told = [replica for replica in self.linked() if replica.version >= 0]
+        if told and not self._awaited and not self.weights.settled:
+            self.weights.settle(told)
+            for replica in told:
+                self._admit(replica)
 
     def _admit(self, replica: Replica) -> None:
         """Let a replica serve if it has the live weights; otherwise give them to it."""
@@ -238,10 +255,11 @@ class Members:
             self._set(replica, State.SERVING, "it has the live weights")
             self.none_since = None
             self._on_serving()
-        elif replica.version >= weights.version or weights.live is None:
+        elif replica.version >= weights.version:
             self.lose(replica, f"its weights are other ones: {replica.version} {replica.digest[:12]}, not {weights.version}")
         else:
-            self._set(replica, State.STALE, f"it has version {replica.version} and gets {weights.version}")
+            what = "waits for a refresh" if weights.lost else f"gets {weights.version}"
+            self._set(replica, State.STALE, f"it has version {replica.version} and {what}")
             weights.update(replica, self._updated)
 
     def _updated(self, replica: Replica, error: Exception | None) -> None:
@@ -256,13 +274,18 @@ class Members:
     def _weights_changed(self) -> None:
         """Let nobody serve who has other weights."""
         for replica in self.linked():
-            if replica.version != self.weights.version and replica.state is State.SERVING:
+            if replica.state is State.STALE or (replica.version != self.weights.version and replica.state is State.SERVING):
                 self._admit(replica)
 
     # looking
 
     def _look_at_link(self, replica: Replica, now: float) -> None:
-        if replica.link is None or replica.link.welcome is None:
+        if replica.link is None:
+            return
+        if replica.link.welcome is None:
+            replica.silent_since = replica.silent_since or now
+            if now - replica.silent_since > JOIN_S:
+                self.lose(replica, f"it has not answered for {JOIN_S} s", sick=False)
             return
         if replica.connected:
             replica.silent_since = None
@@ -276,21 +299,6 @@ class Members:
             self.lose(replica, f"its link was down for {LOST_S} s", sick=False)
         elif replica.state is State.SERVING:
             self._set(replica, State.SUSPECT, "its link is down")
-
-    def _ask_status(self, replica: Replica) -> None:
-        if replica.asked_status and replica.status:
-            return
-
-        def told(answer: Future[Any]) -> None:
-            replica.asked_status = False
-            if answer.exception() is None:
-                replica.status = answer.result()
-                sizes = replica.status.get("weights", {})
-                held = sizes.get("resident_bytes", 0) + sizes.get("offloaded_bytes", 0)
-                self.weights.model_bytes = max(self.weights.model_bytes, held)
-
-        replica.asked_status = True
-        replica.ask(lambda id: m.StatusRequest(id), told)
 
     def _set(self, replica: Replica, state: State, why: str) -> None:
         if replica.state is not state:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollout.fleet.groups import Groups
+from rollout.fleet.members import Members
 from rollout.fleet.replica import Replica
 
 SAME = ("version", "block_size", "block_bytes")
@@ -60,4 +63,18 @@ def described(replica: Replica, pid: int | None, parts: int) -> dict[str, Any]:
         "parts": parts,
         "deaths": replica.deaths,
         **{name: replica.status[name] for name in SHOWN if name in replica.status},
+    }
+
+
+def totals(members: Members, groups: Groups) -> dict[str, Any]:
+    """Count replicas and what has become of them and of their children."""
+    since = members.none_since
+    return {
+        "replicas": len(members.replicas),
+        "serving": len(members.serving()),
+        "deaths": members.deaths,
+        "moved": groups.moved,
+        "repeats": groups.repeats,
+        "waiting": len(groups.waiting),
+        "without_replica_s": 0.0 if since is None else round(time.monotonic() - since, 3),
     }

@@ -15,7 +15,7 @@ from rollout.client.link import Link
 from rollout.client.patience import Patience
 from rollout.fleet.inbox import Inbox
 from transport.keys.files import ClientKeys
-from transport.messages import GATHERS, Welcome
+from transport.messages import GATHERS, StatusRequest, Welcome
 from transport.sockets import ClientEnd
 
 NEVER_S = 1e9
@@ -77,13 +77,10 @@ class Replica:
     def connect(self, address: str | ClientKeys, then: Callable[[Future[Any]], None]) -> None:
         """Open a link. `then` is called in the service's thread with the first Welcome, or with what was refused."""
         self._end = ClientEnd(address, Limits())
-        self.link = Link(
-            self._end,
-            secrets.token_hex(16),
-            f"front of {self.name}",
-            Patience(NEVER_S, STALL_S, NEVER_S, resubmit=False),
-            more=(GATHERS,),
-        )
+        patience = Patience(NEVER_S, STALL_S, NEVER_S, resubmit=False)
+        who = secrets.token_hex(16), f"front of {self.name}"
+        # alone: what the replica still does for a front that is dead ends, its open refresh included
+        self.link = Link(self._end, *who, patience, more=(GATHERS,), alone=True)
         self._answer(self.link.first_welcome, then)
 
     def ask(self, make: Callable[[int], Any], then: Callable[[Future[Any]], None] = lambda answer: None) -> None:
@@ -95,6 +92,20 @@ class Replica:
         """Send the request that `make` builds for an id. The answer is the future's, or ClientClosed if the replica is lost."""
         assert self.link is not None
         return self.link.request(make)
+
+    def ask_status(self, told: Callable[[dict[str, Any]], None]) -> None:
+        """Ask for the status, unless that is under way; `told` is called with it as well."""
+        if self.asked_status and self.status:
+            return
+
+        def then(answer: Future[Any]) -> None:
+            self.asked_status = False
+            if answer.exception() is None:
+                self.status = answer.result()
+                told(self.status)
+
+        self.asked_status = True
+        self.ask(StatusRequest, then)
 
     def disconnect(self) -> None:
         """Close the link. Nobody waits for that: it takes as long as the other end is given to hear the goodbye."""

@@ -5,6 +5,7 @@ trainer ─→ payload ─→ the front's segment (shared memory, read once from
            all prepared ─→ Commit to all ─→ all applied ─→ version and digest are live, the segment is kept
                            │
 a replica that has not the live weights ←─ the kept segment, at any time; served from only when the digests are equal
+                                        ←─ or a segment that a replica with the live weights writes, where nothing is kept here
 """
 
 from __future__ import annotations
@@ -223,20 +224,37 @@ class FleetWeights:
 
     Args:
         serving: replicas that have the live weights and may be asked now.
-        on_live: called when other weights are live."""
+        linked: those that may be asked, whatever weights they have.
+        on_live: called when other weights are live.
+        version: of the weights that were live when the front before this one died; 0 = there was none."""
 
-    def __init__(self, serving: Callable[[], list[Replica]], on_live: Callable[[], None]) -> None:
-        self.version = 0
+    def __init__(
+        self,
+        serving: Callable[[], list[Replica]],
+        linked: Callable[[], list[Replica]],
+        on_live: Callable[[], None],
+        version: int = 0,
+    ) -> None:
+        self.version = version
         self.digest = ""
         """of the live weights, "" until somebody has said it"""
+        self._from_base = version == 0
+        """whether the base checkpoint is what the first refresh is laid over"""
+        self.settled = False
+        """whether it is known which weights are live"""
         self.names = 0
         self.model_bytes = 0
         self.dropped = False
         self.live: Content | None = None
-        """what was refreshed since the base checkpoint; None: nothing"""
+        """what was refreshed since the base checkpoint; None: nothing, or only replicas have it"""
+        self._lender: Replica | None = None
+        """whose memory holds `live`, if not the front's"""
+        self._asked: Replica | None = None
+        """who was asked to share its weights"""
         self.refreshes = 0
         self.refreshed: Refreshed | None = None
         self._serving = serving
+        self._linked = linked
         self._on_live = on_live
         self._staging: FleetStaging | None = None
         self._segments = [Segment(), Segment()]
@@ -252,6 +270,28 @@ class FleetWeights:
     def staging(self) -> bool:
         return self._staging is not None
 
+    @property
+    def lost(self) -> bool:
+        """Whether the live weights are nowhere any more: nothing is sampled before a refresh of all tensors."""
+        gone = self.settled and self.version > 0 and self.live is None
+        return gone and all(replica.version != self.version for replica in self._linked())
+
+    def sized(self, status: dict[str, Any]) -> None:
+        """Learn from a replica's status how large the model is."""
+        sizes = status.get("weights", {})
+        self.model_bytes = max(self.model_bytes, sizes.get("resident_bytes", 0) + sizes.get("offloaded_bytes", 0))
+
+    def settle(self, told: Sequence[Replica]) -> None:
+        """Say which weights are live when a front starts: the newest that a replica has. A refresh that the front before had
+        begun to commit is one of all if one replica has it, and otherwise none. `told`: replicas that have told theirs."""
+        newest = max(told, key=lambda replica: replica.version)
+        self.settled = True
+        if newest.version >= self.version:
+            self.version, self.digest = newest.version, newest.digest
+            self._from_base = newest.version == 0
+        else:
+            log.warning("weights lost with the replicas version=%d newest=%d", self.version, newest.version)
+
     # a refresh of all
 
     def stage(self, manifest: Sequence[TensorInfo], version: int | None, partial: bool) -> FleetStaging:
@@ -263,6 +303,8 @@ class FleetWeights:
         version = self.version + 1 if version is None else version
         if not self.version < version < 2**63:
             raise WeightsRefused(f"version {version} is not above the live one, {self.version}: versions only grow")
+        if partial and self.lost:
+            raise WeightsRefused(f"no replica has version {self.version} any more: a refresh of all tensors must come first")
         total = sum(map(bytes_of, manifest))
         if total > MOST_WIDTH * self.model_bytes:
             raise WeightsRefused(f"a payload of {total} bytes: the model has {self.model_bytes}")
@@ -303,8 +345,8 @@ class FleetWeights:
             self._staging = None
 
     def _begin(self) -> None:
-        """Send what has been read to the replicas that serve."""
-        staging, serving = self._staging, self._serving()
+        """Send what has been read to the replicas that serve; to all, where none has what was live."""
+        staging, serving = self._staging, self._linked() if self.lost else self._serving()
         if staging is not None and not staging.closed and staging.received == staging.total and serving:
             offer = staging.segment.offer(staging.total)
             content = Content(staging.version, staging.partial, staging.manifest, offer)
@@ -329,9 +371,13 @@ class FleetWeights:
 
     def _keep(self, content: Content) -> None:
         """Keep what is live for replicas that come later."""
-        if not content.partial or self.live is None:
+        lender, self._lender = self._lender, None
+        if not content.partial or (self.live is None and self._from_base):
             self._segments.reverse()
             self.live = content
+            return
+        if self.live is None or lender is not None:  # what it was laid over is the replicas'
+            self.live = None
             return
         old = dict(pieces(self.live, self._segments[0]))
         new = dict(pieces(content, self._segments[1]))
@@ -349,9 +395,37 @@ class FleetWeights:
     # a replica that has other weights
 
     def update(self, replica: Replica, then: Told) -> None:
-        """Give one replica the live weights. `then` is called when it has said what came of it."""
-        if self.live is not None and replica not in self._updates:
+        """Give one replica the live weights. `then` is called when it has said what came of it; not yet where they must be
+        fetched first."""
+        if self.live is None:
+            self._borrow()
+        elif replica not in self._updates:
             self._updates[replica] = Transaction(self.live, [replica]), then
+
+    def _borrow(self) -> None:
+        """Ask a replica for the live weights, which the front has not."""
+        serving = self._serving()
+        if self._asked is not None or not serving:
+            return
+        lender = self._asked = serving[0]
+        version = self.version
+
+        def told(answer: Future[Any]) -> None:
+            self._asked = None
+            if (error := answer.exception()) is not None:
+                log.warning("replica does not share its weights name=%s reason=%s", lender.name, error)
+                return
+            shared = answer.result()
+            if (
+                self.live is None
+                and (shared["version"], shared["digest"]) == (version, self.digest)
+                and version == self.version
+            ):
+                manifest = msgspec.convert(shared["manifest"], list[TensorInfo])
+                self.live = Content(version, False, manifest, msgspec.convert(shared["offer"], ShmOffer))
+                self._lender = lender
+
+        lender.ask(m.Share, told)
 
     def _look_at_update(self, replica: Replica) -> None:
         transaction, then = self._updates[replica]
@@ -367,6 +441,9 @@ class FleetWeights:
     def drop(self, replica: Replica) -> None:
         """Go on without a replica that is lost."""
         self._updates.pop(replica, None)
+        self._asked = None if self._asked is replica else self._asked
+        if self._lender is replica:
+            self.live = self._lender = None
         if self._staging is not None and self._staging.transaction is not None:
             self._staging.transaction.drop(replica)
 

@@ -31,6 +31,7 @@ ROLES_OF: dict[type[msgspec.Struct], tuple[Role, ...]] = {
     m.Commit: ("weights",),
     m.Abandon: ("weights",),
     m.WeightsRequest: ("weights", "read"),
+    m.Share: ("weights",),
     m.Control: ("admin",),
     m.Replicas: ("admin",),
     m.Sleep: ("admin",),

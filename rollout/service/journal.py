@@ -106,7 +106,8 @@ class Journal(Record):
             raise InputError(f"journal {self._path} is of the model {meta['model']}, this one is {model}: take another file")
         self.incarnation: str = meta["incarnation"]
         self.starts: int = meta["starts"] + 1
-        self._weights: int = meta["weights"]
+        self.weights: int = meta["weights"]
+        """version of the live weights"""
         db.execute("UPDATE meta SET value = ? WHERE name = 'starts'", (self.starts,))
 
     # what is kept
@@ -134,10 +135,14 @@ class Journal(Record):
         self._writes.append(("DELETE FROM samples WHERE engine_id = ?", (engine_id,)))
         self._writes.append(("DELETE FROM groups WHERE engine_id = ?", (engine_id,)))
 
+    def live(self, version: int) -> None:
+        if version != self.weights:
+            self.commit(version)
+
     def commit(self, version: int) -> None:
         """Write as `Record.commit` says. Raises sqlite3.Error: a service that can keep nothing must not go on as if it did."""
-        if version != self._weights:
-            self._weights = version
+        if version != self.weights:
+            self.weights = version
             self._writes.append(("UPDATE meta SET value = ? WHERE name = 'weights'", (version,)))
         if not self._writes:
             return

@@ -1,5 +1,5 @@
-"""Digests of the weights as they lie there, for those who ask to verify: a pass over all bytes, shared by everybody who has
-asked before it began, done in portions between the steps."""
+"""Passes over all bytes of the live weights, in portions between the steps: digests of them as they lie there, for those who
+ask to verify, shared by everybody who has asked before a pass began; and copies to share (`rollout.service.sharing`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from engine.types import Mode
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike
 from rollout.service.session import Session
+from rollout.service.sharing import Sharing
 from transport import messages as m
 from transport.errors import Busy, GroupFailed
 from transport.frames import pack
@@ -34,9 +35,10 @@ class LiveReads:
         self._pass: Iterator[str | None] | None = None
         self._state = (0, False, False)
         """of the weights when the pass began"""
+        self.sharing = Sharing(engine)
 
     def __bool__(self) -> bool:
-        return bool(self._next or self._served)
+        return bool(self._next or self._served or self.sharing)
 
     def ask(self, session: Session, request_id: int, reply: Callable[[str], None]) -> None:
         """Have `reply` called with the digest. Raises Busy."""
@@ -47,10 +49,14 @@ class LiveReads:
     def forget(self, session: Session) -> None:
         self._next = [asker for asker in self._next if asker[0] is not session]
         self._served = [asker for asker in self._served if asker[0] is not session]
+        self.sharing.forget(session)
 
     def work(self, end: float) -> None:
         """Read until `end` (time.perf_counter), or to the end of a pass. New weights begin it again. Whoever asked is told if
         it fails."""
+        self.sharing.work(end)
+        if not (self._next or self._served):
+            return
         try:
             self._read(end)
         except Exception as error:

@@ -66,8 +66,7 @@ class Service:
         limits: what clients may ask for; the engine's own by default.
         transport: another end instead of a socket, e.g. `transport.loopback.LoopbackService()`.
         client_grace_s: a client not heard from for so long has its groups aborted and is forgotten. At least MIN_GRACE_S.
-        max_outbox_bytes: finished samples of one client that wait for its acks. Over it the client's groups end as "error" and
-            it gets Busy until it has read.
+        max_outbox_bytes: finished samples that wait for a client's acks. Over it its groups end as "error", and it gets Busy.
         linger_s: longest that `stop` waits for clients to take the last messages.
         lease_s: a client that has begun a refresh and says nothing about it for so long has given it up.
         tracker: gets the metrics; closed with the service. By default one without sinks.
@@ -156,6 +155,7 @@ class Service:
             self._controls.work()
         self._transport.expect(self._refreshes.window_bytes)
         self.watch.at("send")
+        self._record.live(self._engine.version)  # before a trainer hears of it
         self._flush()  # answers need not wait for the step
         self._running.unpark()
         if self._engine.has_work:
@@ -202,7 +202,7 @@ class Service:
                 session.reply(pack(m.StatusReply(message.request_id, to_json(self.status()))))
             case m.Begin() | m.Chunk() | m.Prepare() | m.Commit() | m.Abandon():
                 self._refreshes.handle(session, message, self._clock.now)
-            case m.WeightsRequest():
+            case m.WeightsRequest() | m.Share():
                 self._refreshes.ask_status(session, message)
             case m.Control():
                 if message.action == "abort_all":
@@ -224,6 +224,8 @@ class Service:
         session = self._sessions.open(hello.session, hello.name, self._access.key(peer))
         for held in [held for held in session.groups.values() if held.digest not in wanted]:
             self._running.drop(session, held)
+        for other in self._sessions.others(session) if hello.alone else []:
+            self._forget(other, "another front has taken its place")
         session.last_received_at = session.last_sent_at = self._clock.now
         session.paced = m.TAKEN in hello.capabilities
         session.batches, session.gathers = m.BATCHES in hello.capabilities, m.GATHERS in hello.capabilities
@@ -258,6 +260,8 @@ class Service:
             elif now - session.last_sent_at >= HEARTBEAT_S or session.unreported_bytes > m.UNTAKEN_BYTES // 4:
                 session.report(m.Alive(self._running.steps, self._engine.version), now)
                 session.flush(self._transport.send)
+        if self.watch.alone(len(self._sessions), now):
+            self.stop("no client was there for too long")
         self._tracker.tend(self._engine_status, self._engine.version)
 
     def _engine_status(self) -> dict[str, Any]:

@@ -32,6 +32,9 @@ class Record:
     def dropped(self, engine_id: str) -> None:
         """Forget a group."""
 
+    def live(self, version: int) -> None:
+        """Write the version of the live weights, if it is a new one."""
+
     def commit(self, version: int) -> None:
         """Write what came since the last call, all or nothing; `version`: of the live weights."""
 

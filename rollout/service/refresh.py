@@ -163,6 +163,7 @@ class Refreshes:
                 if push.applied is None:
                     return
                 self._last = push.applied
+                self._reads.sharing.void()
                 log_applied(push.applied, push.session)
                 self._close(push)
                 for request_id in push.commits:
@@ -186,10 +187,13 @@ class Refreshes:
         if self._open is not None:
             self._open.payload.close()
         self._segment.close()
+        self._reads.sharing.void()
 
-    def ask_status(self, session: Session, request: m.WeightsRequest) -> None:
+    def ask_status(self, session: Session, request: m.WeightsRequest | m.Share) -> None:
         """Tell what is live, what is staged and whose it is. `verify`: with the digest of the live bytes as they lie there,
-        which comes later, in doses. Raises Busy."""
+        which comes later, in doses, as a copy of them to share does. Raises Busy, InvalidRequest."""
+        if isinstance(request, m.Share):
+            return self._reads.sharing.ask(session, request.request_id)
 
         def reply(**live_digest: str) -> None:
             status = {

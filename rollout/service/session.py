@@ -269,6 +269,13 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(self._by_id.values())
 
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def others(self, session: Session) -> list[Session]:
+        """List the other sessions of its key."""
+        return [other for other in self if other is not session and other.key == session.key]
+
     def at(self, peer: bytes) -> Session | None:
         return self._by_peer.get(peer)
 

@@ -36,6 +36,7 @@ class Watch:
         stall_s: seconds after which a part of a turn counts as a stall.
         clock: seconds, monotonic.
         cpu_clock: seconds that the calling thread has computed.
+        alone_s: seconds without any client after which the service is to end; None: never.
     """
 
     def __init__(
@@ -43,8 +44,11 @@ class Watch:
         stall_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
+        alone_s: float | None = None,
     ) -> None:
         self.stall_s = stall_s
+        self._alone_s = alone_s
+        self._alone_since: float | None = None
         self.stalled_s = 0.0
         """seconds of all parts that lasted longer than `stall_s`"""
         self.stalls = 0
@@ -85,6 +89,11 @@ class Watch:
         self.longest_turn_cpu_s = max(self.longest_turn_cpu_s, self._turn_cpu_s)
         self._turn.clear()
         self._turn_cpu_s = 0.0
+
+    def alone(self, clients: int, now: float) -> bool:
+        """Note how many clients there are at `now`, of the service's clock. Returns whether it was alone for too long."""
+        self._alone_since = None if clients else now if self._alone_since is None else self._alone_since
+        return self._alone_s is not None and self._alone_since is not None and now - self._alone_since > self._alone_s
 
     def standing(self) -> tuple[Part, float]:
         """Return the part that the loop is in and the seconds since it began; for any thread."""

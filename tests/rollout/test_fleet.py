@@ -676,16 +676,25 @@ def test_a_host_is_divided() -> None:
 
 
 def test_a_short_chaos() -> None:
-    found = Chaos(seed=1, replicas=4).run(6.0)
+    found = Chaos(seed=1, replicas=4, front_lives_s=(1.0, 1.5)).run(4.0)
     print(json.dumps(found))
     assert not any(found[name] for name in FOUND), found
-    assert found["kills"] and found["refreshes"] and found["samples"] > 100
+    assert found["kills"] and found["front_kills"] and found["refreshes"] and found["samples"] > 100
 
 
-def test_chaos_notices_stale_weights() -> None:
-    """Negative control."""
-    found = Chaos(seed=1, replicas=2, fault="stale").run(5.0)
-    assert found["unequal"] and not found["lost"]
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        ("stale", "unequal"),
+        pytest.param("repeats", "doubled", marks=pytest.mark.long),
+        pytest.param("unprepared", "mixed", marks=pytest.mark.long),
+    ],
+)
+def test_chaos_notices(fault: str, found: str) -> None:
+    """Negative controls: a replica with stale weights, repeats that are not dropped, commits of what was not prepared."""
+    seconds = {"stale": 3.0, "repeats": 3.0, "unprepared": 40.0}[fault]
+    accounts = Chaos(seed=1, replicas=2, fault=fault).run(seconds)
+    assert accounts[found], accounts
 
 
 @pytest.mark.long
@@ -694,4 +703,4 @@ def test_a_long_chaos() -> None:
     found = Chaos(seed=2, replicas=4).run(600.0)
     print(json.dumps(found))
     assert not any(found[name] for name in FOUND), found
-    assert found["kills"] >= 60 and found["stops"] >= 20
+    assert found["kills"] >= 60 and found["stops"] >= 20 and found["cuts"] >= 20 and found["front_kills"] >= 10

@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import xxhash
 from safetensors.torch import save_file
 
 from engine.engine import Engine
-from engine.types import Limits, Mode, Sample, Sampling, manifest_digest
+from engine.types import Limits, Mode, Sample, Sampling, TensorInfo, manifest_digest
 from engine.weights.live import Weights
 from rollout.client.api import RolloutClient
 from rollout.client.refresh import Pusher
@@ -42,7 +43,7 @@ from transport.weights.cuda_ipc import CudaIpcPayload, Exports
 from transport.weights.distributed import Broadcaster
 from transport.weights.inline import InlineOffer, InlineSender, chunks
 from transport.weights.manifest import pack_manifest
-from transport.weights.shm import Segment, ShmOffer, host_key
+from transport.weights.shm import Segment, SegmentView, ShmOffer, host_key
 
 IDS = [f"{i:032x}" for i in range(200)]
 SAMPLING = Sampling(n=16, max_tokens=50_000, ignore_eos=True)
@@ -138,6 +139,24 @@ def stage() -> Iterator[Stage]:
         samples = stage.samples()
     assert len(samples) == 16 and check_marks(samples) > 16
     stage.engine.check()
+
+
+@needs_shm
+def test_the_live_weights_are_shared(stage: Stage) -> None:
+    """What another service makes of them has the digest of the ones that are live."""
+    answer = msgspec.json.decode(stage.b.ask(m.Share).status)
+    assert (answer["version"], answer["digest"]) == (0, stage.engine.weights.live_digest())
+    payload = SegmentView().open(msgspec.convert(answer["offer"], ShmOffer))
+    at = 0
+    for info in msgspec.convert(answer["manifest"], list[TensorInfo]):
+        tensor = stage.engine.weights.inventory.tensors[info.name]
+        assert (info.dtype, info.shape) == (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        piece = payload[at : at + tensor.nbytes]
+        assert xxhash.xxh3_128_hexdigest(piece.tobytes()) == info.digest
+        at += tensor.nbytes
+    assert at == len(payload) > 0
+    stage.b.send(m.Goodbye())
+    stage.b.turn()  # nobody needs it any more
 
 
 def test_begin_chunks_commit(stage: Stage) -> None:

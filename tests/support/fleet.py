@@ -29,6 +29,7 @@ class Threads:
         self.events: list[Event] = []
         self.replaced: list[str] = []
         self.going: set[str] = set()
+        self.outlived = frozenset[str]()
         self.again = True
         """whether another thread takes the place of one that is lost"""
         self._step_s, self._faults = step_s, faults or {}

@@ -3,9 +3,11 @@ child's index and all tokens before. So a sample that came of other weights, of 
 
 Run as a program, it serves until SIGTERM, as a replica of a fleet does:
 
-    python -m tests.support.hash_engine READY_FILE [STEP_SECONDS [FAULT]]
+    python -m tests.support.hash_engine READY_FILE [STEP_SECONDS [FAULT [ALONE_SECONDS]]]
 
-FAULT: "stale" = takes a commit without taking the weights; "errors" = each sample ends as "error"; "" = none.
+FAULT: "stale" = takes a commit without taking the weights; "errors" = each sample ends as "error"; "picky" = refuses weights
+that hold MARK, as all others do not; "" = none. ALONE_SECONDS: it ends when it has had no client for so long, and not with its
+standard input.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from engine.types import Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample
 VOCAB = 997
 TENSORS = 4
 ROWS = 20_000
+MARK = 12345.0
 Weights = dict[str, np.ndarray]
 
 
@@ -86,7 +89,8 @@ class Child:
 class Staging:
     """Takes a payload in, and looks at it as the real one does."""
 
-    def __init__(self, version: int, manifest: Sequence[TensorInfo], close: Any) -> None:
+    def __init__(self, version: int, manifest: Sequence[TensorInfo], close: Any, picky: bool = False) -> None:
+        self.picky = picky
         self.version, self.manifest = version, list(manifest)
         self.manifest_digest = manifest_digest(manifest)
         self.total = sum(4 * int(np.prod(info.shape)) for info in manifest)
@@ -109,6 +113,8 @@ class Staging:
                 raise ValueError(f"tensor {name!r}: the bytes are not those of the manifest's digest")
             if not np.isfinite(values).all():
                 raise ValueError(f"tensor {name!r}: it holds NaN or infinity")
+            if self.picky and (values == MARK).any():
+                raise ValueError(f"tensor {name!r}: it holds {MARK}, which only this one does not take")
 
     def tensors(self) -> Weights:
         found, at = {}, 0
@@ -240,6 +246,22 @@ class HashEngine:
     def digest(self) -> str:
         return self.live_digest()
 
+    @property
+    def inventory(self) -> HashEngine:
+        return self
+
+    def manifest(self) -> list[TensorInfo]:
+        return [msgspec.structs.replace(info, digest="") for info in manifest_of(self.tensors)]
+
+    def dtype(self, name: str) -> str:
+        return "float32"
+
+    def size(self, name: str) -> tuple[int, int]:
+        return self.tensors[name].nbytes, 4
+
+    def read_slice(self, name: str, start: int, size: int) -> np.ndarray:
+        return self.tensors[name].view(np.uint8)[start : start + size].copy()
+
     def live_digest(self) -> str:
         return manifest_digest(manifest_of(self.tensors))
 
@@ -261,7 +283,7 @@ class HashEngine:
         def close() -> None:
             self.staged = None
 
-        self.staged = Staging(version, manifest, close)
+        self.staged = Staging(version, manifest, close, self.fault == "picky")
         return self.staged
 
     def commit(self, staging: Staging, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed:
@@ -322,10 +344,12 @@ class HashEngine:
 
 def main() -> None:
     from rollout.service.loop import Service
+    from rollout.service.watchdog import Watch
 
-    ready, *rest = sys.argv[1:]
-    step_s, fault = [*rest, "0", ""][:2] if len(rest) < 2 else rest[:2]
-    service = Service(HashEngine(float(step_s), fault), "tcp://127.0.0.1:*")
+    given = sys.argv[1:]
+    ready, step_s, fault, alone_s = [*given, *["", "0", "", "0"][len(given) :]]
+    watch = Watch(alone_s=float(alone_s) or None)
+    service = Service(HashEngine(float(step_s), fault), "tcp://127.0.0.1:*", watch=watch)
     signal.signal(signal.SIGTERM, lambda number, frame: service.stop("SIGTERM"))
 
     def stop_at_end_of_input() -> None:
@@ -333,7 +357,8 @@ def main() -> None:
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=stop_at_end_of_input, daemon=True).start()
+    if not float(alone_s):
+        threading.Thread(target=stop_at_end_of_input, daemon=True).start()
     temporary = Path(ready + ".tmp")
     temporary.write_text(service.endpoint)
     temporary.rename(ready)

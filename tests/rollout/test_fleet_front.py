@@ -1,0 +1,413 @@
+"""A front that is killed, and the one after it: replicas outlive it, and it is known which weights are live."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from engine.types import Group, Mode, Sample, Sampling, TensorInfo, manifest_digest
+from rollout.client import link as link_module
+from rollout.fleet import members as members_module
+from rollout.fleet.fleet import Fleet
+from rollout.fleet.kept import Kept, KeptFleet, adopt
+from rollout.fleet.launcher import Event, Launcher, Place
+from rollout.fleet.weights import FleetWeights
+from rollout.service.journal import Journal
+from rollout.service.watchdog import Watch
+from tests.support.fleet import WAIT, Threads, collect, step_until
+from tests.support.hash_engine import HashEngine, expected, key_of, manifest_of, weights_of
+from tests.support.waiting import until
+from tests.support.wire import Bench, Peer, submit
+from transport import messages as m
+from transport.errors import SourceUnreachable, WeightsRefused
+from transport.weights.shm import SegmentView, ShmOffer
+
+KEYS = {version: key_of(weights_of(version)) for version in range(8)}
+PROMPT = np.array([5, 6, 7], np.int32)
+
+
+def refresh(fleet: Fleet, version: int, weights: Any = None, partial: bool = False) -> None:
+    """As the service does: stage, feed until all have prepared, commit until all have applied."""
+    weights = weights_of(version) if weights is None else weights
+    staging = fleet.stage(manifest_of(weights), version=version, partial=partial)
+    payload, sent = np.concatenate([w.view(np.uint8) for w in weights.values()]), 0
+
+    def source(memory: np.ndarray) -> int:
+        nonlocal sent
+        piece = payload[sent : sent + len(memory)]
+        memory[: len(piece)] = piece
+        sent += len(piece)
+        return len(piece)
+
+    step_until(fleet, lambda: (staging.feed(source), staging.complete)[1], "all have prepared")
+    step_until(fleet, lambda: fleet.commit(staging) is not None, "all have applied")
+    staging.close()
+
+
+def run(fleet: Fleet, count: int = 8) -> list[Sample]:
+    for i in range(count):
+        fleet.submit(Group(f"g{i}", PROMPT, Sampling(n=2, max_tokens=10, seed=i)))
+    return list(collect(fleet, 2 * count).values())
+
+
+def check(samples: list[Sample], version: int) -> None:
+    for sample in samples:
+        assert sample.finish_reason == "length" and sample.weight_versions == [(0, version)]
+        assert sample.token_ids.tolist() == expected(PROMPT, sample, KEYS)
+
+
+class Lives:
+    """One front after the other on the same replicas."""
+
+    def __init__(self, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads = threads
+        self.fleet = Fleet(threads)
+        self.fleet.open(WAIT)
+        self._monkeypatch = monkeypatch
+
+    def kill(self) -> None:
+        """Nothing more comes of the front: its links end without a word."""
+        with self._monkeypatch.context() as patch:
+            patch.setattr(link_module, "say_goodbye", lambda *arguments: None)
+            for replica in self.fleet._members.replicas.values():
+                if replica.link is not None:
+                    replica.link.close()
+        self.fleet.weights.close()
+
+    def start(self, version: int, wait: bool = True) -> Fleet:
+        """The next front, whose journal has that version."""
+        self.threads.events = [Event(name, one.endpoint, "it listens") for name, one in self.threads.services.items()]
+        self.threads.outlived = frozenset(self.threads.services)
+        self.fleet = Fleet(self.threads, version=version)
+        if wait:
+            self.fleet.open(WAIT, count=1, patient=True)
+        return self.fleet
+
+    def states(self) -> list[str]:
+        return [replica.state.value for replica in self.fleet._members.replicas.values()]
+
+
+@contextmanager
+def lives_of(monkeypatch: pytest.MonkeyPatch, count: int = 3) -> Iterator[Lives]:
+    lives = Lives(Threads(count), monkeypatch)
+    try:
+        yield lives
+    finally:
+        lives.fleet.close()
+
+
+# which weights are live
+
+
+def test_the_next_front_goes_on_with_the_weights_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that starts later gets them from another replica: the front has not got them any more."""
+    with lives_of(monkeypatch) as lives:
+        refresh(lives.fleet, 1)
+        refresh(lives.fleet, 2)
+        lives.kill()
+        fleet = lives.start(version=2)
+        assert fleet.version == 2 and fleet.weights.live is None
+        check(run(fleet), 2)
+        lives.threads.die("1")
+        step_until(fleet, lambda: lives.threads.replaced == ["1"] and lives.states() == ["serving"] * 3)
+        assert lives.threads.engines["1"].live_digest() == fleet.weights.digest == manifest_digest(manifest_of(weights_of(2)))
+        refresh(fleet, 3)
+        check(run(fleet), 3)
+
+
+@pytest.mark.parametrize("journaled", [1, 2])
+def test_a_refresh_that_one_replica_has_is_one_of_all(journaled: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front was killed while it committed. Never some of version 1 and some of version 2."""
+    with lives_of(monkeypatch) as lives:
+        refresh(lives.fleet, 1)
+        lives.kill()
+        engine = lives.threads.engines["2"]
+        engine.tensors, engine.key, engine.version = weights_of(2), KEYS[2], 2
+        fleet = lives.start(journaled)
+        assert fleet.version == 2
+        step_until(fleet, lambda: lives.states() == ["serving"] * 3)
+        assert {engine.live_digest() for engine in lives.threads.engines.values()} == {fleet.weights.digest}
+        check(run(fleet), 2)
+
+
+def test_a_refresh_that_no_replica_has_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the front before has staged is not in the way of the next one."""
+    with lives_of(monkeypatch) as lives:
+        refresh(lives.fleet, 1)
+        staging = lives.fleet.stage(manifest_of(weights_of(2)), version=2)
+        payload = np.concatenate([w.view(np.uint8) for w in weights_of(2).values()])
+
+        def source(memory: np.ndarray) -> int:
+            memory[:] = payload[staging.received : staging.received + len(memory)]
+            return len(memory)
+
+        step_until(lives.fleet, lambda: (staging.received < staging.total and staging.feed(source), staging.complete)[1])
+        assert all(engine.staged for engine in lives.threads.engines.values())
+        lives.kill()
+        fleet = lives.start(1)
+        assert fleet.version == 1
+        refresh(fleet, 2, weights_of(5))
+        assert {engine.key for engine in lives.threads.engines.values()} == {KEYS[5]}
+
+
+def test_no_replica_has_what_was_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is sampled from the base checkpoint in silence: groups wait for a refresh of all tensors."""
+    with lives_of(monkeypatch) as lives:
+        lives.kill()
+        fleet = lives.start(version=4)
+        assert fleet.version == 4 and fleet.mode is Mode.WITHOUT_WEIGHTS and lives.states() == ["stale"] * 3
+        fleet._grace_s = 0.0
+        fleet.submit(Group("g", PROMPT, Sampling(n=2, max_tokens=10, seed=1)))
+        with pytest.raises(WeightsRefused, match="all tensors must come first"):
+            fleet.stage(manifest_of({"w0": weights_of(5)["w0"]}), version=5, partial=True)
+        for _ in range(20):
+            assert not fleet.step()
+            time.sleep(0.02)
+        refresh(fleet, 5)
+        assert fleet.mode is Mode.RUNNING
+        check(list(collect(fleet, 2).values()), 5)
+        step_until(fleet, lambda: lives.states() == ["serving"] * 3)
+
+
+def test_taking_the_oldest_for_live_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a trainer was told that version 2 is live, on the one replica that was left."""
+
+    def oldest(self: FleetWeights, told: list[Any]) -> None:
+        one = min(told, key=lambda replica: replica.version)
+        self.settled, self.version, self.digest = True, one.version, one.digest
+
+    monkeypatch.setattr(FleetWeights, "settle", oldest)
+    with lives_of(monkeypatch) as lives:
+        lives.kill()
+        engine = lives.threads.engines["2"]
+        engine.tensors, engine.key, engine.version = weights_of(2), KEYS[2], 2
+        fleet = lives.start(2)
+        with pytest.raises(AssertionError):
+            check(run(fleet), 2)
+
+
+def test_a_partial_refresh_over_weights_that_only_replicas_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lives_of(monkeypatch) as lives:
+        refresh(lives.fleet, 1)
+        lives.kill()
+        fleet = lives.start(1)
+        refresh(fleet, 2, {"w1": weights_of(2)["w1"]}, partial=True)
+        lives.threads.die("0")
+        step_until(fleet, lambda: lives.threads.replaced == ["0"] and lives.states() == ["serving"] * 3)
+        assert lives.threads.engines["0"].live_digest() == lives.threads.engines["1"].live_digest()
+        refresh(fleet, 3, {"w2": weights_of(3)["w2"]}, partial=True)  # over what was borrowed
+        lives.threads.die("2")
+        step_until(fleet, lambda: lives.threads.replaced == ["0", "2"] and lives.states() == ["serving"] * 3)
+        assert lives.threads.engines["2"].live_digest() == lives.threads.engines["1"].live_digest()
+
+
+def test_one_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that listens and says nothing, as a stopped process does, is not waited for for ever."""
+    monkeypatch.setattr(members_module, "JOIN_S", 0.3)
+    with lives_of(monkeypatch, 2) as lives:
+        refresh(lives.fleet, 1)
+        lives.kill()
+        stands = lives.threads.services["0"]
+        monkeypatch.setattr(stands, "_hello", lambda *arguments: None)
+        fleet = lives.start(1)
+        assert fleet.version == 1 and "0" in lives.threads.replaced
+        step_until(fleet, lambda: lives.states() == ["serving"] * 2)
+        assert lives.threads.engines["0"].live_digest() == fleet.weights.digest
+
+
+# what a service does for a front
+
+
+def test_a_front_has_its_replica_for_itself() -> None:
+    bench = Bench()
+    old, new = bench.client(), bench.connect()
+    old.send(submit("g", n=2, max_tokens=1000))
+    bench.turn()
+    assert bench.engine.groups
+    new.send(m.Hello(m.PROTOCOL, "2" * 32, alone=True))
+    bench.turn(3)
+    assert not bench.engine.groups and [one.id for one in bench.service._sessions] == ["2" * 32]
+
+
+def test_sessions_of_other_keys_stay() -> None:
+    bench = Bench()
+    bench.client()
+    sessions = bench.service._sessions
+    theirs = sessions.open("3" * 32, "", key="theirs")
+    (mine,) = [one for one in sessions if one.key == ""]
+    assert sessions.others(theirs) == [] and sessions.others(mine) == []
+    assert sessions.others(sessions.open("4" * 32, "")) == [mine]
+
+
+def test_a_service_that_is_told_to_ends_when_it_is_alone() -> None:
+    now = [0.0]
+    watch = Watch(clock=lambda: now[0], alone_s=5.0)
+    assert [watch.alone(clients, at) for clients, at in ((0, 0.0), (0, 5.0), (1, 6.0), (0, 7.0), (0, 12.0), (0, 12.1))] == [
+        *[False] * 5,
+        True,
+    ]
+    assert not Watch().alone(0, 1e9)
+    bench = Bench(watch=Watch(alone_s=1e-9))
+    bench.client()
+    bench.turn(3)
+    assert bench.service._stop_reason is None
+    bench.service._forget(next(iter(bench.service._sessions)), "gone")
+    until(lambda: (bench.turn(), bench.service._stop_reason)[1])
+
+
+def test_a_version_is_written_before_its_trainer_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(HashEngine(), journal=Journal(str(tmp_path / "journal"), "hash"))  # type: ignore[arg-type]
+    journal: Any = bench.service._record
+    seen: list[int] = []
+    flush = bench.service._flush
+    monkeypatch.setattr(bench.service, "_flush", lambda: (seen.append(journal.weights), flush()))
+    bench.client()
+    monkeypatch.setattr(bench.service._refreshes, "work", lambda now, busy: setattr(bench.engine, "version", 3))
+    seen.clear()
+    bench.turn()
+    assert seen == [3, 3]
+    journal.close()
+
+
+# processes that outlive their launcher
+
+
+def sleeper(ready: Path) -> list[str]:
+    return [sys.executable, "-c", f"import time; open({str(ready)!r}, 'w').write('ipc://x'); time.sleep(600)"]
+
+
+def started(launcher: Launcher) -> dict[str, int]:
+    events: list[Event] = []
+    until(lambda: (events.extend(launcher.tend()), len(events) == launcher.wanted)[1])
+    assert {event.address for event in events} == {"ipc://x"}
+    return {event.name: launcher.pid(event.name) or 0 for event in events}
+
+
+def test_processes_are_taken_over(tmp_path: Path) -> None:
+    places = [Place()] * 2
+    first = Launcher(sleeper, places, kept=Kept(tmp_path / "kept", "a"))
+    pids = started(first)
+    first.slots["0"].child.kill()  # type: ignore[union-attr]
+    first.slots["0"].child.wait()  # type: ignore[union-attr]
+    second = Launcher(sleeper, places, kept=Kept(tmp_path / "kept", "a"))
+    try:
+        assert second.outlived == {"1"} and second.pid("1") == pids["1"]
+        again = started(second)
+        assert again["1"] == pids["1"] and again["0"] != pids["0"]
+        second.replace("1")
+        ended: list[Event] = []
+        until(lambda: (ended.extend(second.tend()), ended)[1])
+        assert (ended[0].name, ended[0].address) == ("1", None)
+        until(lambda: second.tend() and second.pid("1") not in (None, pids["1"]))
+    finally:
+        second.close()
+    assert not (tmp_path / "kept").exists() and not any(map(lives, again.values()))
+    first.slots["1"].child.wait(WAIT)  # type: ignore[union-attr]
+
+
+def lives(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_processes_that_were_told_another_thing_are_replaced(tmp_path: Path) -> None:
+    first = Launcher(sleeper, [Place()], kept=Kept(tmp_path / "kept", "a"))
+    (pid,) = started(first).values()
+    second = Launcher(sleeper, [Place()], kept=Kept(tmp_path / "kept", "b"))
+    second.close()
+    assert not second.outlived and first.slots["0"].child is not None
+    first.slots["0"].child.wait(WAIT)
+    assert not psutil.pid_exists(pid)
+
+
+def test_more_or_fewer_replicas_are_asked_of_the_next_front(tmp_path: Path) -> None:
+    first = Launcher(sleeper, [Place()] * 2, kept=Kept(tmp_path / "kept"))
+    started(first)
+    second = Launcher(sleeper, [Place()] * 3, kept=Kept(tmp_path / "kept"))
+    assert second.wanted == 3 and second.outlived == {"0", "1"}
+    second.tend()
+    third = Launcher(sleeper, [Place()], kept=Kept(tmp_path / "kept"))
+    third.close()
+    assert third.wanted == 1
+    for slot in (*first.slots.values(), second.slots["2"]):
+        assert isinstance(slot.child, subprocess.Popen)
+        slot.child.wait(WAIT)
+
+
+def test_a_number_that_another_process_has_by_now_is_nobody_s(tmp_path: Path) -> None:
+    launcher = Launcher(sleeper, [Place()], kept=Kept(tmp_path / "kept"))
+    started(launcher)
+    kept = msgspec.json.decode((tmp_path / "kept").read_bytes(), type=KeptFleet)
+    (one,) = kept.replicas
+    assert adopt(one) is not None
+    assert adopt(msgspec.structs.replace(one, started=one.started - 60)) is None
+    launcher.close()
+    assert adopt(one) is None
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "kept").write_text("{")
+    launcher = Launcher(sleeper, [Place()], kept=Kept(tmp_path / "kept"))
+    assert not launcher.outlived and "not known" in caplog.text
+    launcher.close()
+
+
+# a copy of the weights
+
+
+def shared(bench: Bench, peer: Peer) -> dict[str, Any]:
+    peer.send(m.Share(7))
+    until(lambda: (bench.turn(), any(isinstance(one, m.StatusReply) for one in peer.read()))[1])
+    return dict(msgspec.json.decode(peer.take(m.StatusReply)[0].status))
+
+
+def read(answer: dict[str, Any]) -> bytes:
+    return SegmentView().open(msgspec.convert(answer["offer"], ShmOffer)).tobytes()
+
+
+def test_what_is_shared_is_what_is_live() -> None:
+    bench = Bench(HashEngine())  # type: ignore[arg-type]
+    engine: Any = bench.engine
+    peer, other = bench.client(), bench.client()
+    answer = shared(bench, peer)
+    assert read(answer) == b"".join(weights.tobytes() for weights in weights_of(0).values())
+    assert (answer["version"], answer["digest"]) == (0, engine.live_digest())
+    assert msgspec.convert(answer["manifest"], list[TensorInfo]) == manifest_of(weights_of(0))
+    assert shared(bench, other) == answer, "it is not written again"
+    bench.service._refreshes._reads.sharing.void()  # as other weights go live
+    engine.tensors, engine.version = weights_of(1), 1
+    with pytest.raises(SourceUnreachable):
+        read(answer)
+    assert read(shared(bench, peer)) == b"".join(weights.tobytes() for weights in weights_of(1).values())
+    peer.send(m.Goodbye())
+    bench.turn()
+    assert len(bench.service._refreshes._reads.sharing._segment._memory) == 0, "nobody needs it"
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    bench = Bench(HashEngine())  # type: ignore[arg-type]
+    engine: Any = bench.engine
+    peer = bench.client()
+    engine.mode = Mode.ASLEEP
+    peer.send(m.Share(7))
+    bench.turn()
+    assert (peer.refused().kind, bench.service._refreshes.has_work) == ("busy", False)
+    engine.mode = Mode.RUNNING
+    engine.read_slice = lambda *arguments: 1 / 0
+    peer.send(m.Share(8))
+    bench.turn(2)
+    assert "ZeroDivisionError" in peer.refused().message
+    front = Bench()
+    front.engine.weights = None  # type: ignore[attr-defined]
+    peer = front.client().send(m.Share(9))
+    front.turn()
+    assert "ask one of its replicas" in peer.refused().message

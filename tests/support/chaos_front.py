@@ -1,0 +1,138 @@
+"""The front of a fleet that is tormented, in a process of its own: what `rollout serve --replicas N --journal FILE` makes, with
+hash engines for replicas and with links that can be cut.
+
+    python -m tests.support.chaos_front FOLDER ADDRESS READY_FILE REPLICAS SEED [FAULT]
+
+Lines of standard input: "cut NAME" cuts the link of that replica; its end is the front's. FOLDER/doubled gets a line for each
+child that comes out of the front twice. FAULT, which the accounts must show: "stale" = replica 1 takes no weights; "repeats" =
+repeats come and are not dropped; "unprepared" = commits are sent to replicas that have not prepared.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.types import Sample
+from rollout.fleet.fleet import Fleet
+from rollout.fleet.groups import Groups
+from rollout.fleet.kept import Kept
+from rollout.fleet.launcher import Event, Launcher, Place
+from rollout.fleet.weights import Transaction
+from rollout.process import write_atomically
+from rollout.service.journal import Journal
+from rollout.service.loop import Service
+from tests.support.faulty_link import Proxy
+
+STEP_S = 0.004
+WAIT = 120.0
+"""for what comes: a bound for hangs only"""
+ALONE_S = 20.0
+"""that a replica outlives its front"""
+
+
+class Cut:
+    """A launcher whose replicas are reached through a proxy, so that their links can be cut."""
+
+    def __init__(self, launcher: Launcher, seed: int) -> None:
+        self.launcher, self.seed = launcher, seed
+        self.proxies: dict[str, Proxy] = {}
+
+    @property
+    def wanted(self) -> int:
+        return self.launcher.wanted
+
+    def tend(self) -> list[Event]:
+        events = []
+        for event in self.launcher.tend():
+            if old := self.proxies.pop(event.name, None):
+                old.__exit__(None, None, None)
+            if isinstance(event.address, str):
+                proxy = self.proxies[event.name] = Proxy(event.address, self.seed)
+                event = event._replace(address=proxy.address)
+            events.append(event)
+        return events
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.launcher, name)
+
+    def close(self) -> None:
+        self.launcher.close()
+        for proxy in self.proxies.values():
+            proxy.__exit__(None, None, None)
+
+
+class Watched(Fleet):
+    """Writes down children that come out of the front twice."""
+
+    def __init__(self, launcher: Any, version: int, doubled: Path) -> None:
+        super().__init__(launcher, version=version)
+        self._doubled, self._given = doubled, set[tuple[str, int]]()
+
+    def step(self) -> list[Sample]:
+        ended = super().step()
+        for sample in ended:
+            if (sample.group_id, sample.index) in self._given:
+                with self._doubled.open("a") as file:
+                    file.write(f"{sample.group_id} {sample.index}\n")
+            self._given.add((sample.group_id, sample.index))
+        return ended
+
+
+def break_it(fault: str) -> None:
+    """Take away what keeps one promise."""
+    if fault == "unprepared":
+        Transaction.ready = property(lambda self: bool(self.members))  # type: ignore[assignment, method-assign]
+    if fault == "repeats":
+        arrived = Groups._arrived
+
+        def twice(self: Groups, part: Any, sample: Sample | None) -> None:
+            arrived(self, part, sample)
+            if sample is not None and not part.open.left:  # of a group that is done: nobody waits for what is lost by this
+                self.ended.append(msgspec.structs.replace(sample, group_id=part.open.group.id))
+
+        Groups._arrived = twice  # type: ignore[method-assign]
+
+
+def main() -> None:
+    given = sys.argv[1:]
+    folder, address, ready, replicas, seed, fault = Path(given[0]), given[1], *given[2:5], (given[5] if given[5:] else "")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    break_it(fault)
+
+    def command(replica_ready: Path) -> list[str]:
+        kind = "" if not replica_ready.name.startswith("ready-1-") else "stale" if fault == "stale" else "picky"
+        return [sys.executable, "-m", "tests.support.hash_engine", str(replica_ready), str(STEP_S), kind, str(ALONE_S)]
+
+    journal = Journal(str(folder / "journal"), "hash")
+    launcher = Cut(Launcher(command, [Place()] * int(replicas), kept=Kept(folder / "replicas")), int(seed))
+    fleet = Watched(launcher, journal.weights, folder / "doubled")
+    try:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+        fleet.open(WAIT, count=1 if launcher.outlived else None, patient=True)
+        service = Service(fleet, address, journal=journal, client_grace_s=WAIT)
+        fleet.inbox.wake = service.wake
+        signal.signal(signal.SIGTERM, lambda number, frame: service.stop("SIGTERM"))
+
+        def listen() -> None:
+            for line in sys.stdin:
+                if proxy := launcher.proxies.get(line.split()[1]):
+                    proxy.cut()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=listen, daemon=True).start()
+        write_atomically(Path(ready), service.endpoint)
+        service.run()
+    finally:
+        fleet.close()
+
+
+if __name__ == "__main__":
+    main()
