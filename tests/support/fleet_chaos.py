@@ -172,9 +172,10 @@ class Adversary:
         """when to kill the front, or to start it again"""
         self._stopped: list[tuple[float, int]] = []
 
-    def torment(self, seconds: float) -> None:
+    def torment(self, seconds: float, enough: str = "") -> None:
+        """`enough`: it is over as soon as this was found."""
         end = time.monotonic() + seconds
-        while (now := time.monotonic()) < end:
+        while (now := time.monotonic()) < end and not self.accounts.counts[enough]:
             self.act(self.rng.choices(["kill", "stop", "cut"], [3, 1, 3])[0], str(self.rng.randrange(self.front.replicas)), now)
             self.tend(now)
             time.sleep(self.rng.uniform(1.0, 3.0))
@@ -260,6 +261,10 @@ class Pusher:
                 return
             if self.front.kills == kills or live["digest"] != manifest_digest(manifest_of(weights)):
                 accounts.add("mixed", note=f"a refresh that failed is live: {error}")
+        except RolloutError as error:
+            if not accounts.over.is_set():
+                accounts.add("lost", note=f"a refresh has failed: {error}")
+            return
         self.whole = False
         self.weights, accounts.version = weights, version
         accounts.add("refreshes")
@@ -332,8 +337,8 @@ class Chaos:
         self.pusher = Pusher(self.accounts, self.front, random.Random(rng.random()))
         self._rng, self._front_lives_s = random.Random(rng.random()), front_lives_s
 
-    def run(self, seconds: float) -> dict[str, int]:
-        """Returns what was done and what was found."""
+    def run(self, seconds: float, enough: str = "") -> dict[str, int]:
+        """Returns what was done and what was found. `enough`: it is over as soon as this was found."""
         try:
             self.front.start()
             self.front.wait()
@@ -341,9 +346,10 @@ class Chaos:
             threads = [threading.Thread(target=job, daemon=True) for job in (*jobs, self.pusher.run)]
             for thread in threads:
                 thread.start()
-            Adversary(self.accounts, self.front, self._rng, self._front_lives_s).torment(seconds)
+            Adversary(self.accounts, self.front, self._rng, self._front_lives_s).torment(seconds, enough)
             self.accounts.over.set()
-            until(lambda: not any(thread.is_alive() for thread in threads), "all groups have ended", WAIT)
+            if not self.accounts.counts[enough]:
+                until(lambda: not any(thread.is_alive() for thread in threads), "all groups have ended", WAIT)
         finally:
             replicas = [kept.pid for kept in self.front.kept()]
             self.front.close()
