@@ -226,9 +226,7 @@ class Service:
             self._running.drop(session, held)
         for other in self._sessions.others(session) if hello.alone else []:
             self._forget(other, "another front has taken its place")
-        session.last_received_at = session.last_sent_at = self._clock.now
-        session.paced = m.TAKEN in hello.capabilities
-        session.batches, session.gathers = m.BATCHES in hello.capabilities, m.GATHERS in hello.capabilities
+        session.greeted(hello.capabilities, self._clock.now)
         answer = pack(welcome(hello, session, self._engine, self.incarnation, self._starts, self._limits))
         self._sessions.connect(session, peer, hello.number, answer)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,7 +24,7 @@ from rollout.service.record import Record
 from rollout.service.streaming import Streaming
 from transport.errors import Busy
 from transport.frames import Frame, frame_bytes, pack
-from transport.messages import Alive, SampleDone
+from transport.messages import BATCHES, GATHERS, TAKEN, Alive, SampleDone
 from transport.progress import columns_of, pack_samples, sample_bytes
 
 log = logger("rollout.service.loop")
@@ -125,6 +125,12 @@ class Session:
     def unreported_bytes(self) -> int:
         """Bytes taken that the client was not told of."""
         return self.taken_bytes - self._reported_bytes
+
+    def greeted(self, capabilities: Collection[str], now: float) -> None:
+        """Note what its client can do, and that it was heard."""
+        self.last_received_at = self.last_sent_at = now
+        self.paced = TAKEN in capabilities
+        self.batches, self.gathers = BATCHES in capabilities, GATHERS in capabilities
 
     def report(self, alive: Alive, now: float) -> None:
         """Queue a heartbeat, which tells a client that is paced what was taken from it."""
