@@ -51,7 +51,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attention: Literal["auto", "reference", "native", "triton"] = "auto"
     """auto = the native kernel on the CPU, Triton's on CUDA; the torch reference where they cannot be had"""
     cuda_graphs: bool = True
-    """on CUDA, capture the forward of a decode step once for each batch size and replay it"""
+    """on CUDA, capture the forward of a step of at most 2,048 tokens once for each size and replay it"""
+    warm_up: bool = True
+    """on CUDA, run a step of every size before the first group is taken: compile what is compiled on first use, capture decode,
+    and refuse what does not fit into the memory; off: the first steps do that"""
     overlap_steps: bool | None = None
     """plan and launch a step while the last one runs, whose tokens are read one step late; the samples are the same. None = on
     CUDA: on the CPU both would run on the same cores (docs/decisions/overlap.md)"""
@@ -68,10 +71,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     CUDA 80 %"""
     kv_tokens: int | None = None
     """KV pool on the device in tokens, rounded up to blocks"""
-    max_num_seqs: int = 256
-    """sequences that run at the same time"""
-    max_batch_tokens: int = 1024
-    """tokens of one forward; longer prompts are prefilled in chunks"""
+    max_num_seqs: int | None = None
+    """sequences that run at the same time; None = 256, and 1,024 on a CUDA device of 64 GiB or more"""
+    max_batch_tokens: int | None = None
+    """tokens of one forward; longer prompts are prefilled in chunks. None = 1,024, on CUDA 2,048, on a device of 64 GiB or more
+    8,192; or as many as max_num_seqs"""
     prefix_cache: bool = True
     """keep full blocks of ended samples while there is room, and find them again by their tokens; off: only those of samples
     that are not finished are found"""
@@ -85,7 +89,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     costs against cuBLAS was not measured yet. On the CPU it holds anyway"""
     cpu_offload_gib: float | None = None
     """host memory for offloaded KV in GiB, taken at start; 0 = off; None = the safety threshold of what is free, as used; on
-    CUDA, where it is pinned, a quarter of what is free. ValueError at start if more than the threshold is asked for"""
+    CUDA, where it is pinned, a quarter of what is free, at most 16 GiB and as much as the pool on the device. ValueError at
+    start if more than the threshold is asked for"""
     cpu_offload_safety_threshold: float = 0.8
     """largest share of the free host memory that cpu_offload_gib may take"""
     lookahead_blocks: int = 4
@@ -110,6 +115,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """decoder layers in host memory; None = all stay on the device"""
 
     @property
+    def most_seqs(self) -> int:
+        """`max_num_seqs`; None was left to the device (`engine.devices.resolved`)."""
+        return 256 if self.max_num_seqs is None else self.max_num_seqs
+
+    @property
+    def most_tokens(self) -> int:
+        """`max_batch_tokens`, likewise."""
+        return max(1024, self.most_seqs) if self.max_batch_tokens is None else self.max_batch_tokens
+
+    @property
     def mirrors(self) -> bool:
         """Whether full blocks are copied ahead of need; None was left to the device (`engine.devices.resolved`)."""
         return bool(self.mirror_ahead)
@@ -128,10 +143,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         need(self.kv_gib is None or 0 < self.kv_gib < math.inf, f"kv_gib={self.kv_gib}: must be positive and finite")
         need(self.kv_tokens is None or self.kv_tokens > 0, f"kv_tokens={self.kv_tokens}: must be positive")
         need(self.drafts is None or 0 <= self.drafts <= 64, f"drafts={self.drafts}: must be 0 (off) to 64, or unset")
-        need(self.max_num_seqs >= 1, f"max_num_seqs={self.max_num_seqs}: must be at least 1")
+        need(self.most_seqs >= 1, f"max_num_seqs={self.max_num_seqs}: must be at least 1")
         need(
-            self.max_batch_tokens >= self.max_num_seqs,
-            f"max_batch_tokens={self.max_batch_tokens}: must be at least max_num_seqs={self.max_num_seqs}, "
+            self.most_tokens >= self.most_seqs,
+            f"max_batch_tokens={self.most_tokens}: must be at least max_num_seqs={self.most_seqs}, "
             "or running sequences could not all take a step",
         )
         need(

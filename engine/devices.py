@@ -30,7 +30,7 @@ from engine.cuda.attention import TritonAttention, TritonUnavailable
 from engine.cuda.digests import device_hashes
 from engine.cuda.exact import ARITHMETIC, make_exact
 from engine.cuda.fused import FusedDecoder, NotFused
-from engine.cuda.graphs import DecodeGraphs, cuda_capture
+from engine.cuda.graphs import StepGraphs, cuda_capture
 from engine.cuda.memory import CudaMemory
 from engine.cuda.norms import fuse_norms
 from engine.cuda.regions import open_driver
@@ -49,6 +49,8 @@ __all__ = [
     "ReferenceAttention", "TritonAttention", "TritonUnavailable", "choose_backend", "device_of",
 ]  # fmt: skip
 
+LARGE_BYTES = 64 << 30
+"""of a device that computes so fast that it takes many rows to keep it busy, and has room for their KV"""
 DRAFTS = 6
 """tokens that are drafted for a child in one step, at most, where the configuration does not say"""
 
@@ -56,10 +58,14 @@ log = logging.getLogger("rollout.engine")
 
 
 class Graphs(Protocol):
-    """Forwards that run from a capture; see `engine.cuda.graphs.DecodeGraphs`."""
+    """Forwards that run from a capture; see `engine.cuda.graphs.StepGraphs`."""
+
+    sizes: list[int]
+    """tokens of the decode steps that are captured"""
 
     def covers(self, batch: Batch) -> bool: ...
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor: ...
+    def warm(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor: ...
     def forget(self) -> None: ...
 
 
@@ -76,6 +82,10 @@ class Device(Protocol):
     """blocks are copied between device and host ahead of need, beside the compute, where the configuration does not say"""
     fast_attention: str
     """what attention="auto" takes"""
+    sizes: tuple[int, int]
+    """sequences and tokens of a step, where the configuration does not say"""
+    warms_up: bool
+    """it compiles and captures on first use"""
 
     @property
     def memory(self) -> Memory: ...
@@ -95,7 +105,7 @@ class Device(Protocol):
         UnsupportedModel."""
 
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
-        """Make what captures decode steps; None: every step is launched kernel by kernel."""
+        """Make what captures steps; None: every one is launched kernel by kernel."""
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Draws:
         """Launch D draws from [S, vocabulary] logits."""
@@ -114,7 +124,8 @@ def device_of(config: EngineConfig) -> Device:
 
 
 class CpuDevice:
-    overlaps = copies_ahead = False
+    overlaps = copies_ahead = warms_up = False
+    sizes = EngineConfig().most_seqs, EngineConfig().most_tokens
 
     def __init__(self, config: EngineConfig) -> None:
         self.memory = HostMemory()
@@ -163,7 +174,7 @@ class CpuDevice:
 
 class CudaDevice:
     isa, isa_reason = "cuda", ""
-    overlaps = copies_ahead = True
+    overlaps = copies_ahead = warms_up = True
     fast_attention = "triton"
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
@@ -177,6 +188,8 @@ class CudaDevice:
             torch.cuda.set_device(device.index)  # Triton and events take the current one
         self.memory = CudaMemory(device, device_hashes(), open_driver(device))
         self._kernel = draw_kernel()
+        large = torch.cuda.get_device_properties(device).total_memory >= LARGE_BYTES
+        self.sizes = (1024, 8192) if large else (256, 2048)
 
     def check(self, model: ModelLike) -> None:
         check_device(self.memory.device, model)
@@ -201,7 +214,8 @@ class CudaDevice:
         streamed = streamed_of(model)
         new_capture = partial(cuda_capture, torch.cuda.Stream())
         ring = None if streamed is None else streamed.ring
-        return DecodeGraphs(model.forward, backend.capacity.rows, self.memory.device, new_capture, ring)
+        rows, tokens = backend.capacity.rows, backend.capacity.tokens
+        return StepGraphs(model.forward, rows, tokens, self.memory.device, new_capture, ring)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Draws:
         return launch_draws(logits, batch, self._kernel)
@@ -281,8 +295,13 @@ def resolved(config: EngineConfig, device: Device) -> EngineConfig:
         if asked and not device.copies_ahead:
             raise ValueError(f"{name}=True with device={config.device}: it costs more than it saves there; leave it out")
     overlaps = device.overlaps if config.overlap_steps is None else config.overlap_steps
+    seqs, tokens = device.sizes
+    if config.max_batch_tokens is not None:
+        seqs = min(seqs, config.max_batch_tokens)
     return msgspec.structs.replace(
         config,
+        max_num_seqs=seqs if config.max_num_seqs is None else config.max_num_seqs,
+        max_batch_tokens=max(tokens, config.most_seqs) if config.max_batch_tokens is None else config.max_batch_tokens,
         overlap_steps=overlaps,
         drafts=(0 if overlaps else DRAFTS) if config.drafts is None else config.drafts,
         **{name: device.copies_ahead if asked is None else asked for name, asked in ahead.items()},

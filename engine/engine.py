@@ -27,6 +27,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stops import Vocabulary, stops_of
 from engine.status import status
 from engine.types import Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
+from engine.warming import warmed_up
 from engine.weights.live import Weights, WeightsTorn
 from engine.weights.staging import Staging, source_of
 from engine.weights.tensors import NamedTensors, describe, named_pairs, with_digest
@@ -63,7 +64,7 @@ class Engine:
         self.counters = Counters()
         self._take_memory(model)
         graphs = self.device.graphs(model, config, self.backend)
-        self.steps = Steps(self.device, model, self.backend, graphs, self.kv, self.scheduler)
+        self.steps = warmed_up(Steps(self.device, model, self.backend, graphs, self.kv, self.scheduler), config)
         self.overlap = bool(config.overlap_steps)
         self.refreshes = 0
         self.refreshed: Refreshed | None = None

@@ -49,8 +49,8 @@ class Capacity:
     def of(config: EngineConfig, model: Any) -> Capacity:
         """Read it off a configuration and a model (`engine.forward.model.ModelLike`)."""
         return Capacity(
-            tokens=max(config.max_batch_tokens, 16),  # a smaller batch is padded
-            rows=max(config.max_num_seqs, 16),
+            tokens=max(config.most_tokens, 16),  # a smaller batch is padded
+            rows=max(config.most_seqs, 16),
             columns=-(-model.context // config.block_size),
             q_heads=model.q_heads,
             kv_heads=model.geometry.kv_heads,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from engine.config import EngineConfig
 from engine.memory import Memory, free_memory
 
+PINNED_BYTES = 16 << 30
+"""that are taken unasked: a GPU's driver pins some gigabytes a second"""
+
 
 def blocks_on_device(config: EngineConfig, bytes_per_block: int, memory: Memory) -> int:
     """Return the blocks of the KV pool. Raises ValueError for a size that holds none, or more than the memory."""
@@ -29,8 +32,9 @@ def blocks_on_device(config: EngineConfig, bytes_per_block: int, memory: Memory)
 
 def blocks_in_host_memory(config: EngineConfig, bytes_per_block: int, device_blocks: int, memory: Memory) -> int:
     """Return the blocks of the pool in host memory; 0 = offload is off. `device_blocks`: of the device pool, which may lie
-    there too. Beside a GPU the pool is pinned, so all of it is taken at once: a quarter of what is free, unless more is asked
-    for. Raises ValueError for a size that holds none, or more than the safety threshold of what is free."""
+    there too. Beside a GPU the pool is pinned, so all of it is taken at once: unless more is asked for, a quarter of what is
+    free, PINNED_BYTES at most and what the device's pool has. Raises ValueError for a size that holds none, or more than the
+    safety threshold of what is free."""
     if config.cpu_offload_gib == 0:
         return 0
     free = free_memory()
@@ -39,7 +43,7 @@ def blocks_in_host_memory(config: EngineConfig, bytes_per_block: int, device_blo
     if config.cpu_offload_gib is not None:
         size = config.cpu_offload_gib * 2**30
     else:
-        size = most if memory.is_host else min(most, free / 4)
+        size = most if memory.is_host else min(most, free / 4, PINNED_BYTES, device_blocks * bytes_per_block)
     if size > most:
         raise ValueError(
             f"cpu_offload_gib={config.cpu_offload_gib}: at most {most / 2**30:.2f} can be had, "

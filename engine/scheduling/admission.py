@@ -91,7 +91,7 @@ class Admission:
         """Evict idle blocks for the sequence that is next, or, where some clients go before others or did, for all that can
         start in a step of `most` tokens."""
         seq = self.next()
-        slots = min(self.config.max_num_seqs, most) - len(self.running)
+        slots = min(self.config.most_seqs, most) - len(self.running)
         if seq is None or not self.store.idle or slots <= 0:
             return
         upcoming = [seq]
@@ -104,7 +104,7 @@ class Admission:
         of the sequences that it can start, in their order."""
         self.pressure.free_ahead(self.running)
         first, running = self.next(), list(self.running)
-        places = min(self.config.max_num_seqs, most) - len(running)
+        places = min(self.config.most_seqs, most) - len(running)
         if not self.pressure.ahead or first is None or not running:
             return
         others = (seq for seq in self.waiting.of(self.clients, begun=not self.admitting) if seq is not first)

@@ -82,7 +82,7 @@ class Pressure:
         """Return the running sequences that give their slots to `client`, which waits: none if it has its share of all slots,
         else the last in rank of whoever has most, down to their own share. `waiting`, `running_of`: counts by client."""
         has = +running_of
-        share = max(1, self.config.max_num_seqs // len(waiting.keys() | has.keys()))
+        share = max(1, self.config.most_seqs // len(waiting.keys() | has.keys()))
         chosen: list[Sequence] = []
         for _ in range(min(share - has[client], waiting[client])):
             other, most = max(has.items(), key=lambda item: item[1])
@@ -111,7 +111,7 @@ class Pressure:
         the device, if `seq` could only have their room and they would have to compute again. So a turn among clients lasts
         until a group is done, and not a single child of it."""
         fresh = sum(block.host is None for block in self.store.idle)
-        beside = self._room_for(seq, self.config.max_batch_tokens) <= self.store.available
+        beside = self._room_for(seq, self.config.most_tokens) <= self.store.available
         if not fresh or beside or self._can_offload(fresh, fresh * self.config.block_size):
             return seq
         idle = (other for other in waiting if other.begun and other.blocks and other.blocks[0] in self.store.idle)
@@ -163,7 +163,7 @@ class Pressure:
             kept = sum(self._growth(seq, self._after(seq, seq.least_run - seq.ran)) for seq in owed)
             return min(len(running), 1 + self.store.device.size // 32) + kept
         to_compute = seq.uncached + sum(other.uncached for other in running if other.uncached > 1)
-        steps = self.least_run(seq) - (-to_compute // (self.config.max_batch_tokens - len(running)))
+        steps = self.least_run(seq) - (-to_compute // (self.config.most_tokens - len(running)))
         return sum(other.num_next_samples * self._growth(other, self._after(other, steps)) for other in running)
 
     def _after(self, seq: Sequence, draws: int) -> int:
@@ -217,7 +217,7 @@ class Pressure:
         """Let cached blocks leave the device beside this step, so that the next one finds slots that no copy reads: one for
         each sequence and those of a chunk, together at most a sixteenth of the pool."""
         if self.ahead:
-            soon = len(running) + self.config.max_batch_tokens // self.config.block_size
+            soon = len(running) + self.config.most_tokens // self.config.block_size
             self.store.free_ahead(min(soon, self.store.device.size // 16))
 
     def prefetch(self, seq: Sequence, running: list[Sequence], budget: int) -> bool:

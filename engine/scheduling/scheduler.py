@@ -64,7 +64,7 @@ class Scheduler:
         self.block_size = config.block_size
         self.counters = counters
         self.store = store = BlockStore(device_blocks, host_blocks, config.prefix_cache)
-        self.running_table = running = RunningTable(config.max_num_seqs, min(max_blocks, device_blocks))
+        self.running_table = running = RunningTable(config.most_seqs, min(max_blocks, device_blocks))
         self.running = running.sequences
         self.waiting = waiting = WaitingQueue()
         self.shares = shares = Shares(config.foreground_s)
@@ -118,7 +118,7 @@ class Scheduler:
     def plan(self) -> Plan:
         """Decide the next step. No rows: nothing can be done now."""
         now = self._clock()
-        most = self.shares.most_tokens(self.config.max_batch_tokens, now)
+        most = self.shares.most_tokens(self.config.most_tokens, now)
         self.store.begin()
         self.admission.hold_others()
         self.admission.preempt()
@@ -144,7 +144,7 @@ class Scheduler:
     def _decode(self, most: int) -> list[Row]:
         """Make the rows of one token each, for a step of at most `most`: of all sequences that have one to compute, but in a
         short step of some in turn. Half of a short step is for prefill if there is any to do."""
-        if most == self.config.max_batch_tokens:
+        if most == self.config.most_tokens:
             return self.rows.decode(self.running, self.version)
         decoding = [seq for seq in self.running if seq.uncached == 1 and seq.given is None]
         if len(decoding) < len(self.running) or (len(self.waiting) and self.running_table.has_place):
@@ -154,7 +154,7 @@ class Scheduler:
     def _prefill(self, most: int, decoding: int) -> list[Row]:
         """Make the rows of sequences that have more than one token to compute and of those that can start, for a step of at
         most `most` tokens, so many of which are decoded. A short step has as few draws."""
-        budget, short, scores = most - decoding, most < self.config.max_batch_tokens, SCORED_AT_ONCE
+        budget, short, scores = most - decoding, most < self.config.most_tokens, SCORED_AT_ONCE
         planned: set[bytes] = set()
         rows: list[Row] = []
 

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from engine.cuda.graphs import cuda_capture, sizes
+from engine.cuda.graphs import cuda_capture
 from engine.engine import Engine
 from engine.forward.batch import Batch
 from engine.kv.pages import PagedKV
@@ -92,17 +92,6 @@ def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Ten
     replay = cuda_capture(torch.cuda.Stream())(lambda: layers(first))
     # the index arrays of every batch lie at the same addresses; the graph knows those of q, k and v, which `layers` holds
     return torch.inference_mode()(lambda _, layers=layers: replay())
-
-
-def warm_graphs(engine: Engine) -> None:
-    """Capture every batch size now, with large tiles of attention and without, so that no step that is timed does. The largest
-    first: smaller ones find room in its memory."""
-    if engine.graphs is not None:
-        for rows in reversed(sizes(max(engine.config.max_num_seqs, 16))):
-            batch = prepared(engine, batch_of(engine, np.zeros((rows, 1), np.int32), 1))
-            for large in (False, True):
-                attention = batch.attention._replace(launched=(True, large, True))
-                forward_of(engine, replace(batch, attention=attention))
 
 
 def fill(kv: PagedKV) -> None:

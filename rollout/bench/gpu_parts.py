@@ -24,7 +24,7 @@ from engine.types import Group, Sampling
 from engine.weights.offload import Streamed
 from rollout.bench import sharing as sharing_by_hand
 from rollout.bench.against import PeerFailed, parse, peer
-from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed, warm_graphs
+from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed
 from rollout.bench.gpu_bench import Bench
 from rollout.bench.runner import BenchFailed, one_run, peer_run, peer_setup
 from rollout.bench.target import EngineTarget
@@ -191,7 +191,6 @@ def run_workload(
 ) -> dict[str, Any]:
     """One run in an engine of its own, warm: captures are no part of it. `change`: something else about the engine."""
     engine = bench.engine(**config)
-    warm_graphs(engine)
     change(engine)
     target = EngineTarget(engine)
     for _ in target.generate(bench.text.slices(10**6, 1, 64), Sampling(n=2, max_tokens=8, ignore_eos=True)):

@@ -118,7 +118,7 @@ def _median_ms(steps: list[dict[str, float]], part: str) -> float:
 
 def _decode(engine: Engine, scale: float) -> list[dict[str, float]]:
     """Seconds of the parts of each step in which all sequences decode."""
-    sequences = engine.config.max_num_seqs
+    sequences = engine.config.most_seqs
     new = max(32, round(NEW_TOKENS * scale))  # enough that the first group still runs when the last one forks
     random = np.random.default_rng(0)
     for i in range(sequences // N):

@@ -120,7 +120,7 @@ def peer_setup(workload: Workload, engine: EngineConfig, random_weights: bool = 
         "threads": engine.threads or len(os.sched_getaffinity(0)),
         "kv_tokens": engine.kv_tokens if workload.tight else None,
         "block_size": engine.block_size,
-        "max_num_seqs": engine.max_num_seqs,
+        "max_num_seqs": engine.most_seqs,
         "context": workload.tokens + engine.block_size,
         "prompts": workload.prompts,
         "prompt_tokens": workload.prompt_tokens,

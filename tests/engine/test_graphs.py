@@ -3,7 +3,12 @@ with and refuses if one of them has moved. tests/gpu has real ones."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,11 +18,14 @@ from tests.support.equivalence import same
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from engine.config import EngineConfig  # noqa: E402
 from engine.cuda import tiles  # noqa: E402
-from engine.cuda.graphs import DecodeGraphs, Run, sizes  # noqa: E402
+from engine.cuda.graphs import MOST_TOKENS, Run, StepGraphs, mixed_sizes, sizes  # noqa: E402
 from engine.engine import Engine  # noqa: E402
-from engine.memory import anonymous  # noqa: E402
+from engine.forward.batch import padded  # noqa: E402
+from engine.memory import HostMemory, anonymous  # noqa: E402
 from engine.types import Sample  # noqa: E402
+from engine.warming import warmed_up  # noqa: E402
 from tests.support.fake_device import FakeDeviceMemory  # noqa: E402
 from tests.support.fake_regions import HostDriver  # noqa: E402
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine  # noqa: E402
@@ -83,7 +91,7 @@ def small_engine(capture: type[Captured] | None) -> tuple[Engine, Captured | Non
     if capture is None:
         return engine, None
     stub = capture(engine)
-    engine.steps.graphs = DecodeGraphs(engine.model.forward, 24, engine.model.device, lambda: stub)
+    engine.steps.graphs = StepGraphs(engine.model.forward, 24, 64, engine.model.device, lambda: stub)
     return engine, stub
 
 
@@ -109,10 +117,14 @@ def wanted(eager: Engine) -> dict[tuple[str, int], Sample]:
 
 
 def test_sizes() -> None:
-    for largest in (1, 2, 3, 16, 24, 100, 256, 300):
+    for largest in (1, 2, 3, 16, 24, 100, 256, 300, 1024):
         made = sizes(largest)
         assert made == sorted(set(made)) and made[-1] == largest
-    assert len(sizes(256)) < 20
+    assert len(sizes(256)) < 20 and len(sizes(1024)) < 30
+    for largest in (16, 17, 64, 1000, 2048):
+        made = mixed_sizes(largest)
+        assert made == sorted(set(made)) and made[-1] == largest
+        assert all(2 * larger <= 3 * size + 1 for size, larger in pairwise(made))
 
 
 def test_replayed_steps_make_the_same_samples_and_follow_refresh_and_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,19 +142,20 @@ def test_replayed_steps_make_the_same_samples_and_follow_refresh_and_sleep(monke
         atol=1e-5 if DEVICE == "cpu" else 1e-4,
     )
     assert same(want, some(graphed))
-    assert stub.captures == 1 and stub.replays >= 2
+    first = stub.captures
+    assert stub.replays > first and {shape.logits > 0 for shape in graphed.steps.graphs._replays} == {False, True}  # type: ignore[union-attr]
     new = {name: tensor * 1.5 for name, tensor in graphed.model.module.state_dict().items()}
     for engine in (eager, graphed):
         engine.refresh(new)
     changed = some(eager, "2")
     assert same(changed, some(graphed, "2"))
     assert not same(want, dict(zip(want, changed.values(), strict=True)))
-    assert stub.captures == 1, "a refresh in place keeps the graphs"
+    assert stub.captures == first, "a refresh in place keeps the graphs"
     for engine in (eager, graphed):
         engine.sleep(1)
         engine.wake()
     assert same(some(eager, "3"), some(graphed, "3"))
-    assert stub.captures == 1 and graphed.weights.stays, "addresses stay over a sleep, and so do they"
+    assert stub.captures == first and graphed.weights.stays, "addresses stay over a sleep, and so do they"
 
 
 def test_graphs_of_all_sizes_leave_their_logits_in_one_place() -> None:
@@ -162,6 +175,150 @@ def test_graphs_of_all_sizes_leave_their_logits_in_one_place() -> None:
     assert stub.captures > 1 and len(places) == 1
 
 
+class Noted(NamedTuple):
+    """As much of what attention prepares as graphs look at."""
+
+    launched: tuple[bool, bool, bool]
+
+
+def by_hand(counts: list[int], wanted: list[int], seed: int, large: bool = False) -> Any:
+    """As much of a `Batch` as graphs look at: rows of `counts` tokens of random ids, those at `wanted` with logits."""
+    ids = padded(np.random.default_rng(seed).integers(1, 99, sum(counts)), 2)
+    at = padded(np.array(wanted or [0]), 2)
+    return Step(
+        torch.from_numpy(ids)[None], seed + torch.arange(len(ids))[None], sum(counts), np.array(counts), torch.from_numpy(at),
+        len(wanted), Noted((True, large, True)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    num_tokens: int
+    context_lens: np.ndarray
+    logits_at: torch.Tensor
+    num_logits: int
+    attention: Noted
+
+
+def ids_and_positions(batch: Any, kv: Any, backend: Any) -> torch.Tensor:
+    """Stands in for a forward: what it is given at the tokens that want logits."""
+    both = torch.stack([batch.input_ids[0], batch.position_ids[0]], 1)
+    return both[batch.logits_at][: batch.num_logits]
+
+
+def by_hand_graphs(rows: int, tokens: int) -> tuple[StepGraphs, list[int]]:
+    """Graphs of `ids_and_positions`, and a list that grows with each capture."""
+    captured: list[int] = []
+
+    def capture(run: Run) -> Run:
+        captured.append(len(run()))
+        return run
+
+    return StepGraphs(ids_and_positions, rows, tokens, torch.device("cpu"), lambda: capture), captured
+
+
+def random_step(r: random.Random, rows: int) -> Any:
+    if r.random() < 0.3:
+        return by_hand([1] * (n := r.randrange(1, rows + 1)), [*range(n)], r.randrange(999), r.random() < 0.5)
+    counts = [r.choice([1, 1, 1, r.randrange(1, 120)]) for _ in range(r.randrange(1, rows + 1))]
+    ends = np.cumsum(counts) - 1
+    return by_hand(counts, [int(end) for end in ends if r.random() < 0.7], r.randrange(999), r.random() < 0.5)
+
+
+def differing(graphs: StepGraphs, seed: int) -> int:
+    """Of 200 steps, those whose logits are not the step's own."""
+    r, wrong = random.Random(seed), 0
+    for _ in range(200):
+        batch = random_step(r, 40)
+        if graphs.covers(batch):
+            wrong += not torch.equal(graphs.forward(batch, None, None), ids_and_positions(batch, None, None))  # type: ignore[arg-type]
+    return wrong
+
+
+def test_steps_with_prefill_are_replayed() -> None:
+    """Decode, chunks of prompts and both, with logits of some tokens and of none: the step's own, whatever the steps before
+    left at those addresses. Few graphs serve them all."""
+    graphs, captured = by_hand_graphs(40, 512)
+    assert differing(graphs, 0) == 0
+    assert len(captured) == len(graphs._replays) < 80 and {shape.logits for shape in graphs._replays} == {0, 16, 40}
+    assert graphs.covers(by_hand([500] + [1] * 12, [499], 0)) and not graphs.covers(by_hand([513], [512], 0))
+    assert not graphs.covers(by_hand([100], [*range(41)], 0)), "more rows of logits than a step of decode has"
+    assert by_hand_graphs(16, 8192)[0].covers(by_hand([MOST_TOKENS], [5], 0))
+    assert not by_hand_graphs(16, 8192)[0].covers(by_hand([MOST_TOKENS + 1], [5], 0))
+
+
+@pytest.mark.parametrize("stale", ["_ids", "_positions", "_logits_at"])
+def test_inputs_of_another_step_are_seen(stale: str) -> None:
+    """The negative control: inputs are copied to where no graph looks."""
+    graphs, _ = by_hand_graphs(40, 512)
+    differing(graphs, 0)
+    setattr(graphs, stale, getattr(graphs, stale).clone())
+    assert differing(graphs, 1) > 10
+
+
+def test_a_failed_capture_ends_the_graphs_of_its_kind_alone() -> None:
+    graphs, _ = by_hand_graphs(40, 512)
+
+    def refuse(run: Run) -> Run:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    graphs._capture = refuse
+    graphs.forward(by_hand([5, 1], [4, 5], 0), None, None)  # type: ignore[arg-type]
+    assert not graphs.mixed and graphs.sizes and graphs.covers(by_hand([1], [0], 0))
+
+
+def steps_by_hand(graphs: StepGraphs | None, forward: Any) -> Any:
+    """As much of `Steps` as warming up takes."""
+    draws = SimpleNamespace(read=lambda: None)
+    return SimpleNamespace(
+        device=SimpleNamespace(warms_up=True, memory=HostMemory(), sample=lambda logits, sampling: draws),
+        graphs=graphs, kv=SimpleNamespace(block_size=4),
+        model=SimpleNamespace(context=100, geometry=SimpleNamespace(dtype=torch.bfloat16), forward=forward),
+        backend=SimpleNamespace(prepare=lambda batch, kv: Noted((True, False, True))),
+    )  # fmt: skip
+
+
+def test_no_decode_is_captured_after_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    """The step with most tokens, then decode, the largest first, with large tiles of attention and without, while the log tells
+    how far it is."""
+    config, eager = EngineConfig(max_num_seqs=40, max_batch_tokens=4096), []
+
+    def forward(batch: Any, kv: Any, backend: Any) -> torch.Tensor:
+        eager.append((len(batch.context_lens), batch.num_tokens))
+        return ids_and_positions(batch, kv, backend)
+
+    graphs, captured = by_hand_graphs(40, 4096)
+    steps = steps_by_hand(graphs, forward)
+    with caplog.at_level("INFO", "rollout.engine"):
+        assert warmed_up(steps, config) is steps
+    assert eager == [(40, 4000)] * 2, (
+        "as many rows of the model's context as there may be; a draw that cuts, and one that does not"
+    )
+    assert captured == [size for size in reversed(sizes(40)) if size > 1 for _ in range(2)], "one row is padded to two"
+    assert "warming up step=1 of=9 sequences=40 tokens=4000" in caplog.text and "step=9 of=9" in caplog.text
+    with torch.inference_mode():
+        for rows in range(1, 41):
+            graphs.forward(by_hand([1] * rows, [*range(rows)], 0, large=rows % 2 > 0), None, None)  # type: ignore[arg-type]
+    assert len(captured) == 2 * len(sizes(40)) - 2
+    eager.clear()
+    warmed_up(steps_by_hand(None, forward), config)
+    assert eager == [(40, 4000)] * 2 + [(40, 40)] * 2, "without graphs decode compiles all the same"
+    steps.device.warms_up = False
+    assert warmed_up(steps, config) is steps and len(eager) == 4
+
+
+def test_a_step_that_finds_no_memory_is_refused_at_the_start() -> None:
+    def full(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    steps = steps_by_hand(None, full)
+    with pytest.raises(ValueError, match="max_batch_tokens=64 or max_num_seqs=2"):
+        warmed_up(steps, EngineConfig(max_num_seqs=2, max_batch_tokens=64))
+    assert warmed_up(steps, EngineConfig(warm_up=False)) is steps
+
+
 def test_a_replay_that_does_not_see_its_inputs_is_seen(wanted: dict[tuple[str, int], Sample]) -> None:
     frozen, _ = small_engine(Frozen)
     assert not same(wanted, some(frozen))
@@ -176,7 +333,7 @@ class Refusing(Captured):
 def test_a_forward_that_cannot_be_captured_runs_without_graphs(wanted: dict[tuple[str, int], Sample]) -> None:
     refused, stub = small_engine(Refusing)
     assert stub is not None
-    assert same(wanted, some(refused)) and stub.captures == 1
+    assert same(wanted, some(refused)) and stub.captures == 2, "once with prefill, once without"
 
 
 class Full(Captured):
@@ -196,9 +353,10 @@ def test_without_memory_for_a_graph_smaller_steps_keep_theirs(
     """A pool of memory whose only graph has failed is not used again."""
     full, stub = small_engine(Full)
     assert isinstance(stub, Full) and full.graphs is not None
+    full.graphs.mixed.clear()
     pools: list[Full] = []
     full.graphs._new_capture = lambda: pools.append(stub) or stub  # type: ignore[func-returns-value]
     stub.room = room
     assert same(wanted, some(full))
     assert same(wide(eager), wide(full)) and stub.captures == room
-    assert len(pools) == 1 - room and all(size < 24 for size in full.graphs._sizes)
+    assert len(pools) == 1 - room and all(size < 24 for size in full.graphs.sizes)

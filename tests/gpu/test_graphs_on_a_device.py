@@ -17,8 +17,9 @@ from tests.support.toy import group, run
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), needs_cuda]
 
 
-def sizes_of(replays: dict[tuple[int, bool], Any]) -> list[int]:
-    return sorted({size for size, _ in replays})
+def sizes_of(replays: dict[Any, Any]) -> list[int]:
+    """Of decode."""
+    return sorted({shape.tokens for shape in replays if not shape.logits})
 
 
 def addresses(made: Engine) -> list[int]:

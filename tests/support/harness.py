@@ -295,7 +295,7 @@ class Harness:
 
     def compute(self, plan: Plan) -> Drawn:
         size, version = self.config.block_size, self.scheduler.version
-        assert plan.num_tokens <= self.config.max_batch_tokens and plan.num_rows <= self.config.max_num_seqs
+        assert plan.num_tokens <= self.config.most_tokens and plan.num_rows <= self.config.most_seqs
         sequences = self.scheduler.sequences_of(plan)
         starts, ends, tables = plan.starts.tolist(), (plan.starts + plan.counts).tolist(), plan.block_table.tolist()
         ids = plan.token_ids.tolist()

@@ -19,7 +19,9 @@ Samples = dict[tuple[str, int], Sample]
 
 
 def engine(**options: Any) -> Engine:
-    return tiny_engine(**{"device": DEVICE, "attention": "triton" if DEVICE == "cuda" else "reference", **options})
+    """Captures what comes up, so that a test of few steps starts at once."""
+    attention = "triton" if DEVICE == "cuda" else "reference"
+    return tiny_engine(**{"device": DEVICE, "attention": attention, "warm_up": False, **options})
 
 
 def module_of(engine: Engine) -> torch.nn.Module:
