@@ -18,7 +18,7 @@ from engine.forward.arithmetic import arithmetic
 from engine.forward.judge import Served, judge, try_out
 from engine.forward.model import Model, ModelLike, module_of, open_model, streamed_of, weights_moved
 from engine.forward.sampling import uniform
-from engine.in_flight import Steps
+from engine.in_flight import Steps, warmed_up
 from engine.kv.pages import PagedKV
 from engine.kv.sizing import blocks_in_host_memory, blocks_on_device
 from engine.scheduling.counters import Counters
@@ -27,7 +27,6 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stops import Vocabulary, stops_of
 from engine.status import status
 from engine.types import Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
-from engine.warming import warmed_up
 from engine.weights.live import Weights, WeightsTorn
 from engine.weights.staging import Staging, source_of
 from engine.weights.tensors import NamedTensors, describe, named_pairs, with_digest
@@ -64,7 +63,7 @@ class Engine:
         self.counters = Counters()
         self._take_memory(model)
         graphs = self.device.graphs(model, config, self.backend)
-        self.steps = warmed_up(Steps(self.device, model, self.backend, graphs, self.kv, self.scheduler), config)
+        self.steps = warmed_up(Steps(self.device, model, self.backend, graphs, self.kv, self.scheduler))
         self.overlap = bool(config.overlap_steps)
         self.refreshes = 0
         self.refreshed: Refreshed | None = None

@@ -24,6 +24,7 @@ from functools import partial
 from types import TracebackType
 from typing import Literal
 
+import numpy as np
 import torch
 
 from engine.devices import Device, Graphs
@@ -33,11 +34,13 @@ from engine.forward.model import ModelLike
 from engine.forward.sampling import Draws
 from engine.kv.pages import PagedKV
 from engine.scheduling.counters import Counters
-from engine.scheduling.plan import Drawn, Plan
+from engine.scheduling.plan import Drawn, Plan, plan_by_hand
 from engine.scheduling.scheduler import Scheduler
 from engine.types import Sample
 
 log = logging.getLogger("rollout.engine")
+CUT = 0.9
+"""`top_p` of a draw that truncates"""
 
 
 @dataclass(slots=True, eq=False)
@@ -191,3 +194,49 @@ class Steps:
         log.error("step failed error=%r", error, exc_info=error)
         self.counters.failed_steps += 1
         return f"{type(error).__name__}: {error}"
+
+
+def warmed_up(steps: Steps) -> Steps:
+    """Run a step of each size that is captured, and the largest one of all, on a device that compiles and captures on first
+    use. The largest first: what the others need finds room in its memory. They write KV of nobody into the first block. Returns
+    the same steps. Raises ValueError where the device's memory does not hold one."""
+    config = steps.scheduler.config
+    if not (config.warm_up and steps.device.warms_up):
+        return steps
+    made = list(_shapes(steps))
+    for number, (rows, count) in enumerate(made, 1):
+        log.info("warming up step=%d of=%d sequences=%d tokens=%d", number, len(made), rows, rows * count)
+        try:
+            _run(steps, rows, count)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"a step of {rows * count} tokens finds no memory beside the weights and the KV pool: lower kv_gib, "
+                f"max_batch_tokens={config.most_tokens} or max_num_seqs={config.most_seqs}"
+            ) from error
+    return steps
+
+
+def _shapes(steps: Steps) -> Iterator[tuple[int, int]]:
+    """Yield rows, and tokens of each."""
+    config = steps.scheduler.config
+    count = min(config.most_tokens, steps.model.context)
+    yield min(config.most_tokens // count, config.most_seqs), count
+    decode = [config.most_seqs] if steps.graphs is None else [*steps.graphs.sizes]
+    yield from ((rows, 1) for rows in reversed(decode))
+
+
+@torch.inference_mode()
+def _run(steps: Steps, rows: int, count: int) -> None:
+    size, dtype = steps.kv.block_size, steps.model.geometry.dtype
+    table = np.zeros((rows, -(-count // size)), np.int32)
+    plan = plan_by_hand(np.zeros((rows, count), np.int32), np.zeros(rows, np.int32), table)
+    cut = plan._replace(sampling=plan.sampling.copy())
+    cut.sampling["top_p"] = CUT
+    for each in (plan, cut):
+        batch = Batch.build(each, size, steps.device.memory, dtype)
+        batch = replace(batch, attention=steps.backend.prepare(batch, steps.kv))
+        if steps.graphs is not None and steps.graphs.covers(batch):
+            logits = steps.graphs.warm(batch, steps.kv, steps.backend)
+        else:
+            logits = steps.model.forward(batch, steps.kv, steps.backend)
+        steps.device.sample(logits, batch.sampling).read()

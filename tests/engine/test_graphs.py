@@ -23,9 +23,9 @@ from engine.cuda import tiles  # noqa: E402
 from engine.cuda.graphs import MOST_TOKENS, Run, StepGraphs, mixed_sizes, sizes  # noqa: E402
 from engine.engine import Engine  # noqa: E402
 from engine.forward.batch import padded  # noqa: E402
+from engine.in_flight import warmed_up  # noqa: E402
 from engine.memory import HostMemory, anonymous  # noqa: E402
 from engine.types import Sample  # noqa: E402
-from engine.warming import warmed_up  # noqa: E402
 from tests.support.fake_device import FakeDeviceMemory  # noqa: E402
 from tests.support.fake_regions import HostDriver  # noqa: E402
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine  # noqa: E402
@@ -269,12 +269,12 @@ def test_a_failed_capture_ends_the_graphs_of_its_kind_alone() -> None:
     assert not graphs.mixed and graphs.sizes and graphs.covers(by_hand([1], [0], 0))
 
 
-def steps_by_hand(graphs: StepGraphs | None, forward: Any) -> Any:
+def steps_by_hand(graphs: StepGraphs | None, forward: Any, **config: Any) -> Any:
     """As much of `Steps` as warming up takes."""
     draws = SimpleNamespace(read=lambda: None)
     return SimpleNamespace(
         device=SimpleNamespace(warms_up=True, memory=HostMemory(), sample=lambda logits, sampling: draws),
-        graphs=graphs, kv=SimpleNamespace(block_size=4),
+        graphs=graphs, scheduler=SimpleNamespace(config=EngineConfig(**config)), kv=SimpleNamespace(block_size=4),
         model=SimpleNamespace(context=100, geometry=SimpleNamespace(dtype=torch.bfloat16), forward=forward),
         backend=SimpleNamespace(prepare=lambda batch, kv: Noted((True, False, True))),
     )  # fmt: skip
@@ -283,16 +283,17 @@ def steps_by_hand(graphs: StepGraphs | None, forward: Any) -> Any:
 def test_no_decode_is_captured_after_the_start(caplog: pytest.LogCaptureFixture) -> None:
     """The step with most tokens, then decode, the largest first, with large tiles of attention and without, while the log tells
     how far it is."""
-    config, eager = EngineConfig(max_num_seqs=40, max_batch_tokens=4096), []
+    config: dict[str, Any] = {"max_num_seqs": 40, "max_batch_tokens": 4096}
+    eager: list[tuple[int, int]] = []
 
     def forward(batch: Any, kv: Any, backend: Any) -> torch.Tensor:
         eager.append((len(batch.context_lens), batch.num_tokens))
         return ids_and_positions(batch, kv, backend)
 
     graphs, captured = by_hand_graphs(40, 4096)
-    steps = steps_by_hand(graphs, forward)
+    steps = steps_by_hand(graphs, forward, **config)
     with caplog.at_level("INFO", "rollout.engine"):
-        assert warmed_up(steps, config) is steps
+        assert warmed_up(steps) is steps
     assert eager == [(40, 4000)] * 2, (
         "as many rows of the model's context as there may be; a draw that cuts, and one that does not"
     )
@@ -303,20 +304,19 @@ def test_no_decode_is_captured_after_the_start(caplog: pytest.LogCaptureFixture)
             graphs.forward(by_hand([1] * rows, [*range(rows)], 0, large=rows % 2 > 0), None, None)  # type: ignore[arg-type]
     assert len(captured) == 2 * len(sizes(40)) - 2
     eager.clear()
-    warmed_up(steps_by_hand(None, forward), config)
+    warmed_up(steps_by_hand(None, forward, **config))
     assert eager == [(40, 4000)] * 2 + [(40, 40)] * 2, "without graphs decode compiles all the same"
     steps.device.warms_up = False
-    assert warmed_up(steps, config) is steps and len(eager) == 4
+    assert warmed_up(steps) is steps and len(eager) == 4
 
 
 def test_a_step_that_finds_no_memory_is_refused_at_the_start() -> None:
     def full(*_: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    steps = steps_by_hand(None, full)
     with pytest.raises(ValueError, match="max_batch_tokens=64 or max_num_seqs=2"):
-        warmed_up(steps, EngineConfig(max_num_seqs=2, max_batch_tokens=64))
-    assert warmed_up(steps, EngineConfig(warm_up=False)) is steps
+        warmed_up(steps_by_hand(None, full, max_num_seqs=2, max_batch_tokens=64))
+    warmed_up(steps_by_hand(None, full, warm_up=False))
 
 
 def test_a_replay_that_does_not_see_its_inputs_is_seen(wanted: dict[tuple[str, int], Sample]) -> None:
