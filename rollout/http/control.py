@@ -32,9 +32,6 @@ ELSEWHERE = {
     "/collective_rpc": FILES,
     "/fetch_weights": FILES,
     "/receive_weight_update": FILES,
-    "/load_lora_adapter": "merge the adapter and " + FILES,
-    "/v1/load_lora_adapter": "merge the adapter and " + FILES,
-    "/v1/unload_lora_adapter": "adapters are not loaded here",
     "/scale_elastic_ep": "start another service",
     "/v1/embeddings": "this service samples text only",
     "/pooling": "this service samples text only",
@@ -214,12 +211,18 @@ async def load_folder(upstream: Upstream, folder: str, version: int | None) -> i
     Returns the version that is live. Raises the typed errors of `RolloutClient.refresh`."""
     if not folder or "\0" in folder:
         raise bad("the folder's path is empty, or no path", "weight_dir")
-    live = int((await upstream.status())["version"])
-    wanted = version if version is not None and version > live else None
+    wanted = await version_above(upstream, version)
     client, kv = upstream.client, upstream.kv
     refreshed = await upstream.control(lambda: client.refresh(folder, version=wanted, kv=kv))
     upstream.saw(refreshed.version)
+    upstream.adapter = None  # these are whole weights
     return refreshed.version
+
+
+async def version_above(upstream: Upstream, version: int | None) -> int | None:
+    """Return the version for the next weights: the one that was asked for, if it is above the live one, else None, the next."""
+    live = int((await upstream.status())["version"])
+    return version if version is not None and version > live else None
 
 
 async def wake(upstream: Upstream, tags: list[str] | None) -> None:

@@ -122,7 +122,8 @@ class Data:
 
     def name(self, asked: str | None) -> str:
         """Return the name to answer with. Raises HttpError 404 for a model that is not here."""
-        if asked is not None and asked not in self.names:
+        adapter = self.upstream.adapter
+        if asked is not None and asked not in self.names and (adapter is None or asked != adapter.name):
             raise HttpError(404, f"the model {asked[:200]!r} is not here: {self.names[0]!r} is", "model")
         return asked or self.names[0]
 
@@ -142,6 +143,8 @@ class Data:
             }
             for name in self.names
         ]
+        if (adapter := self.upstream.adapter) is not None:
+            cards.append(cards[0] | {"id": adapter.name, "root": adapter.path, "parent": self.names[0]})
         return json({"object": "list", "data": cards})
 
     async def generate(self, request: Request) -> Answer:

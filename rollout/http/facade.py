@@ -14,6 +14,7 @@ import msgspec
 from rollout.client.api import RolloutClient
 from rollout.config import InputError
 from rollout.http import metrics
+from rollout.http.adapters import AdapterRoutes
 from rollout.http.chat import Chat
 from rollout.http.control import Control
 from rollout.http.data import Data, Overlong
@@ -56,7 +57,7 @@ def apps(upstream: Upstream, text: Text, settings: Settings, url: str) -> tuple[
     data = Data(upstream, text, names, bodies, settings.bounds, settings.overlong)
     control, sglang = Control(upstream, bodies), SGLang(data, upstream, bodies, url)
     looks = [*control.looks(), *sglang.looks(), *metrics.routes(upstream, names[0])]
-    admin = [*control.routes(), *sglang.routes()]
+    admin = [*control.routes(), *sglang.routes(), *AdapterRoutes(data, bodies).routes()]
     work = [*data.routes(), *Chat(data).routes()]
     if settings.admin_port is None:
         return App([*work, *looks, *admin], settings.token), None

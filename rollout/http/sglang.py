@@ -36,7 +36,6 @@ ELSEWHERE = {
     "/update_weights_from_tensor": FILES.replace("/update_weights", "/update_weights_from_disk"),
     "/init_weights_update_group": FILES.replace("/update_weights", "/update_weights_from_disk"),
     "/destroy_weights_update_group": FILES.replace("/update_weights", "/update_weights_from_disk"),
-    "/unload_lora_adapter": "adapters are not loaded here",
     "/weights_checker": "ask rollout.client.weights_status",
     "/start_profile": "profile the service's process",
     "/stop_profile": "profile the service's process",
@@ -200,6 +199,7 @@ class SGLang:
         asked: GenerateRequest = await self.bodies.decode(request, self._decoders[GenerateRequest])
         self._data.name(asked.model)
         refuse(asked)
+        self._check_adapter(asked.lora_path)
         prompts, batched = self._prompts(asked)
         params = asked.sampling_params if isinstance(asked.sampling_params, list) else [asked.sampling_params] * len(prompts)
         if len(params) != len(prompts):
@@ -225,6 +225,12 @@ class SGLang:
         children = await unless_gone(request, self.upstream.generate(groups, [[one.name] for one in wanted]))
         answers = [one.answer(sample) for one, samples in zip(wanted, children, strict=True) for sample in samples]
         return json(answers if batched or len(answers) > 1 else answers[0])
+
+    def _check_adapter(self, name: Any) -> None:
+        """Raise HttpError for an adapter that is not the loaded one."""
+        loaded = self.upstream.adapter
+        if name not in NEUTRAL and (loaded is None or name != loaded.name):
+            raise not_served(f"lora_path={name!r}"[:200], "POST /load_lora_adapter, and give its name", "lora_path")
 
     def _prompts(self, asked: GenerateRequest) -> tuple[list[list[int]], bool]:
         """Return the ids of each prompt, and whether they came as a list. Raises HttpError."""
@@ -335,7 +341,6 @@ def refuse(asked: GenerateRequest) -> None:
     """Raise HttpError 501 for what is not there."""
     wanted: dict[str, str] = {
         "image_data": "send text alone",
-        "lora_path": "merge the adapter into the weights",
         "return_routed_experts": "leave it out",
         "return_hidden_states": "leave it out",
         "token_ids_logprob": "leave it out",

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from engine.types import Chunk, Group, KVPolicy, Sample, Sampling
@@ -40,6 +41,13 @@ class Gone(Exception):
     """Whoever asked has hung up."""
 
 
+class LoadedAdapter(msgspec.Struct, frozen=True):
+    """The LoRA adapter that the live weights hold."""
+
+    name: str
+    path: str
+
+
 class Upstream:
     """Asks one client. Methods are for the event loop."""
 
@@ -47,6 +55,8 @@ class Upstream:
         self.client = client
         self.kv: KVPolicy = "keep"
         """of the next refresh: what the last pause asked for"""
+        self.adapter: LoadedAdapter | None = None
+        """as far as it came through this process"""
         self._loop = asyncio.get_running_loop()
         self._asks = Asks(client)
         self._live: dict[str, int] = {}

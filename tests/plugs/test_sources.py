@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.adapter import adapter
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.plugs
@@ -65,11 +66,15 @@ def test_prime_rl_s_orchestrator_client(live: Any, prime_rl: Any, tmp_path: Path
         await pool.update_weights(folder, step=version)
         with pytest.raises(httpx.HTTPStatusError, match="400"):  # at once: prime-rl repeats 5xx only
             await pool.update_weights(tmp_path / "step_nothing", step=version + 1)
+        await pool.update_weights(adapter(tmp_path / f"step_{version + 4}"), lora_name="r4-a8", step=version + 4)
+        pool.update_model_name("r4-a8")
+        await prime_rl.maybe_check_has_model(pool._admin_clients, "r4-a8")
+        await prime_rl.unload_lora_adapter(pool._admin_clients, "r4-a8")
         await pool.stop()
 
     asyncio.run(run())
     status = live.client.status()
-    assert status["version"] == version and status["state"] == "running"
+    assert status["version"] == version + 5 and status["state"] == "running"
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from engine.engine import Engine
 from engine.types import Limits, Sampling
 from rollout.client.api import RolloutClient
 from rollout.config import Config
+from tests.support.adapter import adapter
 from tests.support.facade import Facade, facade
 from tests.support.waiting import until
 from tests.support.wire import serving
@@ -486,7 +487,19 @@ BAD: list[tuple[str, Any, int]] = [
     ("/update_weights", {"weight_dir": None}, 501),
     ("/update_weights", {"update_info": {"names": []}}, 501),
     ("/init_weight_transfer_engine", {"init_info": {}}, 501),
-    ("/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}, 501),
+    ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/no/such/folder"}, 400),
+    ("/load_lora_adapter", {"lora_name": "a", "lora_path": ""}, 400),
+    ("/load_lora_adapter", {"lora_name": "a", "lora_path": "b\0c"}, 400),
+    ("/load_lora_adapter", {"lora_name": "", "lora_path": "b"}, 400),
+    ("/load_lora_adapter", {"lora_name": "a" * 300, "lora_path": "b"}, 400),
+    ("/load_lora_adapter", {"lora_name": "tiny", "lora_path": "b"}, 400),
+    ("/v1/load_lora_adapter", {"lora_name": "a"}, 400),
+    ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b", "base_model_name": "gpt"}, 404),
+    ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b", "wrong": 1}, 400),
+    ("/unload_lora_adapter", {}, 400),
+    ("/unload_lora_adapter", {"lora_name": "a"}, 404),
+    ("/v1/unload_lora_adapter", {"lora_name": 3}, 400),
+    ("/completely/unknown", {}, 404),
     ("/collective_rpc", {"method": "x"}, 501),
     ("/update_weights_from_disk", {}, 400),
     ("/update_weights_from_disk", {"model_path": "/no/such/folder"}, 400),
@@ -662,6 +675,42 @@ def test_weights_of_a_folder_as_prime_rl_sends_them(stack: Stack, tmp_path: Path
     # slime: a version of its own that is not above the live one is replaced by the next
     answer = stack.ok("/update_weights_from_disk", {"model_path": str(folder), "weight_version": "1"})
     assert answer["success"] is True and stack.http.get("/get_weight_version").json() == {"weight_version": str(live + 6)}
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+def test_an_adapter_is_loaded_by_name_and_unloaded(stack: Stack, tmp_path: Path, prefix: str) -> None:
+    """As prime-rl sends it (a folder step_N), SGLang and vLLM."""
+    live, base = stack.client.status()["version"], stack.client.weights_status()["base_digest"]
+    before = stack.complete(return_token_ids=True, logprobs=0)["choices"][0]
+    folder = adapter(tmp_path / f"step_{live + 3}")
+    body = {"lora_name": "policy", "lora_path": folder.as_posix()}
+    assert error_of(stack.post("/v1/completions", {"model": "policy", "prompt": PROMPT}))["code"] == 404
+    answer = stack.ok(f"{prefix}/load_lora_adapter", body)
+    assert answer["success"] is True and answer["weight_version"] == str(live + 3)
+    merged = stack.client.weights_status()["digest"]
+    assert merged != base
+    after = stack.complete(model="policy", return_token_ids=True, logprobs=0)["choices"][0]
+    assert after["weight_versions"] == [[0, live + 3]] and after["logprobs"] != before["logprobs"]
+    assert [card["id"] for card in stack.http.get("/v1/models").json()["data"]] == ["tiny", "other", "policy"]
+    named = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}, "lora_path": "policy"}
+    stack.ok("/generate", named)
+    assert stack.post("/generate", named | {"lora_path": "another"}).status_code == 501
+    other = stack.post(f"{prefix}/load_lora_adapter", body | {"lora_name": "second"})
+    assert other.status_code == 400 and "one at a time" in error_of(other)["message"]
+    stack.ok(f"{prefix}/load_lora_adapter", body | {"load_inplace": True} if prefix else body)  # the same name again
+    assert stack.client.weights_status()["digest"] == merged
+    stack.ok(f"{prefix}/unload_lora_adapter", {"lora_name": "policy"})
+    assert stack.client.weights_status()["digest"] == base
+    assert stack.complete(return_token_ids=True, logprobs=0)["choices"][0]["logprobs"] == before["logprobs"]
+    assert stack.post("/v1/completions", {"model": "policy", "prompt": PROMPT}).status_code == 404
+
+
+def test_whole_weights_end_an_adapter(stack: Stack, tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "adapter")
+    stack.ok("/load_lora_adapter", {"lora_name": "policy", "lora_path": folder.as_posix()})
+    stack.ok("/update_weights", {"weight_dir": str(stack.client.info.model)})
+    assert stack.post("/unload_lora_adapter", {"lora_name": "policy"}).status_code == 404
+    assert stack.post("/v1/completions", {"model": "policy", "prompt": PROMPT}).status_code == 404
 
 
 def test_sleep_and_wake(stack: Stack) -> None:
