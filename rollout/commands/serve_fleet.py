@@ -54,7 +54,14 @@ def fleet_service(config: Config, journal: Journal | None) -> Iterator[Service]:
         except ValueError as error:
             raise InputError(str(error)) from error
         version = 0 if journal is None else journal.weights
-        fleet = Fleet(launcher, config.limits, config.fleet.replica_grace_s, config.engine.seed, version)
+        fleet = Fleet(
+            launcher,
+            config.limits,
+            config.fleet.replica_grace_s,
+            config.engine.seed,
+            version=version,
+            hedge=config.fleet.hedge,
+        )
         stack.callback(fleet.close)
         try:
             if config.fleet.replicas:

@@ -47,7 +47,8 @@ class Fleet:
         limits: what clients may ask for; no more than the replicas' own.
         replica_grace_s: a group waits so long for a replica that serves, then it ends as "error".
         seed: groups without a seed of their own draw theirs from this one.
-        version: of the weights that were live when the front before was killed; 0: there was none."""
+        version: of the weights that were live when the front before was killed; 0: there was none.
+        hedge: last children that idle replicas run as well, see `rollout.fleet.hedging`; 0 = none."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Fleet:
         replica_grace_s: float = 60.0,
         seed: int = 0,
         version: int = 0,
+        hedge: int = 0,
     ) -> None:
         self.limits = limits or Limits()
         self.inbox = Inbox()
@@ -63,7 +65,7 @@ class Fleet:
         self._grace_s = replica_grace_s
         self._members = Members(launcher, self.inbox, self._lost, self._serving, self._asked_of_all, version)
         self.weights = self._members.weights
-        self._groups = Groups(self.inbox, self._members.serving, lambda: self.version, self._members.failed, seed)
+        self._groups = Groups(self.inbox, self._members.serving, lambda: self.version, self._members.failed, seed, hedge)
         self._mode = Mode.RUNNING
         """RUNNING, DRAINING or PAUSED: what was asked for last"""
         self._sleeps = 0
@@ -150,6 +152,8 @@ class Fleet:
             self._tend_at = now + TEND_S
             self._members.tend(now)
             self._wait_for_replicas(now)
+            if self.mode is Mode.RUNNING and not self.weights.staging:
+                self._groups.hedge(now)
         elif came:
             self.weights.tend(now)
         if self._groups.waiting:

@@ -9,91 +9,26 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import msgspec
-import numpy as np
 import xxhash
 
-from engine.types import SEED_LIMIT, Begun, Chunk, FinishReason, Group, Sample, Sampling
-from rollout.client.handle import Handle
-from rollout.client.partials import beyond
+from engine.types import SEED_LIMIT, Begun, Chunk, FinishReason, Group, Sample
 from rollout.client.submission import handle_of, submit_of
 from rollout.fleet import routing
+from rollout.fleet.hedging import Hedging
 from rollout.fleet.homes import Homes
 from rollout.fleet.inbox import Inbox
+from rollout.fleet.parts import OpenGroup, Part, new_tokens
 from rollout.fleet.replica import Replica
-from transport.begun import COLUMNS
 from transport.errors import InvalidRequest, LimitExceeded, RolloutError
 
 MOST_MOVES = 8
 """replicas that may be lost with a group before it ends as "error": it may be what kills them"""
 MOST_ERRORS = 2
 """times that children are tried again after an "error" or a refusal of a replica"""
-LEAST_DEADLINE_S = 1e-3
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """Children of a group at one replica."""
-
-    open: OpenGroup
-    replica: Replica
-    handle: Handle
-    left: set[int]
-    aborts: int
-    """refreshes that had ended all groups when it was sent"""
-
-
-@dataclass(slots=True, eq=False)
-class OpenGroup:
-    """A group that has children left."""
-
-    group: Group
-    """with its seed"""
-    client: str
-    arrived_at: float
-    left: set[int] = field(default_factory=set)
-    unplaced: set[int] = field(default_factory=set)
-    parts: set[Part] = field(default_factory=set)
-    begun: dict[int, Begun] = field(default_factory=dict)
-    cancelled: set[int] = field(default_factory=set)
-    """children whose end was asked for"""
-    failed_on: set[str] = field(default_factory=set)
-    """names of replicas that are tried again only where there is no other"""
-    finished: int = 0
-    """children that have ended by themselves"""
-    moves: int = 0
-    errors: int = 0
-
-    @property
-    def cut(self) -> bool:
-        """Whether so many children have ended that the others are to end as well."""
-        enough = self.group.sampling.finish_after
-        return enough is not None and self.finished >= enough
-
-    def sampling(self, indices: Sequence[int], now: float) -> Sampling:
-        """Return how these children are sampled if they are sent at `now`: of what counts from the arrival, the rest."""
-        sampling, changes = self.group.sampling, {}
-        if sampling.deadline_s is not None:
-            changes["deadline_s"] = max(LEAST_DEADLINE_S, sampling.deadline_s - (now - self.arrived_at))
-        if sampling.finish_after is not None:
-            changes["finish_after"] = min(len(indices), sampling.finish_after - self.finished)
-        return msgspec.structs.replace(sampling, **changes) if changes else sampling
-
-    def unfinished(self, index: int, reason: FinishReason, error: str | None = None) -> Sample:
-        """Make the sample of a child that ends here, with what is known of it."""
-        child = nothing(index) if self.group.score else self.begun.get(index) or nothing(index)
-        return Sample(
-            group_id=self.group.id,
-            finish_reason=reason,
-            error=error,
-            prompt_tokens=len(self.group.prompt),
-            seed=self.group.sampling.seed or 0,
-            **{name: getattr(child, name) for name in child.__struct_fields__},
-        )
 
 
 class Groups:
@@ -103,7 +38,8 @@ class Groups:
         serving: replicas that may be given groups.
         version: of the live weights; a replica that has older ones refuses.
         fail: called with a replica that has failed on several groups in a row.
-        seed: from which groups without a seed get theirs."""
+        seed: from which groups without a seed get theirs.
+        hedge: children that idle replicas run as well, see `rollout.fleet.hedging`; 0 = none."""
 
     def __init__(
         self,
@@ -112,7 +48,9 @@ class Groups:
         version: Callable[[], int],
         fail: Callable[[Replica, str, RolloutError | None], None],
         seed: int = 0,
+        hedge: int = 0,
     ) -> None:
+        self.hedging = Hedging(hedge)
         self.open: dict[str, OpenGroup] = {}
         self.waiting: dict[str, OpenGroup] = {}
         """those with children that no replica has"""
@@ -173,7 +111,13 @@ class Groups:
             self._send(one, indices, replicas[name], now)
             loads[name] = replicas[name].load
 
-    def _send(self, one: OpenGroup, indices: tuple[int, ...], replica: Replica, now: float) -> None:
+    def hedge(self, now: float) -> None:
+        """Have idle replicas run the last children as well."""
+        for one, indices, replica in self.hedging.due(self.open.values(), self._serving(), self._version(), now):
+            one.begun |= {child.index: child for part in one.parts for child in part.handle.begun() if child.index in indices}
+            self._send(one, indices, replica, now, hedge=True)
+
+    def _send(self, one: OpenGroup, indices: tuple[int, ...], replica: Replica, now: float, hedge: bool = False) -> None:
         begun = tuple(one.begun[index] for index in indices if index in one.begun)
         name = f"{one.group.id}/{next(self._numbers)}"
         sampling = one.sampling(indices, now)
@@ -181,7 +125,7 @@ class Groups:
         group = msgspec.structs.replace(one.group, id=name, sampling=sampling, indices=indices, begun=begun, after=after)
         submit = submit_of(group, serial=0, require_version=self._version(), client=one.client)
         handle = handle_of(group, submit, replica.welcome.limits)
-        part = Part(one, replica, handle, set(indices), self.aborts)
+        part = Part(one, replica, handle, set(indices), self.aborts, submit.require_version, hedge)
         one.unplaced -= part.left
         one.parts.add(part)
         self.at[replica].add(part)
@@ -214,28 +158,19 @@ class Groups:
     def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[Chunk]:
         """Return new tokens of children that run, as `Engine.chunks` does: of those that replicas have streamed."""
         one = self.open.get(group_id)
-        if one is None:
-            return []
-        known = one.begun | {child.index: child for part in one.parts for child in part.handle.begun()}
-        new = {index: len(known[index].token_ids) - since.get(index, 0) for index in one.left & known.keys()}
-        chunks = []
-        for index in sorted(new, key=lambda index: (-new[index], index)):
-            if new[index] >= max(1, least) and most > 0:
-                chunks.append(chunk_of(known[index], since.get(index, 0), most, one.group.sampling.seed or 0))
-                most -= len(chunks[-1].token_ids)
-        return chunks
+        return [] if one is None else new_tokens(one, since, least, most)
 
     def move(self, replica: Replica, now: float) -> None:
         """Send what ran at a replica that is lost to others."""
         lost, replica.load = self.at.pop(replica, set()), 0
         for part in lost:
-            one = part.open
+            one, orphans = part.open, part.open.orphans(part)
             if not one.group.score:  # whose tokens are not drawn
-                one.begun |= {child.index: child for child in part.handle.begun() if child.index in part.left}
+                one.begun |= {child.index: child for child in part.handle.begun() if child.index in orphans}
             one.parts.discard(part)
-            one.unplaced |= part.left
+            one.unplaced |= orphans
             one.moves += 1
-            self.moved += len(part.left)
+            self.moved += len(orphans)
             if one.moves > MOST_MOVES:
                 self._end(one, sorted(one.unplaced), "error", f"{one.moves} replicas were lost while they ran this group")
         for one in {part.open for part in lost}:
@@ -256,9 +191,13 @@ class Groups:
         if sample is None:
             if part in one.parts:  # otherwise its replica was lost, and this is why
                 self._part_failed(part)
-        elif sample.index not in one.left:
+            return
+        rivals = one.rivals(part, sample.index)
+        if sample.index not in one.left:
             self._left(part, sample.index)
-            self.repeats += 1
+            self.repeats += not self.hedging.came_second(part, sample)
+        elif rivals and (self._unasked(part, sample) or not self.hedging.may_win(part, sample)):
+            self._left(part, sample.index)  # it runs on elsewhere
         elif self._unasked(part, sample):
             self._again(part, sample)
         else:
@@ -267,6 +206,8 @@ class Groups:
             one.finished += sample.finish_reason in ("stop", "length")
             self._homes.add(one.group.id, sample.index, part.replica, part.handle)
             self._left(part, sample.index)
+            if rivals:
+                self.hedging.won(part, sample, rivals)
             self._out(one, msgspec.structs.replace(sample, group_id=one.group.id))
 
     def _unasked(self, part: Part, sample: Sample) -> bool:
@@ -294,9 +235,12 @@ class Groups:
         one = part.open
         error = part.handle.error
         assert error is not None
+        orphans = one.orphans(part)
         for index in sorted(part.left):
             self._left(part, index)
-            one.unplaced.add(index)
+        if not orphans:  # they have come, or run elsewhere
+            return
+        one.unplaced |= orphans
         if isinstance(error, InvalidRequest | LimitExceeded) or one.errors >= MOST_ERRORS:
             self._end(one, sorted(one.unplaced), "error", f"{error.kind}: {error.message}")
             return
@@ -332,21 +276,3 @@ class Groups:
             self.waiting.pop(one.group.id, None)
         if not one.left:
             del self.open[one.group.id]
-
-
-def nothing(index: int) -> Begun:
-    """Return a child that has no tokens."""
-    return Begun(index=index, token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), weight_versions=[])
-
-
-def chunk_of(child: Begun, first: int, most: int, seed: int) -> Chunk:
-    """Cut `most` tokens, from `first` on, out of what a child has."""
-    end = first + most
-    short = msgspec.structs.replace(
-        child,
-        weight_versions=[(start, version) for start, version in child.weight_versions if start < end],
-        **{name: None if (column := getattr(child, name)) is None else column[:end] for name in COLUMNS},
-    )
-    chunk = beyond(Chunk(**msgspec.structs.asdict(short), first=0, seed=seed), first)
-    assert chunk is not None
-    return chunk

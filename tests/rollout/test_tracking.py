@@ -202,7 +202,8 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
 
 
 def documented() -> set[str]:
-    return set(re.findall(r"^\| `([a-z_/]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
+    """Those of an engine; what a front has besides: `tests/rollout/test_fleet_hedging.py`."""
+    return set(re.findall(r"^\| `((?!fleet/)[a-z_/]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
 
 
 def test_the_table_is_what_is_emitted(tracked: dict[str, Any]) -> None:
@@ -215,7 +216,7 @@ def test_every_row_of_the_table_has_unit_and_meaning() -> None:
     for line in lines:
         name, unit, over, meaning = (cell.strip() for cell in line.strip("|").replace("\\|", "").split("|"))
         assert unit and meaning and over in ("window", "total", "now"), line
-    assert len(lines) == len(documented())
+    assert len(lines) >= len(documented())
 
 
 def test_figures_of_a_real_run(tracked: dict[str, Any]) -> None:
