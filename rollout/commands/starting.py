@@ -15,7 +15,8 @@ from engine.types import Mode
 from rollout.config import CannotServe, Config, InputError, TrackingConfig
 from rollout.metrics.sinks import Sink, open_sinks
 from rollout.metrics.tracker import Tracker
-from rollout.service.watchdog import Watch
+from rollout.service.engine_api import HasReplicas
+from rollout.service.watchdog import MODELS, Part, Watch
 from transport.sockets import ServiceEnd
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def listen(config: Config, engine: EngineLike, journal: Journal | None, tracker:
     """Make the service of an engine, or of what is like one; it closes the journal and the tracker. Raises ValueError."""
     from rollout.service.loop import Service
 
+    models = frozenset[Part]() if isinstance(engine, HasReplicas) else MODELS  # a front's step is its own work
     return Service(
         engine,
         config.service.endpoint,
@@ -61,7 +63,7 @@ def listen(config: Config, engine: EngineLike, journal: Journal | None, tracker:
         max_outbox_bytes=config.service.max_outbox_bytes,
         lease_s=config.service.lease_s,
         tracker=tracker,
-        watch=Watch(config.service.stall_s, alone_s=config.service.exit_without_clients_s),
+        watch=Watch(config.service.stall_s, alone_s=config.service.exit_without_clients_s, models=models),
     )
 
 

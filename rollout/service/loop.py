@@ -102,14 +102,15 @@ class Service:
         self._grace_s = client_grace_s
         self._linger_s = linger_s
 
+        self.watch = watch if watch is not None else Watch()
+
         self._access = Access(self._transport.keys)
         self._sessions = Sessions(self._limits.max_clients, self._record)
         self._inbox = Inbox(self._transport, self._limits, self._access, self._sessions, self._handle)
-        self._refreshes = Refreshes(engine, lease_s)
+        self._refreshes = Refreshes(engine, lease_s, self.watch)
         self._controls = Controls(engine)
         self._tracker = tracker if tracker is not None else Tracker()
         self._running = Running(engine, self._tracker, self._limits, max_outbox_bytes)
-        self.watch = watch if watch is not None else Watch()
         self._stop_reason: str | None = None
         self._started = time.monotonic()
         self._clock = LoopClock(self._started, client_grace_s)

@@ -26,6 +26,7 @@ from rollout.service.as_json import to_json
 from rollout.service.engine_api import EngineLike, StagingLike
 from rollout.service.live_reads import LiveReads
 from rollout.service.session import Session
+from rollout.service.watchdog import Watch
 from transport import messages as m
 from transport.errors import Busy, GroupFailed, RolloutError, WeightsRefused, WrongBase
 from transport.frames import pack
@@ -82,10 +83,12 @@ class OngoingRefresh:
 
 
 class Refreshes:
-    """Written by the service's loop only. `lease_s`: a client that says nothing about its push for so long has given it up."""
+    """Written by the service's loop only. `lease_s`: a client that says nothing about its push for so long has given it up.
+    `watch`: is told when weights are exchanged."""
 
-    def __init__(self, engine: EngineLike, lease_s: float) -> None:
+    def __init__(self, engine: EngineLike, lease_s: float, watch: Watch) -> None:
         self._engine = engine
+        self._watch = watch
         self._lease_s = lease_s
         self._open: OngoingRefresh | None = None
         self._last: Refreshed | None = None
@@ -225,7 +228,9 @@ class Refreshes:
         }
 
     def _commit_now(self, push: OngoingRefresh) -> Refreshed | None:
+        self._watch.at("commit")
         applied, sent = self._engine.commit(push.staging, push.kv, push.payload.via), push.payload.sent_bytes
+        self._watch.at("refresh")
         return applied if sent is None or applied is None else msgspec.structs.replace(applied, sent_bytes=sent)
 
     # requests

@@ -20,8 +20,10 @@ from typing import Literal
 
 from rollout.logs import logger
 
-Part = Literal["wait", "take", "refresh", "step", "send", "timers"]
-"""of a turn. In `wait` nothing is to do; `step` is the engine's, all others are the service's own work"""
+Part = Literal["wait", "take", "refresh", "commit", "step", "send", "timers"]
+"""of a turn. In `wait` nothing is to do; `commit` exchanges the weights and `step` computes, which takes what the model takes;
+all others are the service's own work"""
+MODELS: frozenset[Part] = frozenset({"commit", "step"})
 
 LOOKS_A_STALL = 4
 """so many times in `stall_s` the watchdog looks"""
@@ -37,6 +39,7 @@ class Watch:
         clock: seconds, monotonic.
         cpu_clock: seconds that the calling thread has computed.
         alone_s: seconds without any client after which the service is to end; None: never.
+        models: parts that take what the model takes, and are not counted as the service's own work.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
         alone_s: float | None = None,
+        models: frozenset[Part] = MODELS,
     ) -> None:
         self.stall_s = stall_s
         self._alone_s = alone_s
@@ -53,12 +57,13 @@ class Watch:
         """seconds of all parts that lasted longer than `stall_s`"""
         self.stalls = 0
         self.longest_turn_s = 0.0
-        """the longest turn so far, without its step and without waiting"""
+        """the longest turn so far, without what is the model's and without waiting"""
         self.longest_turn_in: Part = "wait"
         """the part that took most of it"""
         self.longest_turn_cpu_s = 0.0
-        """the most that a turn has computed, without its step: a machine that is busy with others does not add to this"""
+        """the most that a turn has computed, counted alike: a machine that is busy with others does not add to this"""
         self._clock, self._cpu_clock = clock, cpu_clock
+        self._apart = models | {"wait"}
         self._turn: dict[Part, float] = {}
         """seconds of its parts so far"""
         self._turn_cpu_s, self._cpu_at = 0.0, 0.0
@@ -71,7 +76,7 @@ class Watch:
         now, cpu_now = self._clock(), self._cpu_clock()
         self._now = part, now
         seconds = now - since
-        if was not in ("wait", "step"):
+        if was not in self._apart:
             self._turn[was] = self._turn.get(was, 0.0) + seconds
             self._turn_cpu_s += cpu_now - self._cpu_at
         self._cpu_at = cpu_now

@@ -28,8 +28,9 @@ from transport.frames import Decoder, pack
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 MOST_HALF_OPEN = 30
-RECONNECT_EVERY = 400
-"""messages of one connection; then another one, which the service does not know"""
+RECONNECT_EVERY = 4000
+"""messages of one connection; then another one, which the service does not know. The old one stays until its messages are
+taken, so attackers that change it more often than the service takes them would have ever more descriptors open there"""
 TICK_S = 0.1
 COUNTS_EVERY_S = 1.0
 

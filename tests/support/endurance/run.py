@@ -202,11 +202,16 @@ class Phase:
                 continue
             clients = [each for each in status["service"]["clients"] if each["name"] != "last"]
             running = {name: status[name] for name in ("running", "waiting", "groups") if status.get(name)}
-            if not clients and not running and not status["service"]["parked_groups"]:
+            fds = self._fds_left()
+            if not clients and not running and not status["service"]["parked_groups"] and fds <= leaks.LEFT_FDS:
                 return
-            left = f"clients {[each['name'] for each in clients]}, {running}"
+            left = f"clients {[each['name'] for each in clients]}, {running}, {fds} descriptors more than at its start"
             time.sleep(1.0)
         self.account.found("leaks", f"after the end there is left: {left}")
+
+    def _fds_left(self) -> int:
+        born, now = self.front.born, leaks.held(self.front.pid)
+        return now.fds - born.fds if born is not None and now is not None else 0
 
     def _closed(self) -> None:
         code = self.front.process.returncode if self.front.process is not None else None

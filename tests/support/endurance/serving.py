@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from rollout.config import Config, dump
+from tests.support.endurance.leaks import Held, held
 from tests.support.lasting import ROOT
 
 START_S = 400.0
@@ -35,8 +36,8 @@ class Front:
         self.toml = folder / "serve.toml"
         self.toml.write_text(dump(config))
         self.process: subprocess.Popen[bytes] | None = None
-        self.expected_deaths: set[int] = set()
-        """pids that were killed on purpose"""
+        self.born: Held | None = None
+        """what it held when it had just been started"""
 
     def start(self) -> None:
         self.lives += 1
@@ -51,6 +52,7 @@ class Front:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the service does not start; its log:\n{self.log.read_text()[-4000:]}")
             time.sleep(0.05)
+        self.born = held(self.pid)
 
     @property
     def pid(self) -> int:
@@ -77,7 +79,6 @@ class Front:
         """SIGKILL; its replicas end by themselves. Returns how many did not."""
         assert self.process is not None and self.process.stdin is not None
         orphans = [psutil.Process(pid) for pid in self.replicas().values()]
-        self.expected_deaths.add(self.pid)
         self.process.kill()
         self.process.wait(STOP_S)
         self.process.stdin.close()
