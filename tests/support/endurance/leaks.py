@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 MOST_POINTS = 120
 """of a series, for the slope: all pairs of them are looked at"""
-LEAST_POINTS = 12
+LEAST_POINTS = 30
 
 
 class Held(NamedTuple):
@@ -25,7 +25,7 @@ class Held(NamedTuple):
     pinned_mib: float
 
 
-GROWTH = Held(rss_mib=8.0, fds=12, threads=2, pinned_mib=1.0)
+GROWTH = Held(rss_mib=8.0, fds=20, threads=2, pinned_mib=1.0)
 """More than that at the end of the second half than at its beginning is a leak, by the Theil-Sen slope: the median of the
 slopes of all pairs of looks, so that a quarter of them may be anything. MiB: an allocator that keeps what a burst has taken
 moves a process by a few, once; 8 of them in half an hour's phase are 25 bytes for each broken message. Descriptors: of
