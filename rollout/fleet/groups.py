@@ -27,6 +27,8 @@ from transport.errors import InvalidRequest, LimitExceeded, RolloutError
 
 MOST_MOVES = 8
 """replicas that may be lost with a group before it ends as "error": it may be what kills them"""
+MOST_PLACED = 2048
+"""children of waiting groups that are sent, or ended, at once"""
 MOST_ERRORS = 2
 """times that children are tried again after an "error" or a refusal of a replica"""
 
@@ -173,17 +175,24 @@ class Groups:
             self.moved += len(orphans)
             if one.moves > MOST_MOVES:
                 self._end(one, sorted(one.unplaced), "error", f"{one.moves} replicas were lost while they ran this group")
-        for one in {part.open for part in lost}:
-            self.place(one, now)
+            if one.unplaced:
+                self.waiting[one.group.id] = one
+
+    def _first_waiting(self) -> list[OpenGroup]:
+        """Return those that have waited longest, as many as one turn of the loop has time for."""
+        children = itertools.accumulate(len(one.unplaced) for one in self.waiting.values())
+        return [one for one, sum in zip(self.waiting.values(), children, strict=False) if sum <= MOST_PLACED] or [
+            *itertools.islice(self.waiting.values(), 1)
+        ]
 
     def place_waiting(self, now: float) -> None:
-        """Send what waits, since a replica serves again."""
-        for one in list(self.waiting.values()):
+        """Send what waits, if a replica serves: some of it at each call."""
+        for one in self._first_waiting():
             self.place(one, now)
 
     def give_up(self, reason: str) -> None:
-        """End what waits for a replica."""
-        for one in list(self.waiting.values()):
+        """End what waits for a replica: some of it at each call."""
+        for one in self._first_waiting():
             self._end(one, sorted(one.unplaced), "error", reason)
 
     def _arrived(self, part: Part, sample: Sample | None) -> None:

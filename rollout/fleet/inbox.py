@@ -8,6 +8,9 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 
+MOST_AT_ONCE = 512
+"""calls of one turn of the loop; clients have their turn between"""
+
 
 class Inbox:
     """True while something waits. `wake`: ends the service's wait for messages, see `Service.wake`."""
@@ -28,7 +31,7 @@ class Inbox:
             self.wake()
 
     def run(self) -> None:
-        """Make the calls that wait, those that come meanwhile not included. For the service's thread."""
+        """Make calls that wait, at most MOST_AT_ONCE. For the service's thread."""
         self._woken = False  # before looking: what is posted from here on wakes again
-        for _ in range(self._waiting.qsize()):
+        for _ in range(min(MOST_AT_ONCE, self._waiting.qsize())):
             self._waiting.get_nowait()()

@@ -111,6 +111,8 @@ class Service:
         self._controls = Controls(engine)
         self._tracker = tracker if tracker is not None else Tracker()
         self._running = Running(engine, self._tracker, self._limits, max_outbox_bytes)
+        self._unsent = False
+        """a connection takes more than it was sent at once"""
         self._stop_reason: str | None = None
         self._started = time.monotonic()
         self._clock = LoopClock(self._started, client_grace_s)
@@ -145,7 +147,7 @@ class Service:
     def turn(self) -> None:
         """Go once around the loop. Waits up to IDLE_POLL_S if there is nothing to do."""
         soon = self._refreshes.unannounced or any(session.pending for session in self._sessions)
-        at_once = self._engine.has_work or self._refreshes.has_work or self._running.ending
+        at_once = self._engine.has_work or self._refreshes.has_work or self._running.ending or self._unsent
         self.watch.at("wait")
         if self._inbox.receive(0.0 if at_once else SOON_POLL_S if soon else IDLE_POLL_S, self._dose):
             self._clock.catch_up()
@@ -170,10 +172,13 @@ class Service:
 
     def _flush(self) -> None:
         more_come = self._engine.has_work and self._running.step_s < GATHER_S
-        for session in list(self._sessions):
-            session.flush(self._transport.send, more_come=more_come)
-            if session.flooded:
-                self._forget(session, "it does not read the answers to its requests")
+        self._unsent = False
+        flooded = None
+        for session in self._sessions:
+            self._unsent |= session.flush(self._transport.send, more_come=more_come)
+            flooded = session if session.flooded else flooded
+        if flooded is not None:  # one at a time: each may have much that is to end
+            self._forget(flooded, "it does not read the answers to its requests")
 
     # receive
 
@@ -253,12 +258,15 @@ class Service:
         now, patience_s = self._clock.now, self._clock.patience_s
         for session in self._access.revoked(self._sessions):
             self._dismiss(session)
-        for session in list(self._sessions):
+        silent = None
+        for session in self._sessions:
             if now - session.last_received_at > patience_s:
-                self._forget(session, f"not heard from for {self._grace_s} s")
+                silent = session
             elif now - session.last_sent_at >= HEARTBEAT_S or session.unreported_bytes > m.UNTAKEN_BYTES // 4:
                 session.report(m.Alive(self._running.steps, self._engine.version), now)
                 session.flush(self._transport.send)
+        if silent is not None:  # one at a time
+            self._forget(silent, f"not heard from for {self._grace_s} s")
         if self.watch.alone(len(self._sessions), now):
             self.stop("no client was there for too long")
         self._tracker.tend(self._engine_status, self._engine.version)

@@ -39,6 +39,8 @@ class Running:
         """by the engine's name"""
         self._ending: dict[tuple[str, int | None], None] = {}
         """engine's names of groups that are to end, or of one child each, in the order in which that was asked for"""
+        self._sweeps: dict[Session, int] = {}
+        """sessions whose groups are to end, as far as they were made by then: the number of the last one made"""
         self._parked: dict[str, tuple[Session, Group, int]] = {}
         """groups of before a restart that wait for weights of this version, by the engine's name"""
         self._dropped: dict[str, int] = {}
@@ -56,12 +58,12 @@ class Running:
     @property
     def ending(self) -> bool:
         """Whether groups are to end that have not yet."""
-        return bool(self._ending)
+        return bool(self._ending or self._sweeps)
 
     @property
     def awaits_ends(self) -> bool:
         """Whether groups whose end was asked for still have children: an engine that works elsewhere gives them back later."""
-        return bool(self._ending or self._asked)
+        return bool(self.ending or self._asked)
 
     def submit(self, session: Session, submit: m.Submit) -> None:
         """Hand a group to the engine. Raises the typed error that goes back to the client."""
@@ -108,7 +110,7 @@ class Running:
 
     def park(self, session: Session, held: HeldGroup, group: Group, version: int) -> None:
         """Take a group of before a restart: it runs on as soon as weights of that version, or newer ones, are live."""
-        self._made = max(self._made, int(group.id.rpartition(".")[2]))
+        self._made = max(self._made, number_of(group.id))
         self._groups[group.id] = (session, held)
         self._parked[group.id] = (session, group, version)
 
@@ -168,14 +170,21 @@ class Running:
             self._give_up(session.names.keeping(group_id), index)
 
     def abort_all(self, sessions: Iterable[Session]) -> None:
-        """End every group; the clients get their samples."""
-        for session in sessions:
-            for held in session.groups.values():
+        """End every group that there is, in its turn; the clients get their samples."""
+        self._sweeps |= dict.fromkeys(sessions, self._made)
+
+    def _sweep(self) -> None:
+        """Note the groups of one session that are to end."""
+        session = next(iter(self._sweeps))
+        last = self._sweeps.pop(session)
+        for held in session.groups.values():
+            if number_of(held.engine_id) <= last:
                 self._end(held)
-            self._give_up(session.names.keeping())
+        self._give_up(engine_id for engine_id in session.names.keeping() if number_of(engine_id) <= last)
 
     def forget(self, session: Session) -> None:
         """End all that a client has here, KV that is kept for it included; its samples are thrown away."""
+        self._sweeps.pop(session, None)
         for held in list(session.groups.values()):
             self.drop(session, held)
         self._give_up(session.names.keeping())
@@ -198,15 +207,21 @@ class Running:
     def end_some(self, seconds: float | None) -> None:
         """End groups for so long, one at least if there is one; None: all that are to end."""
         until = None if seconds is None else perf_counter() + seconds
-        while self._ending:
-            engine_id, index = next(iter(self._ending))
-            try:
-                for sample in self._engine.abort(engine_id, index):
-                    self._deliver(sample)
-            finally:
-                del self._ending[engine_id, index]
+        while self.ending:
+            if self._ending:
+                self._end_one()
+            else:
+                self._sweep()
             if until is not None and perf_counter() >= until:
                 return
+
+    def _end_one(self) -> None:
+        engine_id, index = next(iter(self._ending))
+        try:
+            for sample in self._engine.abort(engine_id, index):
+                self._deliver(sample)
+        finally:
+            del self._ending[engine_id, index]
 
     def fail_all(self, reason: str) -> None:
         """End every group as "error", with what the engine still has of it."""
@@ -252,6 +267,11 @@ class Running:
             log.error("sample of an unknown group group=%s index=%d", sample.group_id, sample.index)
         elif left > 1:
             self._dropped[sample.group_id] = left - 1
+
+
+def number_of(engine_id: str) -> int:
+    """Return which group of this service, in the order of their making, has this name in the engine."""
+    return int(engine_id.rpartition(".")[2])
 
 
 def seeded(group: Group) -> Group:

@@ -32,6 +32,8 @@ log = logger("rollout.service.loop")
 MAX_REPLY_BYTES = 1 << 24
 BATCH_SAMPLES, BATCH_BYTES = 256, 1 << 18
 """most of one message"""
+MOST_AT_ONCE = 32
+"""messages that a client is sent before others have their turn"""
 FIRST_BYTES = 2048
 """most of one message on a connection that has not shown that it carries more"""
 SAMPLE_OVERHEAD = 160
@@ -212,24 +214,27 @@ class Session:
         for held in self.groups.values():
             self._queue.extend((held, sample) for sample in held.unacked.values())
 
-    def flush(self, send: Callable[[bytes, list[Frame]], bool], more_come: bool = False) -> None:
-        """Send what the connection takes now. more_come: samples that may wait need not go by themselves."""
-        if self.peer is None or not (self._queue or self._packed):
-            return
-        if more_come and self.gathers and not self._reply_bytes and time.monotonic() - self._samples_at < GATHER_S:
-            return
-        while self._queue or self._packed:
+    def flush(self, send: Callable[[bytes, list[Frame]], bool], more_come: bool = False) -> bool:
+        """Send what the connection takes now, at most MOST_AT_ONCE messages. Returns whether that was the reason to stop.
+        more_come: samples that may wait need not go by themselves."""
+        waits = more_come and self.gathers and not self._reply_bytes and time.monotonic() - self._samples_at < GATHER_S
+        if self.peer is None or waits:
+            return False
+        for _ in range(MOST_AT_ONCE):
+            if not (self._queue or self._packed):
+                return False
             first = self._queue[0] if self._queue else None
             if not self._packed and isinstance(first, list):
                 if not send(self.peer, first):
-                    return
+                    return False
                 self._queue.popleft()
                 self._reply_bytes -= frame_bytes(first)
                 continue
             self._packed = self._packed or self._pack()
             if self._packed and not send(self.peer, self._packed):
-                return
+                return False
             self._packed, self._samples_at = [], time.monotonic()
+        return bool(self._queue)
 
     def _pack(self) -> list[Frame]:
         """Make one message of the samples that are next; none of those that were acked or dropped meanwhile."""

@@ -1,0 +1,222 @@
+"""One turn of the loop does a bounded amount of work, whatever clients ask for: counted, not timed."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.types import Group, Sample, Sampling
+from rollout.fleet import groups as fleet_groups
+from rollout.fleet import inbox
+from rollout.fleet.groups import Groups
+from rollout.fleet.inbox import Inbox
+from rollout.service import session as sessions
+from rollout.service.running import Running
+from rollout.service.session import HeldGroup, Session
+from tests.support.clock import Clock
+from tests.support.fake_engine import FakeEngine
+from tests.support.wire import Bench, Peer, submit
+
+
+def frozen() -> FakeEngine:
+    engine = FakeEngine()
+    engine.frozen = True
+    return engine
+
+
+def holding(bench: Bench, peer: Peer, groups: int, n: int = 1, name: str = "g") -> None:
+    """Have a client hold groups."""
+    before = len(bench.engine.groups)
+    for i in range(groups):
+        peer.send(submit(f"{name}{i}", serial=i + 1, n=n, max_tokens=100))
+        bench.turn()
+    assert len(bench.engine.groups) == before + groups
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """The calls of a method, by their first argument."""
+    calls: list[Any] = []
+    method: Callable[..., Any] = getattr(owner, name)
+
+    def call(self: Any, first: Any, *rest: Any, **options: Any) -> Any:
+        calls.append(first)
+        return method(self, first, *rest, **options)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+def sample(index: int) -> Sample:
+    return Sample(
+        group_id="1.1",
+        index=index,
+        token_ids=np.array([1], np.int32),
+        logprobs=np.zeros(1, np.float32),
+        finish_reason="length",
+        weight_versions=[(0, 0)],
+        prompt_tokens=1,
+    )
+
+
+def test_a_client_is_sent_so_much_at_once_and_the_rest_at_once_after_the_others() -> None:
+    session = Session("s", "reads fast", 1)
+    session.peer = b"p"
+    held = HeldGroup("g", "1.1", b"", range(1000))
+    session.hold(held)
+    for i in range(1000):
+        session.keep(held, sample(i))
+    sent: list[int] = []
+    take = lambda peer, frames: sent.append(1) is None  # noqa: E731
+    turns = 0
+    while session.flush(take):
+        turns += 1
+        assert len(sent) == sessions.MOST_AT_ONCE * turns
+    assert turns == 1000 // sessions.MOST_AT_ONCE and len(sent) == 1000 and not session.pending
+
+
+def test_the_loop_goes_on_at_once_with_what_it_has_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MOST_AT_ONCE", 2)
+    bench = Bench()
+    peer = bench.client()
+    holding(bench, peer, 8)
+    waits: list[float] = []
+    receive = bench.service._inbox.receive
+    monkeypatch.setattr(bench.service._inbox, "receive", lambda wait, began: waits.append(wait) or receive(wait, began))
+    bench.settle()
+    while len(peer.got) < 8:
+        waits.clear()
+        bench.turn()
+        peer.read()
+        if len(peer.got) < 8:
+            assert waits == [0.0]
+
+
+def test_ending_everything_takes_a_session_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(frozen())
+    peers = [bench.client() for _ in range(12)]
+    for number, peer in enumerate(peers):
+        holding(bench, peer, 10, name=f"c{number}-")
+    ends = counted(monkeypatch, Running, "_end")
+    running = bench.service._running
+    running.abort_all(bench.service._sessions)
+    assert not ends and running.ending
+    most = 0
+    while running.ending:
+        before = len(ends)
+        running.end_some(0.0)
+        most = max(most, len(ends) - before)
+    assert most == 10 and len(ends) == 120 and not bench.engine.groups
+
+
+def test_a_group_that_comes_after_is_not_ended_with_everything() -> None:
+    bench = Bench(frozen())
+    first, second = bench.client(), bench.client()
+    holding(bench, first, 3)
+    holding(bench, second, 3)
+    running = bench.service._running
+    running.abort_all(bench.service._sessions)
+    asked = {held.group_id: held for session in bench.service._sessions for held in session.groups.values()}
+    late = submit("late", serial=9, max_tokens=100)
+    running.submit(list(bench.service._sessions)[1], late)
+    running.end_some(None)
+    assert list(bench.engine.groups) == [list(bench.service._sessions)[1].groups["late"].engine_id] and len(asked) == 3
+
+
+def test_asking_again_for_the_end_of_everything_adds_nothing() -> None:
+    bench = Bench(frozen())
+    holding(bench, bench.client(), 3)
+    for _ in range(1000):
+        bench.service._running.abort_all(bench.service._sessions)
+    assert len(bench.service._running._sweeps) == 1
+
+
+def test_silent_clients_are_forgotten_one_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(frozen(), client_grace_s=5.0)
+    peers = [bench.client() for _ in range(4)]
+    for peer in peers:
+        holding(bench, peer, 2, name=peer.session)
+    clock = Clock()
+    clock.now = bench.service._clock.now
+    monkeypatch.setattr("rollout.service.loop.time.monotonic", clock)
+    for session in bench.service._sessions:
+        session.last_received_at = -1e6
+    for left in (3, 2, 1, 0):
+        bench.turn()
+        assert len(list(bench.service._sessions)) == left
+
+
+def test_clients_that_flood_are_forgotten_one_a_turn() -> None:
+    bench = Bench(frozen())
+    peers = [bench.client() for _ in range(3)]
+    for session in bench.service._sessions:
+        session._reply_bytes = sessions.MAX_REPLY_BYTES + 1
+    bench.service._flush()
+    assert len(list(bench.service._sessions)) == len(peers) - 1
+
+
+def test_one_message_is_taken_where_there_is_no_time_for_more() -> None:
+    bench = Bench(frozen())
+    peer = bench.client()
+    for i in range(50):
+        peer.send(submit(f"g{i}", serial=i + 1, max_tokens=100))
+    inbox = bench.service._inbox
+    before = inbox.messages
+    assert not inbox.receive(0.0, lambda: 0.0) and inbox.messages == before + 1
+
+
+def test_a_front_makes_so_many_calls_at_once() -> None:
+    box, made = Inbox(), []
+    for i in range(10_000):
+        box.post(lambda i=i: made.append(i))  # type: ignore[misc]
+    for turn in itertools.count(1):
+        box.run()
+        assert len(made) == min(10_000, turn * inbox.MOST_AT_ONCE)
+        if not box:
+            break
+    assert made == list(range(10_000))
+
+
+def test_a_front_places_so_many_children_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    front = Groups(Inbox(), lambda: [], lambda: 0, lambda *_: None)
+    for i in range(40):
+        front.submit(Group(f"1.{i}", np.array([1], np.int32), Sampling(n=200, max_tokens=4, seed=1)), "", 0.0)
+    assert len(front.waiting) == 40
+    placed = counted(monkeypatch, Groups, "place")
+    front.place_waiting(0.0)
+    assert sum(len(one.unplaced) for one in placed) <= fleet_groups.MOST_PLACED and len(placed) == 10
+    front.give_up("nobody serves")
+    assert len(front.waiting) == 30 and len(front.ended) == 2000
+    for _ in range(3):
+        front.give_up("nobody serves")
+    assert not front.waiting and not front.open
+
+
+def test_a_group_larger_than_that_is_placed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_groups, "MOST_PLACED", 5)
+    front = Groups(Inbox(), lambda: [], lambda: 0, lambda *_: None)
+    for i in range(3):
+        front.submit(Group(f"1.{i}", np.array([1], np.int32), Sampling(n=9, max_tokens=4, seed=1)), "", 0.0)
+    front.give_up("nobody serves")
+    assert len(front.waiting) == 2
+
+
+def test_what_was_there_at_the_start_is_not_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full collection of a process with torch and its friends takes a fifth of a second."""
+    from rollout.commands import serve
+
+    served: list[int] = []
+
+    class Stub:
+        def run(self) -> None:
+            served.append(gc.get_freeze_count())
+
+    try:
+        serve.serve_on(Stub())  # type: ignore[arg-type]
+        assert served[0] > 10_000
+    finally:
+        gc.unfreeze()
