@@ -38,6 +38,9 @@ class ServeArgs(msgspec.Struct, kw_only=True):
     """file that appears, holding the endpoint, once the service listens"""
     exit_on_stdin_close: bool = False
     """stop when standard input ends, for parents that may die without a word"""
+    restart: bool = False
+    """stay as the parent of the service, and start it again, at the same address, when it dies or when its loop stands for
+    --service.exit-when-stalled-s, 10 stall_s if unset; with --journal it goes on with what it had"""
 
 
 class KeysArgs(msgspec.Struct, kw_only=True):

@@ -8,6 +8,7 @@ import signal
 import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,6 +32,8 @@ def run(args: ServeArgs) -> int:
     stop = Stopper()
     if args.exit_on_stdin_close:
         threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
+    if args.restart:
+        return keep_serving(config, stop, args.ready_file)
     with ExitStack() as stack:
         if config.fleet.is_front:
             from rollout.commands import serve_fleet
@@ -57,6 +60,16 @@ def run(args: ServeArgs) -> int:
         stack.callback(watchdog.close)
         serve_on(service)
     return stop.status
+
+
+def keep_serving(config: Config, stop: Stopper, ready_file: str | None) -> int:
+    """Serve in one process after the other until a signal. Returns the exit status."""
+    from rollout.commands.supervise import Supervisor, serving
+
+    with TemporaryDirectory(prefix="rollout-serve-") as folder:
+        supervisor = Supervisor(serving(config, Path(folder)), ready_file)
+        stop.service_stop = supervisor.stop
+        return supervisor.run()
 
 
 def serve_on(service: Service) -> None:

@@ -134,8 +134,7 @@ class Fleet:
     @property
     def has_work(self) -> bool:
         """Whether something has come from the replicas, or it is time to look at them."""
-        waits = bool(self._groups.waiting) and bool(self._members.serving())
-        return bool(self.inbox) or bool(self._groups.ended) or waits or time.monotonic() >= self._tend_at
+        return bool(self.inbox) or self._groups.has_work or time.monotonic() >= self._tend_at
 
     def submit(self, group: Group, client: str = "") -> None:
         """Take a group, as the service has checked it. What a replica finds wrong with it comes as samples that end as "error".

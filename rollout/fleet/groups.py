@@ -74,6 +74,11 @@ class Groups:
         self._numbers = itertools.count(1)
 
     @property
+    def has_work(self) -> bool:
+        """Whether samples have not been handed out, or groups wait though a replica serves."""
+        return bool(self.ended) or (bool(self.waiting) and bool(self._serving()))
+
+    @property
     def parts(self) -> set[Part]:
         """All that is at replicas."""
         return {part for one in self.open.values() for part in one.parts}

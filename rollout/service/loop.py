@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 from engine.types import Limits
@@ -103,7 +104,6 @@ class Service:
         self._linger_s = linger_s
 
         self.watch = watch if watch is not None else Watch()
-
         self._access = Access(self._transport.keys)
         self._sessions = Sessions(self._limits.max_clients, self._record)
         self._inbox = Inbox(self._transport, self._limits, self._access, self._sessions, self._handle)
@@ -172,12 +172,8 @@ class Service:
 
     def _flush(self) -> None:
         more_come = self._engine.has_work and self._running.step_s < GATHER_S
-        self._unsent = False
-        flooded = None
-        for session in self._sessions:
-            self._unsent |= session.flush(self._transport.send, more_come=more_come)
-            flooded = session if session.flooded else flooded
-        if flooded is not None:  # one at a time: each may have much that is to end
+        self._unsent = any([session.flush(self._transport.send, more_come) for session in self._sessions])
+        if (flooded := first(self._sessions, lambda session: session.flooded)) is not None:
             self._forget(flooded, "it does not read the answers to its requests")
 
     # receive
@@ -258,14 +254,11 @@ class Service:
         now, patience_s = self._clock.now, self._clock.patience_s
         for session in self._access.revoked(self._sessions):
             self._dismiss(session)
-        silent = None
         for session in self._sessions:
-            if now - session.last_received_at > patience_s:
-                silent = session
-            elif now - session.last_sent_at >= HEARTBEAT_S or session.unreported_bytes > m.UNTAKEN_BYTES // 4:
+            if now - session.last_sent_at >= HEARTBEAT_S or session.unreported_bytes > m.UNTAKEN_BYTES // 4:
                 session.report(m.Alive(self._running.steps, self._engine.version), now)
                 session.flush(self._transport.send)
-        if silent is not None:  # one at a time
+        if (silent := first(self._sessions, lambda session: now - session.last_received_at > patience_s)) is not None:
             self._forget(silent, f"not heard from for {self._grace_s} s")
         if self.watch.alone(len(self._sessions), now):
             self.stop("no client was there for too long")
@@ -309,6 +302,11 @@ class Service:
             self._transport.close(max(0.1, deadline - time.monotonic()))
             self._tracker.close(self._engine_status)
             self._record.close(self._engine.version)
+
+
+def first(sessions: Sessions, wanted: Callable[[Session], bool]) -> Session | None:
+    """Find one to forget in this turn: each may have much that is to end."""
+    return next((session for session in sessions if wanted(session)), None)
 
 
 def dose(busy: bool, step_s: float) -> float:

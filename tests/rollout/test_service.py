@@ -21,7 +21,7 @@ from tests.support.clock import Clock
 from tests.support.fake_engine import VOCAB, FakeEngine, expected
 from tests.support.wire import Bench, Peer, submit
 from transport import messages as m
-from transport.frames import frame_bytes, pack
+from transport.frames import Frame, frame_bytes, pack
 from transport.progress import unpack_samples
 
 LIMITS = Limits(max_n=16, max_tokens=100, max_prompt_tokens=50, max_stop_token_ids=2, max_id_bytes=20)
@@ -61,14 +61,31 @@ def test_hello_comes_first(message: msgspec.Struct) -> None:
     assert not bench.engine.has_work
 
 
-def test_another_protocol_version_is_told_so() -> None:
+@pytest.mark.parametrize(
+    ("protocol", "frames"),
+    [
+        (99, [msgspec.msgpack.encode({"type": "hello", "protocol": 99, "session": "0" * 32, "a_field_of_version_99": 1})]),
+        (1, pack(m.Hello(1, "0" * 32, 1, "a client of before", groups=np.zeros((2, 16), np.uint8)))),
+        (1, [msgspec.msgpack.encode({"type": "hello", "protocol": 1, "session": "0" * 32})]),
+    ],
+)
+def test_another_protocol_version_is_told_so(protocol: int, frames: list[Frame]) -> None:
     bench = Bench()
     peer = bench.connect()
-    future = {"type": "hello", "protocol": 99, "session": "0" * 32, "a_field_of_version_99": 1}
-    peer.send_frames([msgspec.msgpack.encode(future)])
+    peer.send_frames(frames)
     bench.turn()
     refused = peer.refused()
-    assert refused.kind == "version_mismatch" and f"speaks protocol 99, the service {m.PROTOCOL}" in refused.message
+    spoken = f"speaks protocol {protocol}, the service {m.PROTOCOL}: install the same version at both ends"
+    assert refused.kind == "version_mismatch" and spoken in refused.message
+    assert not list(bench.service._sessions)
+
+
+def test_without_a_protocol_there_is_no_session() -> None:
+    bench = Bench()
+    peer = bench.connect()
+    peer.send_frames([msgspec.msgpack.encode({"type": "hello", "session": "0" * 32})])
+    bench.turn()
+    assert peer.refused().kind == "protocol_error" and not list(bench.service._sessions)
 
 
 @pytest.mark.parametrize(

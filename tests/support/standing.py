@@ -1,0 +1,53 @@
+"""A service whose loop can be made to stand:  python -m tests.support.standing ENDPOINT READY_FILE JOURNAL [EXIT_STATUS]
+
+SIGUSR1: the next step does not return. EXIT_STATUS: end with it at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from engine.types import Sample
+from rollout.process import write_atomically
+from rollout.service.journal import Journal
+from rollout.service.loop import Service
+from rollout.service.watchdog import Watch, Watchdog
+from tests.support.lasting import SeededEngine
+
+EXIT_S = 1.0
+
+
+class Standing(SeededEngine):
+    def __init__(self) -> None:
+        super().__init__(step_s=0.002)
+        self.stands = False
+
+    def step(self) -> list[Sample]:
+        if self.stands:
+            threading.Event().wait()
+        return super().step()
+
+
+def main() -> None:
+    endpoint, ready, journal, *status = sys.argv[1:]
+    if status:
+        sys.exit(int(status[0]))
+    engine = Standing()
+    service = Service(engine, endpoint, journal=Journal(journal, "seeded"), watch=Watch(stall_s=0.5))
+
+    def stand(number: int, frame: object) -> None:
+        engine.stands = True
+
+    signal.signal(signal.SIGUSR1, stand)
+    signal.signal(signal.SIGTERM, lambda number, frame: service.stop("SIGTERM"))
+    watchdog = Watchdog(service.watch, EXIT_S)
+    write_atomically(Path(ready), service.endpoint)
+    service.run()
+    watchdog.close()
+
+
+if __name__ == "__main__":
+    main()
