@@ -336,6 +336,37 @@ def given_up() -> Iterator[threading.Event]:
     event.set()
 
 
+def test_joins_of_nccl_that_hang_do_not_pile_up(monkeypatch: pytest.MonkeyPatch, given_up: threading.Event) -> None:
+    """Each keeps a thread and sockets. So many are borne; then refreshes by NCCL are refused, by gloo not, until they end."""
+    joining = threading.Semaphore(0)
+
+    def join(*arguments: Any) -> None:
+        joining.release()
+        given_up.wait(10 * WAIT)
+        raise RuntimeError("it does not join")
+
+    sender = Broadcaster("gloo", "127.0.0.1", 10)
+    offer = msgspec.structs.replace(sender.offer, backend="nccl")
+    monkeypatch.setattr(distributed, "_group", join)
+    hung = []
+    for _ in range(distributed.MOST_HUNG):
+        hung.append(DistributedPayload(offer, CPU))
+        assert joining.acquire(timeout=WAIT)
+        hung[-1].close()
+    with pytest.raises(SourceUnreachable, match='2 groups of NCCL.*via="gloo" works'):
+        DistributedPayload(offer, CPU)
+    hung.append(DistributedPayload(sender.offer, CPU))
+    assert joining.acquire(timeout=WAIT)
+    hung[-1].close()
+    given_up.set()
+    for payload in hung:
+        payload._thread.join(WAIT)
+    again = DistributedPayload(offer, CPU)
+    again.close()
+    again._thread.join(WAIT)
+    sender.close()
+
+
 def test_a_service_that_is_gone_before_it_has_connected(monkeypatch: pytest.MonkeyPatch, given_up: threading.Event) -> None:
     """`close` does not wait for the helper thread, which goes when it has given up."""
 

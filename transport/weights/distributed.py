@@ -61,6 +61,10 @@ STALL_S = 60.0
 """longest that the service waits for a broadcast: by then its trainer hangs"""
 POLL_S = 0.001
 PROOF_BYTES = 32
+HUNG = "rollout-weights-hung"
+"""name of a helper thread whose refresh is over before it has joined"""
+MOST_HUNG = 2
+"""of NCCL's joins, which no time-out ends where the two ends do not find each other: each keeps a thread and its sockets"""
 
 
 class DistributedOffer(Offered, frozen=True, tag="distributed", forbid_unknown_fields=True):
@@ -277,8 +281,15 @@ class DistributedPayload(Payload):
     unannounced = True
 
     def __init__(self, offer: DistributedOffer, device: Any) -> None:
+        """Raises SourceUnreachable where so many joins hang already that this one would too."""
         self.via: str = offer.backend
         self._offer = offer
+        hung = sum(thread.name == HUNG for thread in threading.enumerate())
+        if offer.backend == "nccl" and hung >= MOST_HUNG:
+            raise SourceUnreachable(
+                f"{hung} groups of NCCL that were never joined are still open here: its versions or networks do not fit "
+                '(NCCL_DEBUG=INFO tells); via="gloo" works, and a restart of the service clears them'
+            )
         self._device = device if offer.backend == "nccl" else None
         self._unasked = offer.total
         """bytes that no broadcast was posted for"""
@@ -349,6 +360,8 @@ class DistributedPayload(Payload):
         if self._joined.is_set():
             self._in_flight.clear()
             self._group = None
+        else:
+            self._thread.name = HUNG
 
     @property
     def _given_up(self) -> bool:
