@@ -27,23 +27,38 @@ PATTERN = 61
 
 
 def batch_of(
-    engine: Engine, table: np.ndarray, context: int, count: int = 1, shared: np.ndarray | None = None, seed: int = 0
+    engine: Engine,
+    table: np.ndarray,
+    context: int | np.ndarray,
+    count: int = 1,
+    shared: np.ndarray | None = None,
+    seed: int = 0,
 ) -> Batch:
     """R rows that compute the last `count` of their `context` tokens, random ids, and want the last one's logits.
 
-    table [R, M] int32, M blocks that hold `context` tokens. shared: as in `Batch`."""
+    context: of all rows, or [R] of each. table [R, M] int32, M blocks that hold the longest. shared: as in `Batch`."""
     rows, size = len(table), engine.config.block_size
-    assert table.shape[1] == -(-context // size) and 1 <= count <= context
+    contexts = np.broadcast_to(context, rows)
+    assert table.shape[1] == -(-contexts.max() // size) and 1 <= count <= contexts.min()
     ids = np.random.default_rng(seed).integers(0, engine.model.vocab_size, (rows, count))
     groups = () if shared is None else tuple(SharedPrefix(*map(int, each)) for each in shared)
-    plan = plan_by_hand(ids, np.full(rows, context - count), table, groups, seed)
+    plan = plan_by_hand(ids, contexts - count, table, groups, seed)
     return Batch.build(plan, size, engine.device.memory, engine.model.geometry.dtype)
 
 
-def own_blocks(rows: int, context: int, block_size: int) -> np.ndarray:
-    """[rows, blocks] int32: a table in which nobody shares anything, scattered over the first blocks of the pool."""
-    blocks = -(-context // block_size)
-    return np.random.default_rng(0).permutation(rows * blocks).astype(np.int32).reshape(rows, blocks)
+def own_blocks(rows: int, context: int | np.ndarray, block_size: int) -> np.ndarray:
+    """[rows, blocks] int32: a table in which nobody shares anything, scattered over the first blocks of the pool. context: of
+    all rows, or [rows] of each; 0 behind the blocks of shorter ones."""
+    blocks = -(-np.broadcast_to(context, rows) // block_size)
+    table = np.zeros((rows, int(blocks.max())), np.int32)
+    table[np.arange(table.shape[1]) < blocks[:, None]] = np.random.default_rng(0).permutation(int(blocks.sum()))
+    return table
+
+
+def lognormal(rows: int, median: int, longest: int) -> np.ndarray:
+    """[rows] int32: lengths as those of rollouts, always the same ones."""
+    drawn = np.random.default_rng(0).normal(np.log(median), 1, rows)
+    return np.clip(np.exp(drawn), 1, longest).astype(np.int32)
 
 
 @torch.inference_mode()

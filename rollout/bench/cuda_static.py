@@ -7,6 +7,8 @@ launches_per_layer   kernels of a decode step that one decoder layer launches, c
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,16 +19,12 @@ from rich.console import Console
 from engine.cuda import tiles
 from engine.cuda.launches import KNOWN, choose
 from rollout.bench import cuda_compile, cuda_count
+from rollout.bench.by_hand import lognormal
 
 NAME = "cuda_static"
 PROCESSORS = 132
 COMPILE_S = 1200.0
 """most that the kernels of one architecture may take"""
-
-
-def lognormal(rows: int, median: int, longest: int) -> np.ndarray:
-    drawn = np.random.default_rng(0).normal(np.log(median), 1, rows)
-    return np.minimum(np.exp(drawn), longest).astype(np.int32)
 
 
 MIXTURES = {
@@ -98,3 +96,8 @@ def print_row(console: Console, row: dict[str, Any]) -> None:
         )
     elif row.get("what") == "launches":
         console.print(f"launches a layer: {row['launches_per_layer']} ({', '.join(row['kernels'])})")
+
+
+if __name__ == "__main__":  # as `rollout bench cuda_static`
+    sys.argv[1:1] = ["bench", NAME]
+    runpy.run_module("rollout", run_name="__main__")

@@ -43,6 +43,8 @@ class Sizes(NamedTuple):
     rows: int = 256
     """sequences of a decode step"""
     contexts: tuple[int, ...] = (640, 2048)
+    mixed: tuple[int, int] = (1000, 8192)
+    """median and largest of contexts of different lengths"""
     prompt: int = 512
     steps: int = 64
     turns: int = 9
@@ -59,7 +61,7 @@ class Sizes(NamedTuple):
 
 
 QUICK = Sizes(
-    rows=16, contexts=(64, 96), prompt=32, steps=6, turns=2, batch_tokens=128, shapes=(Shape(2, 4, 64, 32),),
+    rows=16, contexts=(64, 96), mixed=(40, 96), prompt=32, steps=6, turns=2, batch_tokens=128, shapes=(Shape(2, 4, 64, 32),),
     workloads=(Workload(name="multi_return_seq", prompts=3, prompt_tokens=32, n=4, new_tokens=16),),
     workload_rows=16, pressure=Workload(name="half_pool", prompts=2, prompt_tokens=64, n=8, new_tokens=96, kv_share=0.5),
     refreshes=1, prefill=(2, 64), probe_bytes=1 << 20,

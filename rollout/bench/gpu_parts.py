@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import transformers
 
@@ -24,7 +25,7 @@ from engine.types import Group, Sampling
 from engine.weights.offload import Streamed
 from rollout.bench import sharing as sharing_by_hand
 from rollout.bench.against import PeerFailed, parse, peer
-from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed
+from rollout.bench.by_hand import batch_of, fill, forward_of, lognormal, median_ms, own_blocks, prepared, release, replayed
 from rollout.bench.gpu_bench import Bench
 from rollout.bench.runner import BenchFailed, one_run, peer_run, peer_setup
 from rollout.bench.target import EngineTarget
@@ -54,8 +55,9 @@ def machine(bench: Bench) -> Rows:
 def decode(bench: Bench) -> Rows:
     """A decode step of many sequences: the forward alone at some lengths, and whole steps of the engine, overlapped and one
     after the other; beside the time that reading the weights and the KV takes."""
+    most = max(int(blocks_of(contexts, 32).sum()) for contexts in contexts_of(bench).values()) * 32
     for overlap in (True, False):
-        engine = bench.engine(kv_tokens=bench.sizes.rows * max(bench.sizes.contexts), overlap_steps=overlap)
+        engine = bench.engine(kv_tokens=most, overlap_steps=overlap)
         if overlap:
             yield from kept(forwards(bench, engine))
         yield from kept(whole_steps(bench, engine))
@@ -72,20 +74,32 @@ def kept(rows: Rows) -> Rows:
         yield {"error": f"{type(error).__name__}: {error}"}
 
 
+def contexts_of(bench: Bench) -> dict[int | str, np.ndarray]:
+    """Contexts of the rows of a decode step: all the same, and as rollouts have them."""
+    rows, (median, longest) = bench.sizes.rows, bench.sizes.mixed
+    same: dict[int | str, np.ndarray] = {context: np.full(rows, context, np.int32) for context in bench.sizes.contexts}
+    return {**same, f"lognormal, median {median}, at most {longest}": lognormal(rows, median, longest)}
+
+
+def blocks_of(contexts: np.ndarray, block_size: int) -> np.ndarray:
+    return -(-contexts // block_size)
+
+
 def forwards(bench: Bench, engine: Engine) -> Rows:
     rows, size = bench.sizes.rows, engine.config.block_size
     fill(engine.kv)
-    for context in bench.sizes.contexts:
-        batch = prepared(engine, batch_of(engine, own_blocks(rows, context, size), context))
+    for name, contexts in contexts_of(bench).items():
+        batch = prepared(engine, batch_of(engine, own_blocks(rows, contexts, size), contexts))
         logits = forward_of(engine, batch)
-        kv = rows * context * engine.model.geometry.bytes_per_token
+        kv = int(contexts.sum()) * engine.model.geometry.bytes_per_token
         yield {
             "what": "forward",
-            "context": context,
+            "context": name,
             **beside_limit(bench, kv, median_ms(bench.device, partial(forward_of, engine, batch), bench.sizes.turns)),
             "prepare_ms": median_ms(bench.device, partial(prepared, engine, batch), bench.sizes.turns),
             "sample_ms": median_ms(bench.device, partial(sample_of, engine, logits, batch), bench.sizes.turns),
             "rows": rows,
+            "tokens": int(contexts.sum()),
             "attention": engine.backend.name,
             "graphs": replayed(engine, batch),
         }
@@ -97,17 +111,18 @@ def sample_of(engine: Engine, logits: torch.Tensor, batch: Batch) -> object:
 
 
 def whole_steps(bench: Bench, engine: Engine) -> Rows:
-    """Sequences with a prompt each, `Engine.step` until all of them decode, then `steps` of those."""
+    """Sequences with a prompt each, of lengths up to `prompt`, `Engine.step` until all decode, then `steps` of those."""
     rows, prompt, wanted = bench.sizes.rows, bench.sizes.prompt, bench.sizes.steps
-    longest = max(bench.sizes.contexts) - prompt
-    for i, ids in enumerate(bench.text.slices(0, rows, prompt)):
-        engine.submit(Group(f"decode{i}", ids, Sampling(n=1, max_tokens=longest, ignore_eos=True, seed=i)))
+    longest, lengths = max(bench.sizes.contexts) - prompt, lognormal(rows, prompt // 2, prompt)
+    for i, (ids, length) in enumerate(zip(bench.text.slices(0, rows, prompt), lengths.tolist(), strict=True)):
+        engine.submit(Group(f"decode{i}", ids[:length], Sampling(n=1, max_tokens=longest, ignore_eos=True, seed=i)))
     seconds: list[float] = []
     read, marks, decoding = [], [], 0
     drawn_before = engine.counters.generated_tokens
     try:
         while len(seconds) < wanted:
-            before, held = msgspec.to_builtins(engine.counters), rows * prompt + engine.counters.generated_tokens - drawn_before
+            before, held = msgspec.to_builtins(engine.counters), int(lengths.sum())
+            held += engine.counters.generated_tokens - drawn_before
             started = time.perf_counter()
             if engine.step() or not engine.has_work:
                 raise RuntimeError(f"samples ended after {len(seconds)} of {wanted} steps of {rows} sequences")

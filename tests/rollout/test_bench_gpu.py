@@ -62,10 +62,11 @@ def test_every_part_runs(stand_in: None, tmp_path: Path, capfd: pytest.CaptureFi
     parts = by_part(rows)
     assert all(part[-1].keys() == {"model", "part", "seconds"} for part in parts.values())
     assert parts["machine"][0]["bytes_per_second"] > 0
-    assert [row.get("what") for row in parts["decode"][:-1]] == ["forward", "forward", "engine", "engine"]
+    assert [row.get("what") for row in parts["decode"][:-1]] == ["forward"] * 3 + ["engine"] * 2
+    assert parts["decode"][2]["context"] == "lognormal, median 40, at most 96" and parts["decode"][2]["tokens"] < 16 * 96
     for row in parts["decode"][:-1]:
         assert row["fraction_of_limit"] == pytest.approx(row["limit_ms"] / row["ms"]) and row["read_bytes"] > 0
-    engine = parts["decode"][2]
+    engine = parts["decode"][3]
     assert engine["steps"] == QUICK.steps and engine["host_ms"] > 0 and engine["ms"] > 0
     assert parts["sharing"][3]["ratio_to_copies"] > 0
     ours, theirs, summary, _ = parts["workloads"]
