@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-OrderName = Literal["first_come", "least_far", "longest_expected"]
+OrderName = Literal["first_come", "least_far", "longest_expected", "longest_last"]
 IsaName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torch"]
 
 
@@ -99,7 +99,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """a restored sequence makes this many tokens before it may be preempted again, unless nothing else can make room"""
     order: OrderName = "least_far"
     """which of a client's sequences goes first where slots or KV are scarce: those of the oldest group, the child that has come
-    least far, or groups whose ended children were longest (`rollout bench policies`); samples do not depend on it"""
+    least far, groups whose ended children were longest, or the child with most left but the longest of each group last
+    (`rollout bench policies`); samples do not depend on it"""
     foreground_s: float = 2.0
     """a client that was idle is computed before those that keep the engine busy, for so many seconds at most until it is idle
     again; 0 = all that have work share alike (docs/decisions/fairness.md)"""

@@ -174,7 +174,7 @@ class Groups:
         for child in children[1:]:
             seq.state.sequences[child.index] = child
             self.store.share(child.blocks)
-            if self.running_table.has_place and child.index not in seq.state.resumed:
+            if self.running_table.has_place and child.index not in seq.state.resumed and not seq.state.by_length:
                 for block in child.blocks:
                     self.store.pin(block, full=True)
                 self.running_table.enter(child, self.min_run_tokens)

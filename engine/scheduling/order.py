@@ -3,34 +3,63 @@
     first_come         the oldest group; in it, the child that has come least far
     least_far          the child that has come least far, of any group
     longest_expected   the group whose children are expected to get longest, as those that have ended tell; then as first_come
+    longest_last       the child with most tokens left, of any group; but the longest one of each group last of all
 
 `Sampling.priority` goes before any of them, and samples do not depend on them. Ideas: least_far is least attained service
-(Kleinrock 1976), so that nobody starts late and then runs alone; longest_expected is Seer's (arXiv 2511.14617).
+(Kleinrock 1976), so that nobody starts late and then runs alone; longest_expected is Seer's (arXiv 2511.14617). longest_last is
+for children whose lengths are known (`Sampling.lengths`) and a trainer that goes on with all but one of each group; where they
+are not known and `max_tokens` is everywhere the same, it is least_far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 Rank = tuple[int, ...]
 """sorts whoever goes first to the front"""
 Age = tuple[int, int]
 """sorts oldest first: numbers of the group that a conversation began with, and of the group itself"""
-Order = Callable[[Age, int, int, int], Rank]
-"""of (age of the group, tokens drawn, index of the child, tokens that children of the group are expected to get)"""
 
 
-def first_come(age: Age, drawn: int, index: int, expected: int) -> Rank:
-    return *age, drawn, index
+class Standing(NamedTuple):
+    """What is known of a child."""
+
+    age: Age
+    """of its group"""
+    drawn: int
+    """tokens"""
+    number: int
+    """index of the child"""
+    expected: int
+    """tokens that children of its group are expected to get, by those that have ended"""
+    left: int
+    """tokens that it may still draw"""
 
 
-def least_far(age: Age, drawn: int, index: int, expected: int) -> Rank:
-    return drawn, *age, index
+Order = Callable[[Standing], Rank]
 
 
-def longest_expected(age: Age, drawn: int, index: int, expected: int) -> Rank:
-    return -expected, *age, drawn, index
+def first_come(child: Standing) -> Rank:
+    return *child.age, child.drawn, child.number
 
 
-ORDERS: dict[str, Order] = {"first_come": first_come, "least_far": least_far, "longest_expected": longest_expected}
+def least_far(child: Standing) -> Rank:
+    return child.drawn, *child.age, child.number
+
+
+def longest_expected(child: Standing) -> Rank:
+    return -child.expected, *child.age, child.drawn, child.number
+
+
+def longest_last(child: Standing) -> Rank:
+    return -child.left, *child.age, child.number
+
+
+ORDERS: dict[str, Order] = {
+    "first_come": first_come,
+    "least_far": least_far,
+    "longest_expected": longest_expected,
+    "longest_last": longest_last,
+}
 """by `EngineConfig.order`"""

@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.kv.block import Block
 from engine.kv.versions import KVVersions
-from engine.scheduling.order import Order, Rank, first_come
+from engine.scheduling.order import Order, Rank, Standing, first_come, longest_last
 from engine.scheduling.stops import Stops
 from engine.scheduling.texts import Texts
 from engine.scheduling.tracked import LogitRules, Tracked
@@ -42,6 +42,7 @@ class GroupState:
         "begun",
         "ranks",
         "longest",
+        "last",
         "said",
         "texts",
     )
@@ -73,8 +74,8 @@ class GroupState:
         """how children ended that were complete when the group came"""
         self.resumed: dict[int, Begun] = {index: child for index, child in begun.items() if index not in self.complete}
         """what the other children had that had begun"""
-        self.fresh = [index for index in group.wanted if index not in begun]
-        """the children that draw their first token where the prompt ends"""
+        self.fresh, self.last = _in_turn(group, self.resumed)
+        """the children that draw their first token where the prompt ends; the one that may draw most, None: not one alone"""
         self.cancelled: set[int] = set()
         """children that are to end as "aborted" where the group forks"""
         self.begun = False
@@ -104,6 +105,16 @@ class GroupState:
         return self.group.sampling.max_tokens if self.longest is None else self.longest
 
     @property
+    def by_length(self) -> bool:
+        """Each child waits for its own turn, since its length is known and the engine's order goes by that."""
+        return self.ranks is longest_last and self.group.sampling.lengths is not None
+
+    def late(self, index: int) -> bool:
+        """True if a child starts when nobody else of its client and priority waits, fresh prompts included, and is preempted
+        first: the longest one, where the engine's order has these last."""
+        return self.by_length and index == self.last
+
+    @property
     def races(self) -> bool:
         """The group ends with its first `finish_after` children, and not so many have ended."""
         enough = self.group.sampling.finish_after
@@ -118,6 +129,20 @@ class GroupState:
         """The oldest version whose KV it may take over while `version` is live: as old as its `max_kv_lag` allows a new sample,
         but none from before its KV was to be computed again."""
         return max(self.oldest_kv, version - self.group.sampling.max_kv_lag)
+
+
+def _in_turn(group: Group, resumed: dict[int, Begun]) -> tuple[list[int], int | None]:
+    """Return the children that have no token, and which one may draw more than each of its siblings. Where lengths are known
+    the longest stand first, since the first one runs on where the group forks, but the longest of all last."""
+    begun, lengths = {child.index for child in group.begun}, group.sampling.lengths
+    fresh = [index for index in group.wanted if index not in begun]
+    if lengths is None or group.score:
+        return fresh, None
+    left = {index: lengths[index] for index in fresh}
+    left |= {index: lengths[index] - len(child.token_ids) for index, child in resumed.items()}
+    order = sorted(left, key=left.__getitem__)
+    last = order[-1] if len(order) > 1 and left[order[-1]] > left[order[-2]] else None
+    return sorted(fresh, key=lambda index: (index == last, -left[index])), last
 
 
 def _ended_as(child: Begun, group: Group, eos: frozenset[int], stops: Stops | None) -> FinishReason | None:
@@ -181,7 +206,7 @@ class Sequence:
         self.num_prompt = len(state.group.prompt)
         self.length = self.num_prompt
         """tokens it has, prompt and output, pending ones included"""
-        self.limit = self.num_prompt + state.group.sampling.max_tokens
+        self.limit = self.num_prompt + state.group.sampling.most_tokens(index)
         """the length that ends it"""
         self.given: np.ndarray | None = None
         """[tokens] int32 to score; None: it draws"""
@@ -224,10 +249,11 @@ class Sequence:
 
     @property
     def rank(self) -> Rank:
-        """Who goes first where slots or KV are scarce: the highest priority, then as the engine's order says. A turn is as old
-        as its conversation."""
-        state = self.state
-        return -state.group.sampling.priority, *state.ranks(state.order, len(self.output), self.index, state.expected)
+        """Who goes first where slots or KV are scarce: the highest priority, whoever is not late, then as the engine's order
+        says. A turn is as old as its conversation."""
+        state, drawn = self.state, len(self.output)
+        standing = Standing(state.order, drawn, self.index, state.expected, self.limit - self.num_prompt - drawn)
+        return -state.group.sampling.priority, state.late(self.index), *state.ranks(standing)
 
     @property
     def drew(self) -> bool:

@@ -9,8 +9,10 @@ from collections.abc import Collection, Iterable, Iterator
 from engine.scheduling.sequence import Sequence
 
 Place = tuple[int, ...]
-"""Within a client, by priority. Of equal ones those that are held go first, as they would run; then those that have begun
-(preempted, reset, forked): their KV or their siblings hold memory already. Then by rank."""
+"""Within a client, by priority, and whoever is late behind all others. Of equal ones those that are held go first, as they
+would run; then those that have begun (preempted, reset, forked): their KV or their siblings hold memory already. Then by rank.
+Where that goes by known lengths it is not asked who has begun: a child that only waits for its turn holds its prompt, and a
+long one that starts late keeps everybody waiting."""
 
 
 class WaitingQueue:
@@ -37,8 +39,9 @@ class WaitingQueue:
 
     def put(self, sequence: Sequence) -> None:
         """Add a sequence, at the place that it has now within its client."""
-        priority, *rest = sequence.rank
-        self._places[sequence] = (priority, not sequence.held, not sequence.begun, *rest)
+        priority, late, *rest = sequence.rank
+        fresh = not sequence.begun and not sequence.state.by_length
+        self._places[sequence] = (priority, late, not sequence.held, fresh, *rest)
         insort(self._clients.setdefault(sequence.state.client, []), sequence, key=self._places.__getitem__)
 
     def rank_again(self, sequences: Iterable[Sequence]) -> None:

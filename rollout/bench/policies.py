@@ -5,6 +5,7 @@ distributions of lengths, children a group and sizes of the KV pool. Two of thes
 
     tail      seconds from when nine tenths of the children have ended until all have (Seer, arXiv 2511.14617, calls it so)
     ratio     the first-come order's seconds over another's: above 1 it is shorter
+    most      seconds until all children but one of each group have ended, where the engine is told the lengths (`known`)
 """
 
 from __future__ import annotations
@@ -35,9 +36,14 @@ CHILDREN, N, POOLS = 512, (8, 16, 64), (1.0, 0.5, 1 / 3, 0.2)
 MEAN_TOKENS, MOST_TOKENS, PROMPT_TOKENS = 128, 768, 64
 TIGHT = 1 / 3
 """pool at which orders are compared"""
+KNOWN = LENGTHS, N[:1], (1.0, 1 / 12), (True,)
+"""cases of which the engine is told the lengths; with so few slots only a far smaller pool is tight"""
+SLOTS = 64
+"""of these: most children wait"""
 REAL = ("lognormal", "bimodal")
 REAL_GROUPS, REAL_N, REAL_MEAN, REAL_SLOTS = 8, 8, 48, 32
 ROWS, CHUNKS = (1, 2, 4, 8, 16, 32), (64, 128, 256)
+FIGURES = "half", "total", "tail", "most"
 DECODED = 8
 """steps at least in which all rows decode"""
 WORSE = 0.98
@@ -64,10 +70,11 @@ class Case(NamedTuple):
     lengths: str
     n: int
     pool: float
+    known: bool = False
 
     def work(self, scale: float, seed: int) -> Work:
         mean, most = (max(4, round(tokens * scale)) for tokens in (MEAN_TOKENS, MOST_TOKENS))
-        return Work(PROMPT_TOKENS, most, lengths(self.lengths, CHILDREN // self.n, self.n, mean, most, seed))
+        return Work(PROMPT_TOKENS, most, lengths(self.lengths, CHILDREN // self.n, self.n, mean, most, seed), self.known)
 
 
 def measure(folder: Path, config: EngineConfig, scale: float, repeat: int) -> Iterator[dict[str, Any]]:
@@ -82,7 +89,7 @@ def measure(folder: Path, config: EngineConfig, scale: float, repeat: int) -> It
     costs = measure_costs(model, config)
     yield {"workload": NAME, "costs": msgspec.to_builtins(costs)}
     rows = []
-    for case in (Case(*each) for each in product(LENGTHS, N, POOLS)):
+    for case in [*(Case(*each) for each in product(LENGTHS, N, POOLS)), *(Case(*each) for each in product(*KNOWN))]:
         for row in compared(case, config, costs, scale, repeat):
             rows.append(row)
             yield row
@@ -165,17 +172,19 @@ def compared(case: Case, config: EngineConfig, costs: Costs, scale: float, repea
         need = work.needed_blocks(config.block_size)
         pool = max(round(need * case.pool), work.longest_blocks(config.block_size))
         for order in ends:
-            ordered = msgspec.structs.replace(config, kv_gib=None, kv_tokens=pool * config.block_size, order=order)
+            slots = SLOTS if case.known else config.max_num_seqs
+            options = {"kv_tokens": pool * config.block_size, "max_num_seqs": slots, "order": order}
+            ordered = msgspec.structs.replace(config, kv_gib=None, **options)
             ends[order].append(simulate(work, ordered, costs, pool, need))
     first = ends["first_come"]
     return [
         {"workload": NAME, **case._asdict(), "order": order}
-        | {f"{name}_seconds": round(mean([getattr(each, name) for each in runs]), 4) for name in ("half", "total", "tail")}
+        | {f"{name}_seconds": round(mean([getattr(each, name) for each in runs]), 4) for name in FIGURES}
         | {
             f"{name}_ratio": round(
                 geometric([ratio(getattr(a, name), getattr(b, name)) for a, b in zip(first, runs, strict=True)]), 4
             )
-            for name in ("total", "tail")
+            for name in FIGURES
         }
         | {"steps": round(mean([each.steps for each in runs])), "offloads": round(mean([each.offloads for each in runs]))}
         for order, runs in ends.items()
@@ -198,7 +207,7 @@ def on_engine(kind: str, model: ModelLike, config: EngineConfig, costs: Costs, s
     while engine.has_work:
         ended = engine.step()
         ends += [time.perf_counter() - started] * len(ended)
-    real = Ended(np.array(ends), engine.counters.steps, engine.counters.offloads)
+    real = Ended(np.array(ends), engine.counters.steps, engine.counters.offloads, most=ends[-1])
     simulated = simulate(work, config, costs, pool, engine.scheduler.store.host.size)
     return {
         "workload": NAME,
@@ -216,13 +225,8 @@ def on_engine(kind: str, model: ModelLike, config: EngineConfig, costs: Costs, s
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Choose the best order: the shortest tail where the pool is a third of the need, by the geometric mean over lengths and n,
     of those whose total is no longer than first-come's."""
-    tight = [row for row in rows if row["pool"] == TIGHT]
-    figures = {
-        order: {
-            name: geometric([row[name] for row in tight if row["order"] == order]) for name in ("total_ratio", "tail_ratio")
-        }
-        for order in dict.fromkeys(row["order"] for row in tight)
-    }
+    figures = ratios([row for row in rows if row["pool"] == TIGHT and not row["known"]], ("total_ratio", "tail_ratio"))
+    known = ratios([row for row in rows if row["known"]], ("total_ratio", "most_ratio"))
     best = max(
         (order for order in figures if figures[order]["total_ratio"] >= WORSE), key=lambda name: figures[name]["tail_ratio"]
     )
@@ -233,6 +237,15 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "tail_ratio_to_first_come": round(figures[best]["tail_ratio"], 4),
         "total_ratio_to_first_come": round(figures[best]["total_ratio"], 4),
         "orders": {order: {name: round(value, 4) for name, value in each.items()} for order, each in figures.items()},
+        "known_lengths": {order: {name: round(value, 4) for name, value in each.items()} for order, each in known.items()},
+    }
+
+
+def ratios(rows: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """Return the geometric means of some figures of the rows, by order."""
+    return {
+        order: {name: geometric([row[name] for row in rows if row["order"] == order]) for name in names}
+        for order in dict.fromkeys(row["order"] for row in rows)
     }
 
 
@@ -278,7 +291,7 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
     FigureCanvasAgg(figure)
     for axis, kind in zip(figure.subplots(1, len(LENGTHS)), LENGTHS, strict=True):
         for order in get_args(OrderName):
-            mine = [row for row in rows if row.get("order") == order and row["lengths"] == kind]
+            mine = [row for row in rows if row.get("order") == order and row["lengths"] == kind and not row["known"]]
             tails = [geometric([row["tail_ratio"] for row in mine if row["pool"] == pool]) for pool in POOLS]
             axis.plot(POOLS, tails, marker="o", label=order)
         axis.set(title=kind, xlabel="KV pool / need", ylabel="tail, ratio to first come")

@@ -10,6 +10,7 @@ held against a real one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -66,13 +67,22 @@ class Work(NamedTuple):
     max_tokens: int
     lengths: np.ndarray
     """[groups, n] int, each from 2 to max_tokens"""
+    known: bool = False
+    """the scheduler is told them (`Sampling.lengths`)"""
 
     def groups(self) -> Iterator[Group]:
         """Yield the groups, with prompts that have nothing in common."""
         random = np.random.default_rng(7)
         for number, lengths in enumerate(self.lengths):
             prompt = random.integers(WORDS.start, WORDS.stop, self.prompt_tokens).astype(np.int32)
-            sampling = Sampling(n=len(lengths), max_tokens=self.max_tokens, stop_token_ids=(END,), ignore_eos=True, seed=number)
+            sampling = Sampling(
+                n=len(lengths),
+                max_tokens=self.max_tokens,
+                stop_token_ids=(END,),
+                ignore_eos=True,
+                seed=number,
+                lengths=tuple(lengths.tolist()) if self.known else None,
+            )
             yield Group(str(number), prompt, sampling)
 
     def needed_blocks(self, block_size: int) -> int:
@@ -93,6 +103,8 @@ class Ended(NamedTuple):
     """[children] ascending, since the start"""
     steps: int
     offloads: int
+    most: float
+    """seconds until all children but one of each group have ended"""
 
     @property
     def half(self) -> float:
@@ -135,7 +147,8 @@ def follow(scheduler: Scheduler, lengths: np.ndarray) -> None:
 
 def simulate(work: Work, config: EngineConfig, costs: Costs, device_blocks: int, host_blocks: int) -> Ended:
     """Run the scheduler until all children have ended."""
-    now, ends = 0.0, list[float]()
+    now, most, ends = 0.0, 0.0, list[float]()
+    left = Counter({str(group): len(lengths) for group, lengths in enumerate(work.lengths)})
     counters = Counters()
     counters.copy_blocks_per_second = 1 / costs.per_block if costs.per_block else 0.0
     counters.prefill_tokens_per_second = costs.prefill_tokens_per_second
@@ -161,4 +174,7 @@ def simulate(work: Work, config: EngineConfig, costs: Costs, device_blocks: int,
         ended = scheduler.commit(plan, Drawn(tokens, zeros, None, np.ones(len(tokens), bool)))
         ends += [now] * len(ended)
         counters.steps += 1
-    return Ended(np.array(ends), counters.steps, counters.offloads)
+        for sample in ended:
+            left[sample.group_id] -= 1
+            most = now if left[sample.group_id] == 1 else most
+    return Ended(np.array(ends), counters.steps, counters.offloads, most)

@@ -66,9 +66,10 @@ class Handle:
 
     @property
     def in_flight(self) -> int:
-        """tokens that it may take in an engine: its prompt, and `max_tokens` for each child that has not come back; see the
+        """tokens that it may take in an engine: its prompt, and the most of each child that has not come back; see the
         client's `budget`"""
-        return len(self.group.prompt) + (self.n - len(self._samples)) * self.group.sampling.max_tokens
+        most = self.group.sampling.most_tokens
+        return len(self.group.prompt) + sum(most(index) for index in self.group.wanted if index not in self._indices)
 
     @property
     def error(self) -> RolloutError | None:

@@ -39,11 +39,11 @@ class Partials:
             raise ValueError(f"tokens of child {index} of a group that has {list(group.wanted[:20])}")
         chunk = _asked(chunk, group.sampling)
         chunk.validate(group.sampling, vocab_size)
-        known = self._known.get(index, 0)
-        if chunk.first > known or chunk.first + len(chunk.token_ids) > group.sampling.max_tokens:
+        known, most = self._known.get(index, 0), group.sampling.most_tokens(index)
+        if chunk.first > known or chunk.first + len(chunk.token_ids) > most:
             raise ValueError(
                 f"tokens from {chunk.first} to {chunk.first + len(chunk.token_ids)} of child {index}, of which {known} are "
-                f"known: must follow these, up to max_tokens={group.sampling.max_tokens}"
+                f"known: must follow these, up to max_tokens={most}"
             )
         new = beyond(chunk, known)
         if new is None or index in self._ended:

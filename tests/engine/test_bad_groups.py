@@ -43,6 +43,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     *(({"finish_after": bad}, f"finish_after={bad}: must be None or between 1 and n=2") for bad in (0, 3)),
     *(({"min_len_to_cut": bad, "finish_after": 1}, f"min_len_to_cut={bad}: must be between 0 and") for bad in (-1, 5)),
     ({"min_len_to_cut": 1}, "min_len_to_cut=1 without finish_after"),
+    *(({"lengths": bad}, "must be a tuple of n=2 numbers, one for each child") for bad in ((), (1,), (1, 2, 3), [1, 2])),
+    *(({"lengths": (1, bad)}, f"lengths: {bad} of child 1 must be from 1") for bad in (-1, 0, 5, 2**63)),
+    ({"lengths": (2, 3), "min_tokens": 3}, "lengths: 2 of child 0 must be from 3 (min_tokens, and 1) to max_tokens=4"),
     *(({"deadline_s": bad}, f"deadline_s={bad}: must be None or a positive") for bad in (0.0, -1.0, NAN, INF)),
     *(({"priority": bad}, f"priority={bad}: must be between") for bad in (-1_000_001, 1_000_001)),
     *(({"logit_bias": {bad: 1.0}}, f"logit_bias holds {bad}: the model's token ids are 0 to 22") for bad in (-1, VOCAB)),
@@ -92,6 +95,7 @@ def test_the_largest_and_smallest_that_are_good() -> None:
         {"temperature": 0.0, "top_k": 2**31 - 1, "top_p": 1e-9, "min_p": 0.0, "seed": 2**63 - 1},
         {"stop_token_ids": (0, VOCAB - 1), "max_kv_lag": 3, "max_version_lag": 3, "finish_after": 2, "min_len_to_cut": 4},
         {"stop": ("é" * 4, "a")},
+        {"n": 3, "max_tokens": 9, "lengths": (1, 9, 4)},
         {"logit_bias": {0: -100.0, VOCAB - 1: 100.0}, "allowed_token_ids": (0, 1, VOCAB - 1), "repetition_penalty": 0.01},
     ):
         group(**fields).validate(LIMITS, VOCAB, CONTEXT)

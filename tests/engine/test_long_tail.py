@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
+from engine.config import OrderName
 from engine.engine import Engine
 from engine.types import Begun, Chunk, Group, Limits, Sample, Sampling
 from rollout.client.partials import Partials
 from tests.support.equivalence import assert_same
-from tests.support.plans import rows, small_scheduler, step, submit
+from tests.support.plans import commit, launch, rows, small_scheduler, step, submit
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import engine as toy_engine
 from tests.support.toy import group, run
@@ -463,16 +464,52 @@ def test_who_starts_first() -> None:
     assert [step(scheduler)[0][0] for _ in range(4)] == ["c", "d", "a", "b"]
 
 
-@pytest.mark.parametrize("order", ["first_come", "least_far", "longest_expected"])
+@pytest.mark.parametrize("order", get_args(OrderName))
 def test_samples_do_not_depend_on_the_order(order: str) -> None:
     """Nor does anything get lost: under pressure, with and without host memory."""
-    groups = [natural(seed=i) for i in range(5)]
+    groups = [natural(seed=i, lengths=(45, 60, 30, 50, 55, 40) if i % 2 else None) for i in range(5)]
     asked = [msgspec.structs.replace(each, id=f"g{i}") for i, each in enumerate(groups)]
     roomy = run(toy_engine(kv_tokens=4096), asked)
     for host in (0, 0.0001):
         engine = toy_engine(kv_tokens=96, order=order, cpu_offload_gib=host)
         assert_same(roomy, run(engine, asked))
         assert engine.counters.soft_resets + engine.counters.offloads >= 3
+
+
+def test_each_child_may_have_a_length_of_its_own() -> None:
+    """It ends there, and is what it would have been until then; also where it has begun, elsewhere, or is complete already."""
+    own = (3, 8, 1, 6)
+    asked = group("g", range(5, 16), n=4, max_tokens=8, ignore_eos=True, seed=2)
+    cut = group("g", range(5, 16), n=4, max_tokens=8, ignore_eos=True, seed=2, lengths=own)
+    whole, got = run(toy_engine(), [asked]), run(toy_engine(), [cut])
+    for (id, index), sample in got.items():
+        assert sample.finish_reason == "length" and len(sample.token_ids) == own[index]
+        assert sample.token_ids.tolist() == whole[id, index].token_ids[: own[index]].tolist()
+    begun = tuple(Begun.of(msgspec.structs.replace(got["g", index], token_ids=got["g", index].token_ids[:some],
+                  logprobs=got["g", index].logprobs[:some])) for index, some in ((0, 3), (1, 2)))  # fmt: skip
+    again = run(toy_engine(), [msgspec.structs.replace(cut, indices=(0, 1, 3), begun=begun)])
+    assert_same({key: sample for key, sample in got.items() if key[1] != 2}, again)
+    too_long = msgspec.structs.replace(begun[0], index=2)
+    with pytest.raises(ValueError, match="max_tokens=1"):
+        msgspec.structs.replace(cut, begun=(too_long,)).validate(Limits(), 199, 512)
+
+
+def test_the_longest_child_of_each_group_goes_last_and_of_the_others_the_longest_first() -> None:
+    """With a place to run it starts at once; a child as long as another one is not the longest, nor is an only child."""
+
+    def ends(lengths: dict[str, tuple[int, ...]], slots: int, order: str = "longest_last") -> list[str]:
+        scheduler = small_scheduler(64, max_num_seqs=slots, max_batch_tokens=16, order=order)
+        for name, own in lengths.items():
+            submit(scheduler, name, [ord(name)], n=len(own), max_tokens=max(own), lengths=own)
+        ended = []
+        while scheduler.has_work:
+            ended += [f"{sample.group_id}{sample.index}" for sample in commit(scheduler, launch(scheduler))]
+        return ended
+
+    groups = {"a": (9, 2, 3), "b": (2, 4, 8), "c": (5, 5), "d": (6,)}
+    assert ends(groups, 1) == ["d0", "c0", "c1", "b1", "a2", "a1", "b0", "a0", "b2"]
+    assert ends(groups, 16)[-1] == "a0" and len(ends(groups, 16)) == 9
+    assert ends(groups, 1, "least_far")[-2:] != ["a0", "b2"], "the negative control"
 
 
 def test_what_a_group_is_expected_to_get_follows_from_its_longest_child() -> None:

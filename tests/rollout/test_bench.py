@@ -292,6 +292,7 @@ def test_bench_tail_runs_with_drafts_and_without(tiny_model: Path, tmp_path: Pat
     for name in ("seconds_to_most", "seconds_to_all", "tokens_per_step"):
         assert summary[name] == drafted[name] > 0 and summary[f"{name}_plain"] == plain[name] > 0
     assert summary["tokens_per_step"] >= summary["tokens_per_step_plain"] == 1 and summary["tail_tokens_per_step"] >= 1
+    assert summary["step_ms"] and all(ms > 0 for ms in summary["step_ms"].values())
 
 
 def test_bench_without_drafts_in_turn_at_another_temperature(tiny_model: Path) -> None:

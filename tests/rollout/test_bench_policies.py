@@ -50,7 +50,7 @@ def test_a_step_costs_what_the_table_says() -> None:
 
 
 def test_the_tail_is_what_the_last_tenth_takes() -> None:
-    ended = Ended(np.arange(1.0, 21.0), 1, 0)
+    ended = Ended(np.arange(1.0, 21.0), 1, 0, 0.0)
     assert (ended.half, ended.total, ended.tail) == (11.0, 20.0, 1.0)
 
 
@@ -75,17 +75,29 @@ def test_the_order_that_wins_is_the_default() -> None:
     assert found["orders"]["first_come"] == {"total_ratio": 1.0, "tail_ratio": 1.0}
 
 
+def test_known_lengths_bring_most_of_each_group_sooner() -> None:
+    """Where rows cost their share and most children wait, in a roomy pool and in a tight one, at hardly longer a total."""
+    share = Costs(tokens=(1, 1000), seconds=(0.015, 1.2), per_draw=0.0, per_kv_token=0.0, per_block=1e-5)
+    for pool in (1.0, policies.TIGHT):
+        rows = policies.compared(policies.Case("lognormal", 8, pool, True), EngineConfig(block_size=16), share, 0.25, 1)
+        known = policies.ratios(rows, ("total_ratio", "most_ratio"))
+        assert known["longest_last"]["most_ratio"] > 1.3 and known["longest_last"]["total_ratio"] > 0.9
+        assert known["least_far"]["most_ratio"] < 1.1, "which knows nothing of lengths"
+
+
 def test_bench_policies_prints_and_draws(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policies, "CHILDREN", 32)
     monkeypatch.setattr(policies, "N", (4,))
+    monkeypatch.setattr(policies, "KNOWN", (("bimodal",), (4,), (1.0,), (True,)))
     monkeypatch.setattr(simulator, "WORDS", range(16, 96))
     out, picture = tmp_path / "rows.jsonl", tmp_path / "p.png"
     options = {"in_process": False, "scale": 0.1, "repeat": 1, "dtype": "float32", "threads": 1, "plot": str(picture)}
     assert run(("policies",), model=str(tiny_model), json_file=str(out), **options) == 0  # type: ignore[arg-type]
     *rows, last = [json.loads(line) for line in out.read_text().splitlines()]
     assert last["summary"] and last["best"] in last["orders"] and last["tail_ratio_to_first_come"] > 0
+    assert set(last["known_lengths"]) == set(last["orders"])
     assert last["simulator_error"] == max(row["error"] for row in rows if "error" in row)
     real = [row for row in rows if "error" in row]
     assert len(real) == 2 and all(row["engine_steps"] == row["simulated_steps"] for row in real)

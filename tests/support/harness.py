@@ -100,7 +100,7 @@ def expected(group: Group) -> list[list[int]]:
     children = []
     for index in range(group.sampling.n):
         tokens: list[int] = []
-        while len(tokens) < group.sampling.max_tokens and not ended_by(group, tokens):
+        while len(tokens) < group.sampling.most_tokens(index) and not ended_by(group, tokens):
             seen = (*group.prompt.tolist(), *tokens)
             tokens.append(draw(seen, group.sampling.seed or 0, index, rules_of(group, tokens)))
         children.append(tokens)
@@ -449,7 +449,7 @@ def random_harness(r: random.Random, foreground_s: float, order: OrderName, draf
 
 def order_of(seed: int) -> OrderName:
     """Each of them in turn, for schedules with group policies and for those without."""
-    return get_args(OrderName)[seed // 2 % 3]
+    return get_args(OrderName)[seed // 2 % len(get_args(OrderName))]
 
 
 def policies(r: random.Random, n: int) -> dict[str, Any]:
@@ -500,7 +500,7 @@ LOGIT_RULES: list[dict[str, Any]] = [
 
 def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness], None] = Harness.check) -> Harness:
     """Submit, abort, refresh, step and broken copies in random order and at random times, the invariants checked after each."""
-    r, time, more, turns, changes = (random.Random(seed) for _ in range(5))
+    r, time, more, turns, changes, own = (random.Random(seed) for _ in range(6))
     h = random_harness(r, time.choice([0.0, 0.1, 1.0]), order_of(seed), more.choice([0, 2, 6]))
     base = [r.randrange(1, VOCAB) for _ in range(40)]
     breaks = r.random() < 0.4
@@ -516,15 +516,17 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
             n = r.choice([1, 2, 3, 7])
             rules = policies(r, n) if seed % 2 else {}
             rules |= changes.choice(LOGIT_RULES)
+            most = r.choice([1, 3, 12])
+            rules |= {"lengths": tuple(own.randrange(1, most + 1) for _ in range(n)) if own.random() < 0.4 else None}
             rules |= {"stop": changes.choice([(), ("abca", "ccc"), ("bcbc",)])} if seed % 4 == 3 else {}
             if more.random() < 0.2:
-                rules |= {"score": True, "finish_after": None}
+                rules |= {"score": True, "finish_after": None, "lengths": None}
             h.submit(
                 f"g{number}",
                 prompt,
                 client=r.choice("abc"),
                 n=n,
-                max_tokens=r.choice([1, 3, 12]),
+                max_tokens=most,
                 seed=number,
                 max_kv_lag=r.choice(lags),
                 keep_s=turns.choice(KEEP_S),
