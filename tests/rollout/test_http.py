@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -537,12 +539,30 @@ def test_bad_input_is_refused_in_the_dialect_s_form(stack: Stack, path: str, bod
     assert stack.client.status()["state"] == "running"
 
 
+def test_every_route_is_asked_badly(stack: Stack) -> None:
+    """A route that takes a body or parameters has bad ones in the list above; one that takes none is named here."""
+    from rollout.http import adapters, chat, control, data, sglang
+
+    nothing = {"/resume", "/continue_generation", "/flush_cache"}
+    makers = (adapters.AdapterRoutes, chat.Chat, control.Control, data.Data, sglang.SGLang)
+    sources = [Path(inspect.getfile(maker)).read_text() for maker in makers]
+    routes = {path for source in sources for path in re.findall(r'Route\("POST", "([^"]+)"', source)}
+    assert len(routes) > 20
+    bad = {path.split("?")[0] for path, _, _ in BAD}
+    assert routes - bad - nothing == set()
+    refused = {*control.ELSEWHERE, *sglang.ELSEWHERE}
+    for path in sorted(refused):
+        assert stack.post(path).status_code == 501, path
+
+
 @pytest.mark.parametrize(
     "content", [b"{", b"[]", b'"a"', b"\xff\xfe", b'{"prompt": NaN}', b"[" * 100_000, b'{"prompt": ' + b"[" * 50_000, b"\0"]
 )
 @pytest.mark.parametrize(
-    "path", ["/v1/completions", "/inference/v1/generate", "/generate", "/v1/chat/completions", "/update_weights"]
-)
+    "path",
+    ["/v1/completions", "/inference/v1/generate", "/generate", "/v1/chat/completions", "/update_weights", "/abort_requests",
+     "/load_lora_adapter"],
+)  # fmt: skip
 def test_what_is_no_json_is_refused(stack: Stack, path: str, content: bytes) -> None:
     response = stack.http.post(path, content=content)
     assert response.status_code == 400 and error_of(response)["type"] == "invalid_request_error"

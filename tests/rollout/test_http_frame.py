@@ -334,6 +334,27 @@ def test_a_request_is_ended_by_its_name_and_no_other(tiny_model: Path) -> None:
             assert (end, done) == ("abort", "data: [DONE]")
 
 
+def test_many_streams_that_hang_up_leave_nothing(tiny_model: Path) -> None:
+    """Half of them before the head is whole, half in the middle of a stream that nobody reads."""
+    with stack_of(tiny_model) as stack, ExitStack() as open_now:
+        stack.engine.step_s = 0.001
+        assert stack.generate().status_code == 200
+        process = psutil.Process()
+        before = process.memory_info().rss
+        body = json.dumps({"token_ids": [5], "sampling_params": {"max_tokens": 40_000}, "stream": True}).encode()
+        request = b"POST /inference/v1/generate HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        connections = [open_now.enter_context(raw(stack.port)) for _ in range(200)]
+        for i, connection in enumerate(connections):
+            connection.sendall(request if i % 2 else request[:60])
+        for connection in connections[1::2]:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        assert sum(map(len, stack.engine.groups.values())) == 100
+        open_now.close()
+        until(lambda: not stack.engine.groups)
+        assert stack.generate().status_code == 200
+        assert process.memory_info().rss - before < 200 << 20
+
+
 def test_a_failure_in_a_stream_is_its_last_event(tiny_model: Path) -> None:
     with stack_of(tiny_model) as stack:
         stack.engine.step_s = 0.001
