@@ -32,8 +32,6 @@ HOLD_S = 0.05
 """that a request waits for equal ones at most"""
 MOST_JOINED = 64
 """children of a joined group: a fleet keeps a group on one replica"""
-QUIET_TURNS = 2
-"""of the event loop without a request, after which nobody is waited for: one reads what came, one decodes it"""
 
 Submit = Callable[[np.ndarray, Sampling], Handle]
 Part = Chunk | Sample
@@ -112,6 +110,7 @@ class Shared:
         self.owners = owners
         """of each child"""
         self._open = set(owners)
+        """whose children have not ended, and nobody has asked for their end"""
 
     def abort(self, ask: Ask) -> None:
         """End one owner's children; the group, once nobody else waits for it."""
@@ -127,7 +126,7 @@ class Shared:
                 self._open.discard(ask)
             return
         assert self.handle.error is not None
-        for ask in self._open:
+        for ask in set(self.owners):  # also those whose end was asked for, and has not come
             ask.fail(self.handle.error)
 
 

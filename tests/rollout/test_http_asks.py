@@ -229,3 +229,27 @@ def test_a_lost_service_is_told_to_all(stack: Stack) -> None:
 
     with RolloutClient(transport=stack.end.connect()) as client:
         stack.run(use, client)
+
+
+def test_a_lost_service_is_told_to_whoever_was_aborted_as_well() -> None:
+    """Its end was asked for and never came."""
+    from types import SimpleNamespace
+
+    from rollout.http.asks import Shared
+    from transport.errors import ServiceLost
+
+    async def run() -> None:
+        made = [Ask(PROMPT, sampling()) for _ in range(2)]
+        cancelled: list[Any] = []
+        handle: Any = SimpleNamespace(cancel=cancelled.append, error=ServiceLost("gone"))
+        shared = Shared(handle, made)
+        for i, ask in enumerate(made):
+            ask.shared, ask.first = shared, i
+        made[1].abort()
+        assert [list(indices) for indices in cancelled] == [[1]]
+        shared.add(None)
+        for ask in made:
+            with pytest.raises(ServiceLost):
+                await asyncio.wait_for(ask.done, WAIT_S)
+
+    asyncio.run(run())
