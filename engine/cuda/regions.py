@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -42,65 +44,83 @@ class Driver(Protocol):
     def unmap(self, address: int, size: int, handle: int) -> None:
         """Take the memory away again, and give it back."""
 
-    def tensor(self, address: int, size: int) -> torch.Tensor:
-        """View mapped addresses as [size] uint8."""
+    def tensor(self, address: int, size: int, on_end: Callable[[], None]) -> torch.Tensor:
+        """View addresses, of which the first are mapped, as [size] uint8. on_end: called when the last view is gone."""
 
     def settle(self) -> None:
         """Wait until nothing on the device uses any memory."""
 
 
-class MappedRegion:
-    """`engine.memory.Region` over a driver. Raises RuntimeError where the driver cannot."""
+class Addresses:
+    """Addresses of a driver, and the memory behind the first of them. Raises RuntimeError where the driver cannot."""
 
     def __init__(self, driver: Driver, size: int) -> None:
         self._driver = driver
-        self._size = _up(max(size, 1), driver.grain)
-        self._address = driver.reserve(self._size)
+        self.size = _up(max(size, 1), driver.grain)
+        self.first = driver.reserve(self.size)
         self._pieces: list[tuple[int, int, int]] = []
         """(address, bytes, handle) of what is mapped"""
-        self._had = 0
-        """bytes that were mapped before `release`"""
-        try:
-            self.need(1)
-            self.data: torch.Tensor = driver.tensor(self._address, self._size)[:size]
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def mapped(self) -> int:
         """Bytes that have memory behind them."""
         return sum(size for _, size, _ in self._pieces)
 
-    def need(self, size: int) -> None:
-        wanted = min(_up(size, self._driver.grain), self._size)
+    def map(self, size: int) -> None:
+        """Put memory behind the first `size` bytes. Raises torch.OutOfMemoryError."""
+        wanted = min(_up(size, self._driver.grain), self.size)
         while self.mapped < wanted:
-            at, piece = self._address + self.mapped, min(_up(PIECE_BYTES, self._driver.grain), self._size - self.mapped)
+            at, piece = self.first + self.mapped, min(_up(PIECE_BYTES, self._driver.grain), self.size - self.mapped)
             self._pieces.append((at, piece, self._driver.map(at, piece)))
+
+    def unmap(self) -> None:
+        """Give the memory back."""
+        if self._pieces:
+            self._driver.settle()
+        while self._pieces:
+            self._driver.unmap(*self._pieces.pop())
+
+    def close(self) -> None:
+        """Give memory and addresses back for good."""
+        self.unmap()
+        if self.first:
+            self._driver.free(self.first, self.size)
+        self.first = 0
+
+
+class MappedRegion:
+    """`engine.memory.Region` over a driver. Memory and addresses go with the last view of `data`. Raises RuntimeError where the
+    driver cannot, torch.OutOfMemoryError."""
+
+    def __init__(self, driver: Driver, size: int) -> None:
+        self._addresses = Addresses(driver, size)
+        self._had = 0
+        """bytes that were mapped before `release`"""
+        try:
+            self._addresses.map(1)
+            self.data: torch.Tensor = driver.tensor(self._addresses.first, self._addresses.size, self._addresses.close)[:size]
+        except BaseException:
+            self._addresses.close()
+            raise
+
+    @property
+    def mapped(self) -> int:
+        """Bytes that have memory behind them."""
+        return self._addresses.mapped
+
+    def need(self, size: int) -> None:
+        self._addresses.map(size)
 
     def release(self) -> None:
         self._had = self.mapped
-        self._unmap()
+        self._addresses.unmap()
 
     def restore(self) -> None:
         try:
             self.need(self._had)
         except BaseException:
-            self._unmap()
+            self._addresses.unmap()
             raise
-
-    def close(self) -> None:
-        """Give memory and addresses back for good."""
-        self._unmap()
-        if self._address:
-            self._driver.free(self._address, self._size)
-        self._address = 0
-
-    def _unmap(self) -> None:
-        if self._pieces:
-            self._driver.settle()
-        while self._pieces:
-            self._driver.unmap(*self._pieces.pop())
 
 
 def _up(size: int, grain: int) -> int:
@@ -188,8 +208,10 @@ class CudaDriver:
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size))
         self._call("cuMemRelease", ctypes.c_uint64(handle))
 
-    def tensor(self, address: int, size: int) -> torch.Tensor:
-        return torch.as_tensor(_Interface(address, size), device=torch.device("cuda", self._index))
+    def tensor(self, address: int, size: int, on_end: Callable[[], None]) -> torch.Tensor:
+        interface = _Interface(address, size)  # torch holds it as long as there is a view
+        weakref.finalize(interface, on_end).atexit = False
+        return torch.as_tensor(interface, device=torch.device("cuda", self._index))
 
     def settle(self) -> None:
         torch.cuda.synchronize(self._index)

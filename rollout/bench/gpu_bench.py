@@ -54,6 +54,7 @@ class Sizes(NamedTuple):
     workload_rows: int = 512
     pressure: Workload = Workload(name="half_pool", prompts=8, prompt_tokens=512, n=16, new_tokens=384, kv_share=0.5)
     refreshes: int = 2
+    naps: int = 20
     prefill: tuple[int, int] = (8, 1024)
     """rows and tokens of each in a forward that only prefills"""
     probe_bytes: int = 4 << 30
@@ -64,7 +65,7 @@ QUICK = Sizes(
     rows=16, contexts=(64, 96), mixed=(40, 96), prompt=32, steps=6, turns=2, batch_tokens=128, shapes=(Shape(2, 4, 64, 32),),
     workloads=(Workload(name="multi_return_seq", prompts=3, prompt_tokens=32, n=4, new_tokens=16),),
     workload_rows=16, pressure=Workload(name="half_pool", prompts=2, prompt_tokens=64, n=8, new_tokens=96, kv_share=0.5),
-    refreshes=1, prefill=(2, 64), probe_bytes=1 << 20,
+    refreshes=1, naps=2, prefill=(2, 64), probe_bytes=1 << 20,
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from engine.config import WeightOffload
+from engine.cuda.exact import make_plain
 from engine.devices import device_of
 from engine.engine import Engine
 from engine.forward.batch import Batch
@@ -27,6 +28,7 @@ from rollout.bench import sharing as sharing_by_hand
 from rollout.bench.against import PeerFailed, parse, peer
 from rollout.bench.by_hand import batch_of, fill, forward_of, lognormal, median_ms, own_blocks, prepared, release, replayed
 from rollout.bench.gpu_bench import Bench
+from rollout.bench.gpu_memory import ipc, naps
 from rollout.bench.runner import BenchFailed, one_run, peer_run, peer_setup
 from rollout.bench.target import EngineTarget
 from rollout.bench.workloads import Workload
@@ -55,9 +57,8 @@ def machine(bench: Bench) -> Rows:
 def decode(bench: Bench) -> Rows:
     """A decode step of many sequences: the forward alone at some lengths, and whole steps of the engine, overlapped and one
     after the other; beside the time that reading the weights and the KV takes."""
-    most = max(int(blocks_of(contexts, 32).sum()) for contexts in contexts_of(bench).values()) * 32
     for overlap in (True, False):
-        engine = bench.engine(kv_tokens=most, overlap_steps=overlap)
+        engine = bench.engine(kv_tokens=pool_tokens(bench), overlap_steps=overlap)
         if overlap:
             yield from kept(forwards(bench, engine))
         yield from kept(whole_steps(bench, engine))
@@ -79,6 +80,11 @@ def contexts_of(bench: Bench) -> dict[int | str, np.ndarray]:
     rows, (median, longest) = bench.sizes.rows, bench.sizes.mixed
     same: dict[int | str, np.ndarray] = {context: np.full(rows, context, np.int32) for context in bench.sizes.contexts}
     return {**same, f"lognormal, median {median}, at most {longest}": lognormal(rows, median, longest)}
+
+
+def pool_tokens(bench: Bench) -> int:
+    """Tokens of KV that hold the rows of any of these contexts."""
+    return max(int(blocks_of(contexts, 32).sum()) for contexts in contexts_of(bench).values()) * 32
 
 
 def blocks_of(contexts: np.ndarray, block_size: int) -> np.ndarray:
@@ -103,6 +109,34 @@ def forwards(bench: Bench, engine: Engine) -> Rows:
             "attention": engine.backend.name,
             "graphs": replayed(engine, batch),
         }
+
+
+def exact(bench: Bench) -> Rows:
+    """What `exact` costs: the same forwards as in `decode`, by transformers' own layers, by fused ones and by exact ones."""
+    if bench.device.type == "cpu":
+        yield {"left_out": "exact is an option of CUDA"}
+        return
+    times: dict[tuple[str, int | str], float] = {}
+    for variant, options in {
+        "plain": {"fused_layers": False},
+        "fused": {"fused_layers": True},
+        "exact": {"fused_layers": False, "exact": True},
+    }.items():
+        try:
+            engine = bench.engine(kv_tokens=pool_tokens(bench), **options)
+            for row in kept(forwards(bench, engine)):
+                if "ms" in row:
+                    times[variant, row["context"]] = row["ms"]
+                yield {"variant": variant, **row}
+            del engine
+        finally:
+            make_plain(bench.module)
+            release(bench.device)
+    for context in contexts_of(bench):
+        if all((variant, context) in times for variant in ("plain", "fused", "exact")):
+            own = times["exact", context]
+            ratios = {f"ratio_to_{variant}": own / times[variant, context] for variant in ("plain", "fused")}
+            yield {"summary": True, "context": context, **ratios}
 
 
 def sample_of(engine: Engine, logits: torch.Tensor, batch: Batch) -> object:
@@ -348,5 +382,5 @@ def weights(bench: Bench) -> Rows:
 
 
 PARTS: dict[str, Callable[[Bench], Rows]] = {
-    part.__name__: part for part in (machine, decode, sharing, offload, weights, refresh, workloads)
+    part.__name__: part for part in (machine, decode, exact, sharing, offload, weights, refresh, ipc, naps, workloads)
 }

@@ -38,8 +38,10 @@ def test_memory_goes_and_comes_back_at_the_same_addresses(monkeypatch: pytest.Mo
     region.restore()
     assert region.mapped == 9 << 16 and region.data.data_ptr() == address
     assert not region.data[:500_000].any(), "other memory, as it comes"
-    region.close()
-    region.close()
+    view = region.data[7:9]
+    del region
+    assert driver.mapped, "something may still read it"
+    del view
     assert not driver.mapped and not driver.reserved
 
 

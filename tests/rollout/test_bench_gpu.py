@@ -80,6 +80,8 @@ def test_every_part_runs(stand_in: None, tmp_path: Path, capfd: pytest.CaptureFi
     assert variants["no_offload"]["steps"] > variants["roomy"]["steps"], "what finds no room waits or is computed again"
     assert parts["offload"][-2]["ratio_to_no_copies"] > 0
     assert parts["refresh"][0]["bytes"] == parts["machine"][0]["weight_bytes"]
+    assert [row["what"] for row in parts["ipc"][:-1]] == ["beside steps", "beside steps", "into place"]
+    assert all(row["bytes"] == parts["refresh"][0]["bytes"] for row in parts["ipc"][:-1]) and len(parts["naps"]) == 3
     assert {row["what"] for row in parts["weights"][:-1]} == {"decode", "prefill"}
     assert all(row["same_logits"] for row in parts["weights"][:-1])
     assert "tiny decode: what forward, context 64, ms" in capfd.readouterr().out

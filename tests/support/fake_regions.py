@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -49,8 +51,10 @@ class HostDriver:
         assert self.mapped.pop(handle) == size
         assert libc.mmap(address, size, NOTHING, PRIVATE | FIXED, -1, 0) == address
 
-    def tensor(self, address: int, size: int) -> torch.Tensor:
-        return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+    def tensor(self, address: int, size: int, on_end: Callable[[], None]) -> torch.Tensor:
+        memory = (ctypes.c_uint8 * size).from_address(address)
+        weakref.finalize(memory, on_end).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def settle(self) -> None:
         self.settled += 1
