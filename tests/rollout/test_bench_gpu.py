@@ -56,10 +56,12 @@ def by_part(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 @pytest.mark.usefixtures("copies_pay")
 def test_every_part_runs(stand_in: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"
-    assert main([*OPTIONS, "--json", str(out)]) == 0
+    names = [name for name in gpu_parts.PARTS if name != "ipc"]
+    assert main([*OPTIONS, "--parts", ",".join(names), "--json", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert not any("error" in row for row in rows) and {row["model"] for row in rows} == {"tiny"}
     parts = by_part(rows)
+    assert not parts.pop("ipc")
     assert all(part[-1].keys() == {"model", "part", "seconds"} for part in parts.values())
     assert parts["machine"][0]["bytes_per_second"] > 0
     assert [row.get("what") for row in parts["decode"][:-1]] == ["forward"] * 3 + ["engine"] * 2
@@ -80,11 +82,17 @@ def test_every_part_runs(stand_in: None, tmp_path: Path, capfd: pytest.CaptureFi
     assert variants["no_offload"]["steps"] > variants["roomy"]["steps"], "what finds no room waits or is computed again"
     assert parts["offload"][-2]["ratio_to_no_copies"] > 0
     assert parts["refresh"][0]["bytes"] == parts["machine"][0]["weight_bytes"]
-    assert [row["what"] for row in parts["ipc"][:-1]] == ["beside steps", "beside steps", "into place"]
-    assert all(row["bytes"] == parts["refresh"][0]["bytes"] for row in parts["ipc"][:-1]) and len(parts["naps"]) == 3
+    assert len(parts["naps"]) == 3
     assert {row["what"] for row in parts["weights"][:-1]} == {"decode", "prefill"}
     assert all(row["same_logits"] for row in parts["weights"][:-1])
-    assert "tiny decode: what forward, context 64, ms" in capfd.readouterr().out
+    assert "tiny decode: what forward, context 64, mean_context 64, ms" in capfd.readouterr().out
+
+
+@pytest.mark.long
+def test_a_trainer_s_process_refreshes(bench: Bench) -> None:
+    rows = list(gpu_parts.ipc(bench))
+    assert [row["what"] for row in rows] == ["beside steps", "beside steps", "into place"]
+    assert all(row["bytes"] == sum(each.nbytes for each in bench.module.parameters()) for row in rows)
 
 
 def test_a_part_that_fails_ends_no_other(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
