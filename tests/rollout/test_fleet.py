@@ -692,7 +692,7 @@ def test_a_short_chaos() -> None:
 )
 def test_chaos_notices(fault: str, found: str) -> None:
     """Negative controls: a replica with stale weights, repeats that are not dropped, commits of what was not prepared."""
-    accounts = Chaos(seed=1, replicas=2, fault=fault).run(4.0 if fault == "repeats" else 100.0, enough=found)
+    accounts = Chaos(seed=1, replicas=2, fault=fault).run(100.0 if fault == "stale" else 6.0, enough=found)
     assert accounts[found], accounts
 
 

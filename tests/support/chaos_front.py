@@ -4,8 +4,9 @@ hash engines for replicas and with links that can be cut.
     python -m tests.support.chaos_front FOLDER ADDRESS READY_FILE REPLICAS SEED [FAULT]
 
 Lines of standard input: "cut NAME" cuts the link of that replica; its end is the front's. FOLDER/doubled gets a line for each
-child that comes out of the front twice. FAULT, which the accounts must show: "stale" = replica 1 takes no weights; "repeats" =
-repeats come and are not dropped; "unprepared" = commits are sent to replicas that have not prepared.
+child that comes out of the front twice, FOLDER/unprepared one for each commit of what a replica had not prepared. FAULT, which
+the accounts must show: "stale" = replica 1 takes no weights; "repeats" = repeats come and are not dropped; "unprepared" =
+commits are sent to replicas that have not prepared.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from engine.types import Sample
+from engine.types import KVPolicy, Refreshed, Sample
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.groups import Groups
 from rollout.fleet.kept import Kept
@@ -70,20 +71,29 @@ class Cut:
 
 
 class Watched(Fleet):
-    """Writes down children that come out of the front twice."""
+    """Writes down what must not be: children that come out of the front twice, commits of what was not prepared."""
 
-    def __init__(self, launcher: Any, version: int, doubled: Path) -> None:
+    def __init__(self, launcher: Any, version: int, folder: Path) -> None:
         super().__init__(launcher, version=version)
-        self._doubled, self._given = doubled, set[tuple[str, int]]()
+        self._folder, self._given = folder, set[tuple[str, int]]()
+
+    def commit(self, staging: Any, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed | None:
+        transaction = staging.transaction
+        if not transaction.committing and transaction.prepared != transaction.members:
+            self._write("unprepared", f"{staging.version}")
+        return super().commit(staging, kv, via)
 
     def step(self) -> list[Sample]:
         ended = super().step()
         for sample in ended:
             if (sample.group_id, sample.index) in self._given:
-                with self._doubled.open("a") as file:
-                    file.write(f"{sample.group_id} {sample.index}\n")
+                self._write("doubled", f"{sample.group_id} {sample.index}")
             self._given.add((sample.group_id, sample.index))
         return ended
+
+    def _write(self, name: str, line: str) -> None:
+        with (self._folder / name).open("a") as file:
+            file.write(f"{line}\n")
 
 
 def break_it(fault: str) -> None:
@@ -113,7 +123,7 @@ def main() -> None:
 
     journal = Journal(str(folder / "journal"), "hash")
     launcher = Cut(Launcher(command, [Place()] * int(replicas), kept=Kept(folder / "replicas")), int(seed))
-    fleet = Watched(launcher, journal.weights, folder / "doubled")
+    fleet = Watched(launcher, journal.weights, folder)
     try:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
         fleet.open(WAIT, count=1 if launcher.outlived else None, patient=True)

@@ -248,7 +248,8 @@ class Pusher:
     def push(self, client: RolloutClient, sent: Weights, broken: bool, partial: bool) -> None:
         accounts, rng, kills = self.accounts, self.rng, self.front.kills
         version, weights = accounts.version + 1, {**self.weights, **sent} if partial else sent
-        if not broken:
+        doubtful = any((values == MARK).any() for values in sent.values())
+        if doubtful or not broken:
             accounts.keys[version] = key_of(weights)
         named = {name: torch.from_numpy(values) for name, values in sent.items()}
         ways: Any = {"kv": rng.choice(["keep", "recompute"]), "via": rng.choice(["shm", "inline"])}
@@ -268,7 +269,7 @@ class Pusher:
         self.whole = False
         self.weights, accounts.version = weights, version
         accounts.add("refreshes")
-        if broken:
+        if broken and not doubtful:
             accounts.add("mixed", note="broken weights are live")
 
     def refused(self, broken: bool, error: Exception, killed: bool) -> None:
@@ -357,9 +358,9 @@ class Chaos:
         return self.accounts.result()
 
     def _count_what_is_left(self, replicas: list[int]) -> None:
-        doubled = self.folder / "doubled"
-        if doubled.exists():
-            self.accounts.add("doubled", len(doubled.read_text().splitlines()), note="they came out of the front")
+        for name, count in (("doubled", "doubled"), ("unprepared", "mixed")):
+            if (file := self.folder / name).exists():
+                self.accounts.add(count, len(file.read_text().splitlines()), note=f"{name}, as the front has seen")
         for pid in replicas:
             if send(pid, 0):
                 self.accounts.add("orphans", note=f"process {pid} is still there")
@@ -371,7 +372,7 @@ class Chaos:
 
 
 def broken_weights(rng: random.Random, content: int) -> Weights:
-    """Weights that must be refused: by all, or by one replica alone."""
+    """Weights that must be refused: by all, or by one replica alone, if it is there."""
     weights, name = weights_of(content), f"w{rng.randrange(TENSORS)}"
     match rng.randrange(4):
         case 0:
