@@ -14,9 +14,13 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from engine.types import Group, Mode, Sample, Sampling, TensorInfo, manifest_digest
 from rollout.client import link as link_module
+from rollout.client.api import RolloutClient
+from rollout.config import Config, dump
 from rollout.fleet import members as members_module
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.kept import Kept, KeptFleet, adopt
@@ -26,6 +30,7 @@ from rollout.service.journal import Journal
 from rollout.service.watchdog import Watch
 from tests.support.fleet import WAIT, Threads, collect, step_until
 from tests.support.hash_engine import HashEngine, expected, key_of, manifest_of, weights_of
+from tests.support.lasting import ROOT, free_port
 from tests.support.waiting import until
 from tests.support.wire import Bench, Peer, submit
 from transport import messages as m
@@ -411,3 +416,52 @@ def test_what_cannot_be_shared_is_refused() -> None:
     peer = front.client().send(m.Share(9))
     front.turn()
     assert "ask one of its replicas" in peer.refused().message
+
+
+# as a user has it
+
+
+@pytest.mark.long
+def test_rollout_serve_goes_on_with_its_replicas(tiny_config: Config, tmp_path: Path) -> None:
+    """The command line, a model, a refresh, SIGKILL of the front: the same replicas serve the refreshed weights."""
+    endpoint, toml = f"tcp://127.0.0.1:{free_port()}", tmp_path / "config.toml"
+    toml.write_text(dump(tiny_config))
+    flags = ["--config", str(toml), "--service.endpoint", endpoint, "--replicas", "2", "--fleet.front-grace-s", "5"]
+    command = [sys.executable, "-m", "rollout", "serve", *flags, "--journal", str(tmp_path / "journal")]
+
+    def start(life: int) -> subprocess.Popen[bytes]:
+        ready = tmp_path / f"ready{life}"
+        process = subprocess.Popen([*command, "--ready-file", str(ready)], cwd=ROOT, stdout=subprocess.DEVNULL)
+        until(lambda: ready.exists() or process.poll() is not None, "the front listens", 200)
+        assert process.poll() is None
+        return process
+
+    weights = {name: tensor + 0.01 for name, tensor in load_file(Path(tiny_config.engine.model) / "model.safetensors").items()}
+    process = start(0)
+    try:
+        with RolloutClient(endpoint, connect_timeout_s=WAIT) as client:
+            client.refresh({name: torch.clone(tensor) for name, tensor in weights.items()}, version=3, timeout=WAIT)
+            digest = client.weights_status(True)["live_digest"]
+            pids = {one["name"]: one["pid"] for one in client.status()["replicas"]}
+            handles = [client.submit([5 + i, 6, 7], Sampling(n=4, max_tokens=200, ignore_eos=True)) for i in range(4)]
+            process.kill()
+            process.wait(WAIT)
+            psutil.Process(pids["1"]).kill()
+            process = start(1)
+            groups = [handle.result(2 * WAIT) for handle in handles]
+            assert {sample.weight_versions[0] for samples in groups for sample in samples} == {(0, 3)}
+            until(lambda: client.status()["fleet"]["serving"] == 2, "both serve", 2 * WAIT)
+            again = {one["name"]: one["pid"] for one in client.status()["replicas"]}
+            assert again["0"] == pids["0"] and again["1"] != pids["1"]
+            assert client.weights_status(True)["live_digest"] == digest, "also of the one that had only the checkpoint"
+            for i, samples in enumerate(groups):
+                seeded = Sampling(n=4, max_tokens=200, ignore_eos=True, seed=samples[0].seed)
+                for one, other in zip(samples, client.submit([5 + i, 6, 7], seeded).result(WAIT), strict=True):
+                    assert one.token_ids.tolist() == other.token_ids.tolist()
+                    assert one.logprobs.tobytes() == other.logprobs.tobytes()
+        process.kill()
+        process.wait(WAIT)
+        until(lambda: not any(map(lives, again.values())), "replicas without a front end by themselves", WAIT)
+    finally:
+        process.kill()
+        process.wait(WAIT)
