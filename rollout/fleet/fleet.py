@@ -81,14 +81,13 @@ class Fleet:
         deadline = time.monotonic() + timeout
         while True:
             self.step()
-            replicas = self._members.replicas.values()
             up = self._members.linked() if self.weights.lost else self._members.serving()
             serving, wanted = len(up), count or self._launcher.wanted
             if serving >= wanted:
                 return
-            dead = [replica for replica in replicas if replica.state is State.DEAD]
             if (self._members.deaths and not patient) or time.monotonic() > deadline:
-                why = "; ".join(f"replica {one.name}: {one.why}" for one in dead) or f"{serving} of {wanted} replicas serve"
+                dead = [f"replica {one.name}: {one.why}" for one in self._members.replicas.values() if one.state is State.DEAD]
+                why = "; ".join(dead) or f"{serving} of {wanted} replicas serve"
                 raise ServiceLost(f"the fleet does not start: {why}")
             time.sleep(LOOK_S)
 
