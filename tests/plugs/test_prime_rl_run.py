@@ -124,9 +124,8 @@ def row_of(trace: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def learn(model: Any, optimizer: Any, rows: list[tuple[np.ndarray, np.ndarray]], advantages: torch.Tensor) -> None:
-    for row, advantage in zip(rows, advantages, strict=True):
-        loss = -advantage * sample_logprobs(model, [row])[0].mean() / len(rows)
-        loss.backward()
+    logprobs = torch.stack([row.mean() for row in sample_logprobs(model, rows)])
+    (-advantages * logprobs).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -139,6 +138,7 @@ def publish(run: Run, folder: Path) -> None:
         http.post("/resume").raise_for_status()
 
 
+@pytest.mark.timeout(900)
 def test_steps_of_prime_rl_s_loop(run: Run, tmp_path: Path, record_property: Any) -> None:
     from transformers import AutoModelForCausalLM
 
