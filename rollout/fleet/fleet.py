@@ -21,7 +21,7 @@ from rollout.fleet.merge import counters, described, merged, totals
 from rollout.fleet.replica import Replica, State
 from rollout.fleet.weights import FleetStaging
 from transport import messages as m
-from transport.errors import ServiceLost, WeightsRefused
+from transport.errors import ServiceLost
 
 NOTHING = dict.fromkeys(
     ("running", "waiting", "groups", "steps", "generated_tokens", "offloads", "soft_resets", "recomputed_tokens"), 0
@@ -68,8 +68,10 @@ class Fleet:
         self._groups = Groups(self.inbox, self._members.serving, lambda: self.version, self._members.failed, seed, hedge)
         self._mode = Mode.RUNNING
         """RUNNING, DRAINING or PAUSED: what was asked for last"""
-        self._sleeps = 0
-        """level of the sleep, 0 awake"""
+        self._level = 1
+        """of the last sleep"""
+        self._asleep: set[Tag] = set()
+        """parts of the replicas' memory that were given back"""
         self._drains: dict[Replica, Future[Any]] = {}
         self._retired: list[dict[str, Any]] = []
         """counters of replicas that are dead, added up"""
@@ -124,7 +126,7 @@ class Fleet:
 
     @property
     def mode(self) -> Mode:
-        if self._sleeps:
+        if self._asleep:
             return Mode.ASLEEP
         return Mode.WITHOUT_WEIGHTS if self.weights.dropped or self.weights.lost else self._mode
 
@@ -198,11 +200,9 @@ class Fleet:
         adapter: Adapter | None = None,
     ) -> FleetStaging:
         """Begin a refresh of all replicas. Raises WeightsRefused, Busy, SourceUnreachable."""
-        if adapter is not None:
-            raise WeightsRefused("a fleet takes weights, no adapters: give refresh the model after merge_and_unload()")
-        if self._sleeps:
+        if "weights" in self._asleep:
             raise ValueError("the replicas are asleep: wake them, then refresh")
-        return self.weights.stage(manifest, version, partial)
+        return self.weights.stage(manifest, version, partial, adapter)
 
     def commit(self, staging: Any, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed | None:
         """Have what all replicas have prepared applied by all. None: not all have said yet that they have it."""
@@ -234,22 +234,22 @@ class Fleet:
         """Have all replicas give memory back. Returns how many bytes went back."""
         if level not in (1, 2):
             raise ValueError(f"level={level!r}: must be 1 (weights to host memory) or 2 (weights dropped)")
-        if self._sleeps or self.weights.staging:
+        if self._asleep or self.weights.staging:
             raise ValueError(
                 "a refresh is being staged; finish or abandon it first" if self.weights.staging else "asleep already"
             )
         answers = self._members.ask_all(sleeping(level))
-        self._sleeps = level
+        self._level, self._asleep = level, set(get_args(Tag))
         self.weights.dropped |= level == 2
         return sum(answer.freed_bytes for answer in answers)
 
     def wake(self, tags: Collection[Tag] | None = None) -> None:
-        if not self._sleeps:
-            raise ValueError("the replicas are not asleep")
-        if tags is not None and set(tags) != set(get_args(Tag)):
-            raise ValueError(f"tags={tags}: the replicas of a fleet wake as a whole; leave tags out")
-        self._sleeps = 0
-        self._members.ask_all(m.Wake)
+        wanted = self._asleep if tags is None else set(tags)
+        if not wanted or not wanted <= self._asleep:
+            asleep = ", ".join(sorted(self._asleep)) or "nothing"
+            raise ValueError(f"wake {', '.join(sorted(wanted)) or 'all'}: of the replicas {asleep} is asleep")
+        self._members.ask_all(waking(wanted))
+        self._asleep -= wanted
 
     def _asked_of_all(self) -> list[Make]:
         """List what a replica must be told that comes now."""
@@ -258,7 +258,11 @@ class Fleet:
             Mode.DRAINING: partial(m.Control, action="drain"),
         }
         asked = [modes[self._mode]] if self._mode in modes else []
-        return [*asked, sleeping(self._sleeps)] if self._sleeps else asked
+        if self._asleep:
+            asked.append(sleeping(self._level))
+            if awake := set(get_args(Tag)) - self._asleep:
+                asked.append(waking(awake))
+        return asked
 
     def change_replicas(self, action: str, count: int, name: str) -> None:
         self._members.change(action, count, name)
@@ -285,3 +289,7 @@ class Fleet:
 
 def sleeping(level: int) -> Make:
     return partial(m.Sleep, level=2 if level == 2 else 1)
+
+
+def waking(tags: Collection[Tag]) -> Make:
+    return partial(m.Wake, tags=tuple(sorted(tags)))

@@ -187,6 +187,8 @@ class Joins:
             raise LimitExceeded(f"{MOST_JOINED} replicas have joined")
         again_at, pause_s = (now, FIRST_PAUSE_S) if before is None else (before.again_at, before.pause_s)
         known = self._known[join.name] = Known(join, key, now, again_at, pause_s)
+        if before is not None and before.going:
+            known.going, known.answer = True, before.answer
         log.info("replica joins name=%s address=%s pid=%d", join.name, join.address, join.pid)
         return known
 

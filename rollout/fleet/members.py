@@ -196,6 +196,8 @@ class Members:
         if event.address is None:
             if replica is not None:
                 self.lose(replica, event.why, sick=False)
+                if replica.leaving:
+                    self._launcher.remove(event.name)  # it may have ended for another reason
                 if replica.leaving or event.gone:
                     del self.replicas[event.name]
             self._told_or_gone(event.name)  # also of one that had not said where it listens
@@ -228,6 +230,7 @@ class Members:
             return
         told = answer.result()
         replica.version, replica.digest = told["version"], told["digest"]
+        replica.base_digest = told["base_digest"]
         self.weights.names = max(self.weights.names, told["names"])
         self._set(replica, State.STALE, "its weights are looked at")
         self._told_or_gone(replica.name)
@@ -274,7 +277,8 @@ class Members:
     def _weights_changed(self) -> None:
         """Let nobody serve who has other weights."""
         for replica in self.linked():
-            if replica.state is State.STALE or (replica.version != self.weights.version and replica.state is State.SERVING):
+            differs = (replica.version, replica.digest) != (self.weights.version, self.weights.digest)
+            if replica.state is State.STALE or (differs and replica.state is State.SERVING):
                 self._admit(replica)
 
     # looking

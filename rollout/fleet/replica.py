@@ -48,6 +48,8 @@ class Replica:
         self.link: Link | None = None
         self.version = -1
         self.digest = ""
+        self.base_digest = ""
+        """of its weights without an adapter, as it told when it came"""
         self.load = 0
         """outstanding tokens: prompts, and what their children may make; 0: nothing runs there. Written by `Groups`"""
         self.failing: set[str] = set()

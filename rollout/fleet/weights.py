@@ -1,41 +1,35 @@
 """The weights of a fleet: what is live everywhere, and the one refresh that is on its way.
 
 trainer ─→ payload ─→ the front's segment (shared memory, read once from the trainer, by whatever way)
-                           │ Begin(offer) to each serving replica, Prepare
+                           │ Transaction: Begin(offer) to each serving replica, Prepare
            all prepared ─→ Commit to all ─→ all applied ─→ version and digest are live, the segment is kept
                            │
-a replica that has not the live weights ←─ the kept segment, at any time; served from only when the digests are equal
+a replica that has not the live weights ←─ what is kept, at any time; served from only when the digests are equal
                                         ←─ or a segment that a replica with the live weights writes, where nothing is kept here
 """
 
 from __future__ import annotations
 
-import math
-import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from engine.types import KVPolicy, Refreshed, TensorInfo, manifest_digest
+from engine.types import Adapter, KVPolicy, Refreshed, TensorInfo, manifest_digest
+from rollout.fleet.content import Content, Live, bytes_of
 from rollout.fleet.replica import Replica
+from rollout.fleet.transaction import Transaction, sees_memory
 from rollout.logs import logger
 from transport import messages as m
-from transport.errors import Busy, InvalidRequest, SourceUnreachable, WeightsRefused
-from transport.weights.files import DTYPES
-from transport.weights.manifest import pack_manifest
-from transport.weights.shm import Segment, ShmOffer
+from transport.errors import Busy, SourceUnreachable, WeightsRefused
+from transport.weights.shm import Segment, SegmentView, ShmOffer
 
-WIDTHS = dict(DTYPES.values())
-"""bytes of an element, by dtype"""
 MOST_WIDTH = 4
 """times the bytes of the model that a payload may have: float64 for bfloat16"""
 READ_BYTES = 1 << 20
-REPEAT_S = 5.0
-"""Prepare is asked again, which keeps a lease from running out while other replicas stage"""
 LOOK_S = 0.02
 
 Told = Callable[[Replica, Exception | None], None]
@@ -44,141 +38,23 @@ Told = Callable[[Replica, Exception | None], None]
 log = logger("rollout.fleet.weights")
 
 
-class Content(msgspec.Struct, frozen=True, eq=False):
-    """Weights in a segment of the front's."""
-
-    version: int
-    partial: bool
-    """tensors that are not in the manifest are the base checkpoint's, or those that were live before"""
-    manifest: list[TensorInfo]
-    offer: ShmOffer
-    kv: KVPolicy = "keep"
-
-
 class Base(NamedTuple):
-    """What an adapter would be added to: the live weights, since a fleet takes no adapters."""
+    """What adapters are added to."""
 
     digest: str
-
-
-class Transaction:
-    """Content on its way to replicas: begun, prepared by all, committed. Written by the service's thread.
-
-    `members` shrinks: a replica that dies or cannot take it drops out. A refusal of the content is everybody's."""
-
-    def __init__(self, content: Content, members: Iterable[Replica]) -> None:
-        self.content = content
-        self.members = set(members)
-        self.prepared: set[Replica] = set()
-        self.applied: dict[Replica, Refreshed] = {}
-        self.error: Exception | None = None
-        """of the content, or of the last member that dropped out"""
-        self.committing = False
-        self.kv: KVPolicy = content.kv
-        self._lost_in_commit = False
-        self._refused_commit: Exception | None = None
-        self._id = secrets.token_hex(16)
-        self._asked_at = time.monotonic()
-        manifest = pack_manifest(content.manifest)
-        for replica in list(self.members):
-            begin = lambda id: m.Begin(id, self._id, manifest, content.offer, content.version, content.partial)  # noqa: E731
-            replica.ask(begin, lambda answer, replica=replica: self._begun(replica, answer))  # type: ignore[misc]
-
-    @property
-    def ready(self) -> bool:
-        """Whether all members have it staged and checked."""
-        return bool(self.members) and self.members == self.prepared
-
-    @property
-    def done(self) -> bool:
-        """Whether every member has answered the commit, or is gone."""
-        return self.committing and self.members == set(self.applied)
-
-    @property
-    def live(self) -> bool:
-        """Whether a commit that is done counts: somebody has the weights, or had them and is dead."""
-        return bool(self.applied) or self._lost_in_commit
-
-    @property
-    def failure(self) -> Exception:
-        """Why a commit that is done does not count: all have refused it."""
-        assert self._refused_commit is not None
-        return self._refused_commit
-
-    def commit(self, kv: KVPolicy) -> None:
-        """Have it applied by all; from here on it is only rolled forward."""
-        assert self.ready and not self.committing
-        self.committing, self.kv = True, kv
-        digest = manifest_digest(self.content.manifest)
-        for replica in list(self.members):
-            ask = lambda id: m.Commit(id, self._id, digest, kv)  # noqa: E731
-            replica.ask(ask, lambda answer, replica=replica: self._answered(replica, answer))  # type: ignore[misc]
-
-    def drop(self, replica: Replica) -> None:
-        """Go on without a replica that is lost."""
-        if replica in self.members:
-            self._lost_in_commit |= self.committing and replica not in self.applied
-            self.members.discard(replica)
-            self.prepared.discard(replica)
-            self.applied.pop(replica, None)
-
-    def abandon(self) -> None:
-        """Have the members forget it. Nothing to do once it is committed."""
-        if not self.committing:
-            for replica in self.members:
-                replica.ask(lambda id: m.Abandon(id, self._id))
-            self.members.clear()
-
-    def tend(self, now: float) -> None:
-        """Keep the leases of those that wait for the others."""
-        if not self.committing and now - self._asked_at > REPEAT_S:
-            self._asked_at = now
-            for replica in self.prepared:
-                replica.ask(lambda id: m.Prepare(id, self._id))
-
-    def _begun(self, replica: Replica, answer: Future[Any]) -> None:
-        if replica not in self.members:
-            return
-        if (error := answer.exception()) is not None:
-            self._refused(replica, error)
-            return
-        replica.ask(lambda id: m.Prepare(id, self._id), lambda answer: self._staged(replica, answer))
-
-    def _staged(self, replica: Replica, answer: Future[Any]) -> None:
-        if replica not in self.members:
-            return
-        if (error := answer.exception()) is not None:
-            self._refused(replica, error)
-        else:
-            self.prepared.add(replica)
-
-    def _refused(self, replica: Replica, error: BaseException) -> None:
-        """Only content is the same for all; a replica that is busy, or has no room, drops out."""
-        assert isinstance(error, Exception)
-        self.members.discard(replica)
-        if isinstance(error, WeightsRefused | InvalidRequest) or not self.members:
-            self.error = error
-            self.abandon()
-        log.warning("replica does not take version %d name=%s reason=%s", self.content.version, replica.name, error)
-
-    def _answered(self, replica: Replica, answer: Future[Any]) -> None:
-        if replica not in self.members:
-            return
-        if (error := answer.exception()) is None:
-            applied: m.Applied = answer.result()
-            self.applied[replica] = applied.refreshed
-            return
-        assert isinstance(error, Exception)
-        self.members.discard(replica)
-        self._refused_commit = error
-        log.error("replica failed to commit version %d name=%s reason=%s", self.content.version, replica.name, error)
 
 
 class FleetStaging:
     """Takes a payload into the front's memory, then waits until all replicas have prepared it: `StagingLike`."""
 
     def __init__(
-        self, version: int, partial: bool, manifest: Sequence[TensorInfo], segment: Segment, on_received: Callable[[], None]
+        self,
+        version: int,
+        partial: bool,
+        manifest: Sequence[TensorInfo],
+        adapter: Adapter | None,
+        segment: Segment,
+        on_received: Callable[[], None],
     ) -> None:
         """`on_received`: called once all bytes are here. Raises WeightsRefused for a dtype that no weights have, OSError where
         there is no memory."""
@@ -186,6 +62,7 @@ class FleetStaging:
         self.partial = partial
         self.manifest = list(manifest)
         self.manifest_digest = manifest_digest(manifest)
+        self.adapter = adapter
         self.total = sum(map(bytes_of, manifest))
         self.received = 0
         self.closed = False
@@ -199,6 +76,11 @@ class FleetStaging:
         """Whether every replica that takes part could commit."""
         return self.transaction is not None and self.transaction.ready
 
+    @property
+    def committing(self) -> bool:
+        """Whether it is only rolled forward from here on."""
+        return self.transaction is not None and self.transaction.committing
+
     def feed(self, source: Callable[[np.ndarray], int]) -> int:
         """Take in the next bytes, READ_BYTES at most. Returns how many; 0: none have come, or all are here. Raises what a
         replica finds wrong with the content."""
@@ -209,6 +91,11 @@ class FleetStaging:
         if self.received == self.total and self.transaction is None:
             self._on_received()
         return count
+
+    def content(self) -> Content:
+        """Return what has been read, for replicas."""
+        offer, memory = self.segment.offer(self.total), self.segment.payload(self.total)
+        return Content(self.version, self.partial, self.manifest, offer, memory, adapter=self.adapter)
 
     def close(self) -> None:
         """Forget it, unless it is committed. May be repeated."""
@@ -238,17 +125,17 @@ class FleetWeights:
         self.version = version
         self.digest = ""
         """of the live weights, "" until somebody has said it"""
-        self._from_base = version == 0
-        """whether the base checkpoint is what the first refresh is laid over"""
         self.settled = False
         """whether it is known which weights are live"""
         self.names = 0
         self.model_bytes = 0
         self.dropped = False
-        self.live: Content | None = None
-        """what was refreshed since the base checkpoint; None: nothing, or only replicas have it"""
+        self.base_digest = ""
+        """of what the live adapter was added to; "": none is live"""
+        self.live = Live()
+        """what of the live weights is here"""
         self._lender: Replica | None = None
-        """whose memory holds `live`, if not the front's"""
+        """whose memory holds the base of `live`, if not the front's"""
         self._asked: Replica | None = None
         """who was asked to share its weights"""
         self.refreshes = 0
@@ -257,14 +144,17 @@ class FleetWeights:
         self._linked = linked
         self._on_live = on_live
         self._staging: FleetStaging | None = None
-        self._segments = [Segment(), Segment()]
-        """the live one, and the one to stage into"""
         self._updates: dict[Replica, tuple[Transaction, Told]] = {}
         """replicas that are being given the live weights"""
 
     @property
     def base(self) -> Base:
-        return Base(self.digest)
+        return Base(self.base_digest or self.digest)
+
+    @property
+    def inventory(self) -> Live:
+        """What refreshes that say what has changed are against."""
+        return self.live
 
     @property
     def staging(self) -> bool:
@@ -273,8 +163,10 @@ class FleetWeights:
     @property
     def lost(self) -> bool:
         """Whether the live weights are nowhere any more: nothing is sampled before a refresh of all tensors."""
-        gone = self.settled and self.version > 0 and self.live is None
-        return gone and all(replica.version != self.version for replica in self._linked())
+        if not self.settled or self.version == 0 or self.live.whole:
+            return False
+        held = (replica.version for replica in self._linked())
+        return all(version != self.version and self.live.next_for(version) is None for version in held)
 
     def sized(self, status: dict[str, Any]) -> None:
         """Learn from a replica's status how large the model is."""
@@ -288,28 +180,34 @@ class FleetWeights:
         self.settled = True
         if newest.version >= self.version:
             self.version, self.digest = newest.version, newest.digest
-            self._from_base = newest.version == 0
+            self.base_digest = newest.base_digest if newest.base_digest != newest.digest else ""
         else:
             log.warning("weights lost with the replicas version=%d newest=%d", self.version, newest.version)
+        self.live.since = self.version
 
     # a refresh of all
 
-    def stage(self, manifest: Sequence[TensorInfo], version: int | None, partial: bool) -> FleetStaging:
+    def stage(
+        self, manifest: Sequence[TensorInfo], version: int | None, partial: bool, adapter: Adapter | None = None
+    ) -> FleetStaging:
         """Begin a refresh. Raises WeightsRefused, Busy, SourceUnreachable."""
         if self._staging is not None and not self._staging.closed:
             raise Busy("another refresh is being staged; close it first")
-        if self._staging is not None:
+        if self._staging is not None and self._staging.committing:
             raise Busy("the last refresh, whose client is gone, is being applied; try again when it is done")
         version = self.version + 1 if version is None else version
         if not self.version < version < 2**63:
             raise WeightsRefused(f"version {version} is not above the live one, {self.version}: versions only grow")
         if partial and self.lost:
             raise WeightsRefused(f"no replica has version {self.version} any more: a refresh of all tensors must come first")
+        if partial and self.base_digest:
+            raise WeightsRefused("some tensors over a live adapter: refresh all tensors of a fleet, or the whole adapter")
         total = sum(map(bytes_of, manifest))
         if total > MOST_WIDTH * self.model_bytes:
             raise WeightsRefused(f"a payload of {total} bytes: the model has {self.model_bytes}")
         try:
-            self._staging = FleetStaging(version, partial, manifest, self._segments[1], self._begin)
+            spare = self.live.spare(adapter is not None)
+            self._staging = FleetStaging(version, partial, manifest, adapter, spare, self._begin)
         except OSError as error:
             raise SourceUnreachable(f"the front has no shared memory for {total} bytes: {error}") from None
         return self._staging
@@ -341,16 +239,14 @@ class FleetWeights:
             self._end(transaction)
         else:
             transaction.tend(now)
-        if staging.closed and not (transaction and transaction.committing):
+        if staging.closed and not staging.committing:
             self._staging = None
 
     def _begin(self) -> None:
         """Send what has been read to the replicas that serve; to all, where none has what was live."""
         staging, serving = self._staging, self._linked() if self.lost else self._serving()
         if staging is not None and not staging.closed and staging.received == staging.total and serving:
-            offer = staging.segment.offer(staging.total)
-            content = Content(staging.version, staging.partial, staging.manifest, offer)
-            staging.transaction = Transaction(content, serving)
+            staging.transaction = Transaction(staging.content(), serving)
 
     def _end(self, transaction: Transaction) -> None:
         """Make what was committed the live weights; everything submitted from here on is sampled by them."""
@@ -360,8 +256,10 @@ class FleetWeights:
         content = transaction.content
         done = list(transaction.applied.values())
         self.version = content.version
+        self.base_digest = "" if content.adapter is None else self.base.digest
         self.digest = done[0].digest if done else ""
-        self._keep(msgspec.structs.replace(content, kv=transaction.kv))
+        self._lender = None
+        self.live.keep(msgspec.structs.replace(content, kv=transaction.kv))
         for replica, refreshed in transaction.applied.items():
             replica.version, replica.digest = content.version, refreshed.digest
         self.dropped = False
@@ -369,45 +267,23 @@ class FleetWeights:
         self.refreshed = slowest(done, content, self.digest)
         self._on_live()
 
-    def _keep(self, content: Content) -> None:
-        """Keep what is live for replicas that come later."""
-        lender, self._lender = self._lender, None
-        if not content.partial or (self.live is None and self._from_base):
-            self._segments.reverse()
-            self.live = content
-            return
-        if self.live is None or lender is not None:  # what it was laid over is the replicas'
-            self.live = None
-            return
-        old = dict(pieces(self.live, self._segments[0]))
-        new = dict(pieces(content, self._segments[1]))
-        infos = {info.name: info for info in (*self.live.manifest, *content.manifest)}
-        if all(name in old and len(old[name]) == len(piece) for name, piece in new.items()):
-            for name, piece in new.items():
-                old[name][:] = piece  # a replica that reads it just now finds another digest, and asks again
-            offer = self.live.offer
-        else:
-            kept = np.concatenate([new.get(name, old.get(name)) for name in infos])
-            self._segments[0].reserve(len(kept))[:] = kept
-            offer = self._segments[0].offer(len(kept))
-        self.live = Content(content.version, self.live.partial, list(infos.values()), offer, content.kv)
-
     # a replica that has other weights
 
     def update(self, replica: Replica, then: Told) -> None:
-        """Give one replica the live weights. `then` is called when it has said what came of it; not yet where they must be
-        fetched first."""
-        if self.live is None:
+        """Give one replica what it lacks of the live weights, or the first part of it. `then` is called when it has said what
+        came of it; not yet where they must be fetched first."""
+        content = self.live.next_for(replica.version)
+        if content is None:
             self._borrow()
         elif replica not in self._updates:
-            self._updates[replica] = Transaction(self.live, [replica]), then
+            self._updates[replica] = Transaction(content, [replica]), then
 
     def _borrow(self) -> None:
-        """Ask a replica for the live weights, which the front has not."""
-        serving = self._serving()
-        if self._asked is not None or not serving:
+        """Ask a replica of this host for the live weights, which the front has not. Those with an adapter are not one payload."""
+        lenders = [] if self.base_digest else [replica for replica in self._serving() if sees_memory(replica)]
+        if self._asked is not None or not lenders:
             return
-        lender = self._asked = serving[0]
+        lender = self._asked = lenders[0]
         version = self.version
 
         def told(answer: Future[Any]) -> None:
@@ -416,14 +292,17 @@ class FleetWeights:
                 log.warning("replica does not share its weights name=%s reason=%s", lender.name, error)
                 return
             shared = answer.result()
-            if (
-                self.live is None
-                and (shared["version"], shared["digest"]) == (version, self.digest)
-                and version == self.version
-            ):
-                manifest = msgspec.convert(shared["manifest"], list[TensorInfo])
-                self.live = Content(version, False, manifest, msgspec.convert(shared["offer"], ShmOffer))
-                self._lender = lender
+            same = (shared["version"], shared["digest"]) == (version, self.digest) and version == self.version
+            if self.live.base is None and same:
+                manifest, offer = (
+                    msgspec.convert(shared["manifest"], list[TensorInfo]),
+                    msgspec.convert(shared["offer"], ShmOffer),
+                )
+                try:
+                    self.live.borrow(Content(version, False, manifest, offer, SegmentView().open(offer)))
+                    self._lender = lender
+                except SourceUnreachable as gone:
+                    log.warning("replica has not shared its weights name=%s reason=%s", lender.name, gone)
 
         lender.ask(m.Share, told)
 
@@ -436,14 +315,17 @@ class FleetWeights:
         del self._updates[replica]
         if refreshed := transaction.applied.get(replica):
             replica.version, replica.digest = transaction.content.version, refreshed.digest
-        then(replica, transaction.error or (None if transaction.applied else transaction.failure))
+        overtaken = transaction.content is not self.live.base and transaction.content is not self.live.adapter
+        error = transaction.error or (None if transaction.applied else transaction.failure)
+        then(replica, None if overtaken else error)
 
     def drop(self, replica: Replica) -> None:
         """Go on without a replica that is lost."""
         self._updates.pop(replica, None)
         self._asked = None if self._asked is replica else self._asked
         if self._lender is replica:
-            self.live = self._lender = None
+            self._lender = None
+            self.live.give_back()
         if self._staging is not None and self._staging.transaction is not None:
             self._staging.transaction.drop(replica)
 
@@ -465,23 +347,7 @@ class FleetWeights:
         yield next(iter(found.values())) if len(set(found.values())) == 1 else f"not the same everywhere: {found}"
 
     def close(self) -> None:
-        for segment in self._segments:
-            segment.close()
-
-
-def bytes_of(info: TensorInfo) -> int:
-    """Count the bytes of a tensor as it is sent. Raises WeightsRefused for a dtype that no weights have."""
-    if info.dtype not in WIDTHS:
-        raise WeightsRefused(f"tensor {info.name!r:.200} is {info.dtype!r:.40}: must be one of {', '.join(WIDTHS)}")
-    return math.prod(info.shape) * WIDTHS[info.dtype]
-
-
-def pieces(content: Content, segment: Segment) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name and the [bytes] uint8 of each tensor of a payload."""
-    payload, at = segment.payload(sum(map(bytes_of, content.manifest))), 0
-    for info in content.manifest:
-        yield info.name, payload[at : at + bytes_of(info)]
-        at += bytes_of(info)
+        self.live.close()
 
 
 def slowest(done: Sequence[Refreshed], content: Content, digest: str) -> Refreshed:
@@ -490,7 +356,7 @@ def slowest(done: Sequence[Refreshed], content: Content, digest: str) -> Refresh
     return Refreshed(
         version=content.version,
         via="shm",
-        bytes=sent,
+        bytes=max((one.bytes for one in done), default=sent),
         sent_bytes=sent,
         seconds=max((one.seconds for one in done), default=0.0),
         staged_seconds=max((one.staged_seconds for one in done), default=0.0),

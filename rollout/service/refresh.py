@@ -250,7 +250,7 @@ class Refreshes:
             raise _typed(error) from None
         try:
             weights: Any = self._engine.weights
-            live = weights if hasattr(weights, "inventory") else None  # an engine of many has none of its own
+            live = weights if hasattr(weights, "inventory") else None  # otherwise differences are refused
             payload = open_payload(begin.offer, manifest, staging.total, self._segment, self._engine.model.device, live)
         except BaseException:
             staging.close()

@@ -17,7 +17,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.types import Adapter, Group, Mode, Sample, Sampling
+from engine.types import Group, Mode, Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.commands.serve_fleet import core_sets, divided
 from rollout.commands.top import View
@@ -28,7 +28,7 @@ from rollout.fleet import routing
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.groups import Groups
 from rollout.fleet.replica import State
-from rollout.fleet.weights import Transaction
+from rollout.fleet.transaction import Transaction
 from rollout.process import service_process
 from tests.support.fleet import WAIT, Threads, collect, fleet_of, front_of, step_until
 from tests.support.fleet_chaos import FOUND, Chaos
@@ -409,8 +409,6 @@ def test_a_front_refuses_what_it_can_tell_by_itself() -> None:
             fleet.stage(manifest_of(weights_of(1)), version=0)
         with pytest.raises(WeightsRefused, match="the model has"):
             fleet.stage(manifest_of({"w0": np.zeros(10_000_000, np.float32)}))
-        with pytest.raises(WeightsRefused, match="merge_and_unload"):
-            fleet.stage(manifest_of(weights_of(1)), adapter=Adapter(None, []))
         staging = fleet.stage(manifest_of(weights_of(1)))
         with pytest.raises(Busy):
             fleet.stage(manifest_of(weights_of(1)))
@@ -545,6 +543,27 @@ def test_sleep_and_wake_are_of_all() -> None:
             fleet.stage(manifest_of(weights_of(1)))
         fleet.wake()
         assert {engine.mode for engine in threads.engines.values()} == {Mode.RUNNING}
+        with pytest.raises(ValueError, match="nothing is asleep"):
+            fleet.wake()
+
+
+def test_parts_wake_alone_and_a_refresh_comes_in_between() -> None:
+    """As beside a trainer on the same device; a replica that comes meanwhile is as far as the others."""
+    with fleet_of(2) as (fleet, threads):
+        fleet.sleep(2)
+        fleet.wake(("weights",))
+        assert fleet.mode is Mode.ASLEEP and [engine.asleep for engine in threads.engines.values()] == [{"kv"}, {"kv"}]
+        with pytest.raises(ValueError, match="of the replicas kv is asleep"):
+            fleet.wake(("weights",))
+        refresh(fleet, 1)
+        threads.die("0")
+        step_until(fleet, lambda: threads.replaced and states(fleet) == ["serving"] * 2)
+        until(lambda: threads.engines["0"].asleep == {"kv"} and threads.engines["0"].version == 1, "it is told")
+        fleet.submit(group(1))
+        fleet.wake(("kv",))
+        assert fleet.mode is Mode.RUNNING
+        (version,) = {tuple(sample.weight_versions) for sample in collect(fleet, 4).values()}
+        assert version == ((0, 1),)
 
 
 def test_fewer_and_more_replicas() -> None:

@@ -254,6 +254,13 @@ def test_what_a_front_asks_of_those_that_joined(front: Front, monkeypatch: pytes
     assert front.ask(dealer, again).leave == "stop" and front.joins.wanted == 0
     front.ask(dealer, m.Leave("a", again.incarnation))
     assert front.events[-1] == ("a", False, True) and "a" not in front.joins
+    front.ask(dealer, again)
+    front.joins.restart("a")
+    front.ask(dealer, m.Leave("a", again.incarnation))
+    front.joins.remove("a")
+    assert front.ask(dealer, join()).leave == "stop", "who is to go goes, whichever process it is by then"
+    front.now += joins_module.SILENT_S + joins_module.GONE_S
+    front.tend()
     front.ask(dealer, one)
     front.joins.replace("a")
     front.now += joins_module.GONE_S + 1
@@ -274,6 +281,7 @@ def test_scale_drain_and_roll() -> None:
         joined.start(first, 0.002)
         got += step_until(fleet, lambda: joined.processes[second].poll() is not None, "and so has the other")
         joined.start(second, 0.002)
+        got += step_until(fleet, lambda: joined.joins.pid(second) == joined.processes[second].pid, "it has joined")
         got += step_until(fleet, lambda: joined.replica(second)["state"] == "serving" and not fleet._groups.open)
         check(got)
         assert len(got) == 16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,20 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from engine.engine import Engine
 from engine.types import LoraTarget, Sampling
 from rollout.client.api import RolloutClient
 from rollout.client.lora import scaling_of
+from tests.support.adapters import PREFIX, Q, write
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.wire import serving
 from transport.errors import InvalidRequest, SourceUnreachable, WeightsRefused, WrongBase
 from transport.loopback import LoopbackService
 from transport.weights.manifest import pack_targets, unpack_targets
 
-Q = "model.layers.0.self_attn.q_proj"
-PREFIX = "base_model.model."
 WAIT = 60.0
 
 
@@ -34,20 +31,6 @@ def served() -> Iterator[tuple[Engine, RolloutClient]]:
     engine, end = tiny_engine(), LoopbackService()
     with serving(engine, end), RolloutClient(transport=end.connect(), connect_timeout_s=WAIT) as client:
         yield engine, client
-
-
-def write(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:
-    """A folder as PEFT's save_pretrained writes it, of an adapter of rank 4 on Q."""
-    generator = torch.Generator().manual_seed(7)
-    a, b = torch.randn(4, 64, generator=generator), torch.randn(64, 4, generator=generator).mul(0.1)
-    folder.mkdir(exist_ok=True)
-    save_file(
-        tensors if tensors is not None else {f"{PREFIX}{Q}.lora_A.weight": a, f"{PREFIX}{Q}.lora_B.weight": b},
-        folder / "adapter_model.safetensors",
-    )
-    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", **config}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 def test_a_folder(served: Any, tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from engine.types import Sample
 from rollout.fleet.fleet import Fleet
@@ -19,11 +20,17 @@ WAIT = 60.0
 
 
 class Threads:
-    """Launches replicas as threads. `faults`: of each, see `HashEngine`."""
+    """Launches replicas as threads. `faults`: of each, see `HashEngine`. `make`: makes their engines, if others are wanted."""
 
-    def __init__(self, count: int, step_s: float = 0.0, faults: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        step_s: float = 0.0,
+        faults: dict[str, str] | None = None,
+        make: Callable[[], Any] | None = None,
+    ) -> None:
         self.wanted = count
-        self.engines: dict[str, HashEngine] = {}
+        self.engines: dict[str, Any] = {}
         self.services: dict[str, Service] = {}
         self.threads: list[threading.Thread] = []
         self.events: list[Event] = []
@@ -32,12 +39,13 @@ class Threads:
         self.outlived = frozenset[str]()
         self.again = True
         """whether another thread takes the place of one that is lost"""
-        self._step_s, self._faults = step_s, faults or {}
+        self._step_s, self._faults, self._make = step_s, faults or {}, make
         for i in range(count):
             self.start(str(i))
 
     def start(self, name: str) -> None:
-        engine = self.engines[name] = HashEngine(self._step_s, self._faults.get(name, ""))
+        make = self._make or (lambda: HashEngine(self._step_s, self._faults.get(name, "")))
+        engine = self.engines[name] = make()
         service = self.services[name] = Service(engine, "tcp://127.0.0.1:*", client_grace_s=3600.0, linger_s=0.5)
         thread = threading.Thread(target=service.run, name=f"replica {service.endpoint}", daemon=True)
         self.threads.append(thread)

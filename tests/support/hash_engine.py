@@ -143,6 +143,7 @@ class HashEngine:
         self.ended: list[Sample] = []
         self.clients: Counter[str] = Counter()
         self.mode = Mode.RUNNING
+        self.asleep: set[str] = set()
         self.refreshes = 0
         self.staged: Staging | None = None
         self.after: list[tuple[str, int]] = []
@@ -322,10 +323,12 @@ class HashEngine:
 
     def sleep(self, level: int = 1) -> int:
         self.mode = Mode.ASLEEP
+        self.asleep = {"weights", "kv"}
         return 1000
 
     def wake(self, tags: Any = None) -> None:
-        self.mode = Mode.RUNNING
+        self.asleep -= set(tags or self.asleep)
+        self.mode = Mode.ASLEEP if self.asleep else Mode.RUNNING
 
     def status(self) -> dict[str, Any]:
         return {

@@ -1,0 +1,211 @@
+"""Content on its way to replicas, as a transaction: begun, prepared by all, committed.
+
+front's segment ── Begin(shm) ──→ replicas of this host, which read it there
+               └── Begin(inline), chunks ──→ replicas of other hosts, each a window ahead of its answers
+all prepared ──→ Commit to all ──→ all applied
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from engine.types import KVPolicy, Refreshed, manifest_digest
+from rollout.fleet.content import Content
+from rollout.fleet.replica import Replica
+from rollout.logs import logger
+from transport import messages as m
+from transport.errors import InvalidRequest, WeightsRefused
+from transport.weights.inline import InlineOffer, chunks
+from transport.weights.manifest import pack_manifest, pack_targets
+from transport.weights.shm import host_key
+
+REPEAT_S = 5.0
+"""Prepare is asked again, which keeps a lease from running out while other replicas stage"""
+
+log = logger("rollout.fleet.weights")
+
+
+class Transaction:
+    """Written by the service's thread.
+
+    `members` shrinks: a replica that dies or cannot take it drops out. A refusal of the content is everybody's."""
+
+    def __init__(self, content: Content, members: Iterable[Replica]) -> None:
+        self.content = content
+        self.members = set(members)
+        self.prepared: set[Replica] = set()
+        self.applied: dict[Replica, Refreshed] = {}
+        self.error: Exception | None = None
+        """of the content, or of the last member that dropped out"""
+        self.committing = False
+        self.kv: KVPolicy = content.kv
+        self._lost_in_commit = False
+        self._refused_commit: Exception | None = None
+        self._id = secrets.token_hex(16)
+        self._asked_at = time.monotonic()
+        manifest, adapter = pack_manifest(content.manifest), content.adapter
+        targets, base = (None, None) if adapter is None else (pack_targets(adapter.targets), adapter.base)
+        for replica in list(self.members):
+            offer = content.offer if sees_memory(replica) else InlineOffer()
+            fields = manifest, offer, content.version, content.partial, "keep", targets, base
+            begin = lambda id, fields=fields: m.Begin(id, self._id, *fields)  # noqa: E731
+            replica.ask(begin, lambda answer, replica=replica: self._begun(replica, answer))  # type: ignore[misc]
+
+    @property
+    def ready(self) -> bool:
+        """Whether all members have it staged and checked."""
+        return bool(self.members) and self.members == self.prepared
+
+    @property
+    def done(self) -> bool:
+        """Whether every member has answered the commit, or is gone."""
+        return self.committing and self.members == set(self.applied)
+
+    @property
+    def live(self) -> bool:
+        """Whether a commit that is done counts: somebody has the weights, or had them and is dead."""
+        return bool(self.applied) or self._lost_in_commit
+
+    @property
+    def failure(self) -> Exception:
+        """Why a commit that is done does not count: all have refused it."""
+        assert self._refused_commit is not None
+        return self._refused_commit
+
+    def commit(self, kv: KVPolicy) -> None:
+        """Have it applied by all; from here on it is only rolled forward."""
+        assert self.ready and not self.committing
+        self.committing, self.kv = True, kv
+        digest = manifest_digest(self.content.manifest)
+        for replica in list(self.members):
+            ask = lambda id: m.Commit(id, self._id, digest, kv)  # noqa: E731
+            replica.ask(ask, lambda answer, replica=replica: self._answered(replica, answer))  # type: ignore[misc]
+
+    def drop(self, replica: Replica) -> None:
+        """Go on without a replica that is lost."""
+        if replica in self.members:
+            self._lost_in_commit |= self.committing and replica not in self.applied
+            self.members.discard(replica)
+            self.prepared.discard(replica)
+            self.applied.pop(replica, None)
+
+    def abandon(self) -> None:
+        """Have the members forget it. Nothing to do once it is committed."""
+        if not self.committing:
+            for replica in self.members:
+                replica.ask(lambda id: m.Abandon(id, self._id))
+            self.members.clear()
+
+    def tend(self, now: float) -> None:
+        """Keep the leases of those that wait for the others."""
+        if not self.committing and now - self._asked_at > REPEAT_S:
+            self._asked_at = now
+            for replica in self.prepared:
+                replica.ask(lambda id: m.Prepare(id, self._id))
+
+    def _begun(self, replica: Replica, answer: Future[Any]) -> None:
+        if replica not in self.members:
+            return
+        if (error := answer.exception()) is not None:
+            self._refused(replica, error)
+        elif sees_memory(replica):
+            self._prepare(replica)
+        else:
+            window = answer.result().window_bytes
+            Forward(replica, self._id, self.content.memory, window, lambda error: self._forwarded(replica, error))
+
+    def _forwarded(self, replica: Replica, error: BaseException | None) -> None:
+        if replica not in self.members:
+            return
+        if error is not None:
+            self._refused(replica, error)
+        else:
+            self._prepare(replica)
+
+    def _prepare(self, replica: Replica) -> None:
+        replica.ask(lambda id: m.Prepare(id, self._id), lambda answer: self._staged(replica, answer))
+
+    def _staged(self, replica: Replica, answer: Future[Any]) -> None:
+        if replica not in self.members:
+            return
+        if (error := answer.exception()) is not None:
+            self._refused(replica, error)
+        else:
+            self.prepared.add(replica)
+
+    def _refused(self, replica: Replica, error: BaseException) -> None:
+        """Only content is the same for all; a replica that is busy, or has no room, drops out."""
+        assert isinstance(error, Exception)
+        self.members.discard(replica)
+        if isinstance(error, WeightsRefused | InvalidRequest) or not self.members:
+            self.error = error
+            self.abandon()
+        log.warning("replica does not take version %d name=%s reason=%s", self.content.version, replica.name, error)
+
+    def _answered(self, replica: Replica, answer: Future[Any]) -> None:
+        if replica not in self.members:
+            return
+        if (error := answer.exception()) is None:
+            applied: m.Applied = answer.result()
+            self.applied[replica] = applied.refreshed
+            return
+        assert isinstance(error, Exception)
+        self.members.discard(replica)
+        self._refused_commit = error
+        log.error("replica failed to commit version %d name=%s reason=%s", self.content.version, replica.name, error)
+
+
+class Forward:
+    """The bytes of a payload, [bytes] uint8, on their way to one replica in chunks, at most `window_bytes` ahead of the
+    answers. `then` is called in the service's thread when all are staged, or with what went wrong; never if it is lost."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        push_id: str,
+        memory: np.ndarray,
+        window_bytes: int,
+        then: Callable[[BaseException | None], None],
+    ) -> None:
+        self._replica = replica
+        self._push_id = push_id
+        self._chunks = chunks([memory], replica.welcome.limits)
+        self._window_bytes = window_bytes
+        self._then = then
+        self._in_flight = 0
+        self._over = False
+        self._send()
+
+    def _send(self) -> None:
+        while self._in_flight < self._window_bytes and (chunk := next(self._chunks, None)):
+            offset, views = chunk
+            size = sum(map(len, views))
+            self._in_flight += size
+            self._replica.ask(
+                lambda id, offset=offset, views=views: m.Chunk(id, self._push_id, offset, views),  # type: ignore[misc]
+                lambda answer, size=size: self._staged(size, answer),  # type: ignore[misc]
+            )
+        if not self._in_flight and not self._over:
+            self._over = True
+            self._then(None)
+
+    def _staged(self, size: int, answer: Future[Any]) -> None:
+        self._in_flight -= size
+        if self._over:
+            return
+        if (error := answer.exception()) is not None:
+            self._over = True
+            self._then(error)
+        else:
+            self._send()
+
+
+def sees_memory(replica: Replica) -> bool:
+    """Whether a replica is on this host, and can read what the front has in shared memory."""
+    return host_key() in replica.welcome.capabilities

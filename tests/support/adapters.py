@@ -1,0 +1,27 @@
+"""LoRA adapters of the tiny llama, as PEFT saves them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+Q = "model.layers.0.self_attn.q_proj"
+PREFIX = "base_model.model."
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:
+    """A folder as PEFT's save_pretrained writes it, of an adapter of rank 4 on Q."""
+    generator = torch.Generator().manual_seed(7)
+    a, b = torch.randn(4, 64, generator=generator), torch.randn(64, 4, generator=generator).mul(0.1)
+    folder.mkdir(exist_ok=True)
+    save_file(
+        tensors if tensors is not None else {f"{PREFIX}{Q}.lora_A.weight": a, f"{PREFIX}{Q}.lora_B.weight": b},
+        folder / "adapter_model.safetensors",
+    )
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", **config}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
