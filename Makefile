@@ -22,10 +22,11 @@ GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP),gpu-wheels)
 WHEELS ?= build/wheels
 
 PLUGS := .venv-plugs
+RAY := .venv-ray
 CLIENTS := 'trl>=1.16,<1.17' 'openai>=2.54,<3' 'renderers>=0.1.12,<0.2' 'verifiers>=0.4,<0.5' 'lm_eval[api]>=0.4.13,<0.5' aiohttp pybase64
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test quick plugs test-arithmetic fleet-chaos endurance test-gpu check format bench bench-gpu wheels gpu-wheels clean
+.PHONY: help venv model demo test quick plugs ray test-arithmetic fleet-chaos endurance test-gpu check format bench bench-gpu wheels gpu-wheels clean
 .SUFFIXES:
 
 help:
@@ -35,6 +36,7 @@ help:
 	@echo "make test-arithmetic   its native part where torch sums as on AVX2, and an installed wheel without a compiler"
 	@echo "make plugs   other people's clients (openai, TRL, verifiers, AReaL, lm_eval) against a live service; PRIME_RL=…, SLIME=… checkouts,"
 	@echo "             VERL=… an interpreter with verl"
+	@echo "make ray     a fleet on a Ray of this machine"
 	@echo "make check   format, lint, types, import directions"
 	@echo "make bench   throughput of the named workloads; WORKLOADS='fanout long' and ARGS='--scale 0.25' pick"
 	@echo "make fleet-chaos  ten minutes of a fleet under an adversary; MINUTES=1 is shorter"
@@ -76,6 +78,17 @@ $(PLUGS)/.installed: $(STAMP)
 		> $$($(PLUGS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/ours.pth
 	@$(PLUGS)/bin/python -m pip install --quiet --disable-pip-version-check $(CLIENTS) httptools uvloop
 	@$(PLUGS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps areal==1.0.4
+	@touch $@
+
+# 284 MB that nothing else needs: in an environment of its own, over ours
+ray: model $(RAY)/.installed
+	@$(RAY)/bin/python -m pytest -m ray tests/rollout/test_ray.py $(ARGS)
+
+$(RAY)/.installed: $(STAMP)
+	@$(PYTHON) -m venv $(RAY)
+	@$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+		> $$($(RAY)/bin/python -c 'import site; print(site.getsitepackages()[0])')/ours.pth
+	@$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check '.[ray]'
 	@touch $@
 
 # What depends on how torch sums on the CPU, on one that it takes for an older one; and the wheel, without a compiler.
@@ -125,4 +138,4 @@ bench-gpu: $(GPU_READY)
 	done; exit $$failed
 
 clean:
-	rm -rf .venv $(PLUGS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(PLUGS) $(RAY) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -90,6 +90,13 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """once so many children are left, or fewer, replicas without work run them as well, and the first one counts; 0 = off"""
     listen_replicas: str | None = None
     """of a front: address at which replicas that others start join it; as for clients, loopback without --service.keys"""
+    ray: str | None = None
+    """where a front's replicas are placed by Ray: "local" = a Ray of this machine, or a cluster ("auto", HOST:PORT); needs
+    rollout[ray]"""
+    ray_join: str | None = None
+    """connection file by which replicas on a Ray cluster join, the same path on each node; unset: this host's, without keys"""
+    ray_cpus: float | None = None
+    """CPUs that Ray sets aside for each replica; unset: the cluster's, divided"""
     join: str | None = None
     """this process is a replica of the front that listens for replicas at this address; or a connection file that
     `rollout keys add NAME --role replica --address …` made"""
@@ -109,6 +116,12 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"replica_grace_s={self.replica_grace_s}: must be 0 or positive")
         if self.hedge < 0:
             raise ValueError(f"hedge={self.hedge}: must be 0 (off) or a number of children")
+        if self.ray is None and (self.ray_join, self.ray_cpus) != (None, None):
+            raise ValueError("ray_join or ray_cpus without ray, which has the replicas on a Ray cluster")
+        if self.ray is not None and not self.replicas:
+            raise ValueError(f"ray={self.ray!r} without replicas: say how many")
+        if self.ray_cpus is not None and not self.ray_cpus >= 1:
+            raise ValueError(f"ray_cpus={self.ray_cpus}: must be at least 1")
         if self.join is not None and (self.replicas or self.listen_replicas is not None):
             raise ValueError("join together with replicas or listen_replicas: a process is a replica or a front, not both")
         if not self.front_grace_s > 0:

@@ -34,6 +34,8 @@ class ServeArgs(msgspec.Struct, kw_only=True):
     """short for --fleet.listen-replicas"""
     join: str | None = None
     """short for --fleet.join"""
+    ray: str | None = None
+    """short for --fleet.ray; without a value: local"""
     ready_file: str | None = None
     """file that appears, holding the endpoint, once the service listens"""
     exit_on_stdin_close: bool = False
@@ -224,6 +226,7 @@ def parse(argv: list[str]) -> Command:
         InputError: the file cannot be read or holds what it may not.
         SystemExit: status 2 and the mistake on standard error, or 0 after `--help`.
     """
+    argv = with_ray_address(argv)
     path = config_file(argv)
     base = Config() if path is None else configuration.load(path)
     offload = base.engine.weight_offload
@@ -234,6 +237,14 @@ def parse(argv: list[str]) -> Command:
     if isinstance(args, ServeArgs | GenerateArgs) and offload is None and not asked:
         args.settings = with_offload(args.settings, None)
     return args
+
+
+def with_ray_address(argv: list[str]) -> list[str]:
+    """Write "local" behind a `--ray` that has no value: tyro knows no flags that may have one."""
+    words: list[str] = []
+    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
+        words += [word, "local"] if word == "--ray" and following.startswith("--") else [word]
+    return words
 
 
 def config_file(argv: list[str]) -> str | None:

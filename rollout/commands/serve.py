@@ -83,7 +83,7 @@ def serve_on(service: Service) -> None:
 def configured(args: ServeArgs) -> Config:
     """Lay the short flags over the configuration. Raises InputError."""
     config = with_metrics_port(with_journal(with_model(args.settings, args.model), args.journal), args.metrics_port)
-    short = {"replicas": args.replicas, "listen_replicas": args.listen_replicas, "join": args.join}
+    short = {"replicas": args.replicas, "listen_replicas": args.listen_replicas, "join": args.join, "ray": args.ray}
     try:
         fleet = msgspec.structs.replace(config.fleet, **{name: value for name, value in short.items() if value is not None})
     except ValueError as error:

@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.types import Limits
 from rollout import models
 from rollout.commands.starting import listen
-from rollout.config import CannotServe, Config, FleetConfig, InputError, TrackingConfig, dump
+from rollout.config import DEFAULT_ENDPOINT, CannotServe, Config, FleetConfig, InputError, TrackingConfig, dump
 from rollout.fleet.joins import Both, Joins
 from rollout.fleet.kept import Kept
 from rollout.fleet.launcher import Launcher, LauncherLike, Place
@@ -76,20 +76,60 @@ def fleet_service(config: Config, journal: Journal | None) -> Iterator[Service]:
 
 
 def make_launcher(config: Config) -> LauncherLike:
-    """Make what starts replicas, lets them join, or both. Raises ModelNotFound, InputError, ValueError."""
-    joins = None
-    if config.fleet.listen_replicas is not None:
-        joins = Joins(ServiceEnd(config.fleet.listen_replicas, Limits(), config.service.keys))
+    """Make what starts replicas, lets them join, or both. Raises ModelNotFound, InputError, CannotServe, ValueError."""
+    joins = make_joins(config)
     if not config.fleet.replicas:
         assert joins is not None
         return joins
     try:
+        if config.fleet.ray is not None:
+            assert joins is not None
+            return ray_launcher(config, joins)
         launcher = local_launcher(config)
     except BaseException:
         if joins is not None:
             joins.close()
         raise
     return launcher if joins is None else Both(launcher, joins)
+
+
+def make_joins(config: Config) -> Joins | None:
+    """Listen for replicas, if the front is to. Raises ValueError."""
+    endpoint = config.fleet.listen_replicas
+    if endpoint is None and config.fleet.ray == "local":
+        endpoint = "tcp://127.0.0.1:*"
+    if endpoint is None and config.fleet.ray is not None:
+        raise InputError("--ray with a cluster: --listen-replicas tcp://*:PORT is where its replicas join; see docs/fleet.md")
+    return None if endpoint is None else Joins(ServiceEnd(endpoint, Limits(), config.service.keys))
+
+
+def ray_launcher(config: Config, joins: Joins) -> LauncherLike:
+    """Make what has replicas on a Ray cluster. Raises CannotServe, InputError, ModelNotFound."""
+    from rollout.fleet.ray_launcher import RayLauncher
+
+    fleet, engine = config.fleet, config.engine
+    assert fleet.ray is not None
+    if config.service.keys is not None and fleet.ray_join is None:
+        raise InputError("--ray with --service.keys: --fleet.ray-join names the connection file of a key with the role replica")
+    if fleet.ray == "local":
+        engine = msgspec.structs.replace(engine, model=str(models.resolve(engine.model)))
+
+    def toml(name: str, cpus: int) -> str:
+        own = engine if engine.threads is not None else msgspec.structs.replace(engine, threads=max(1, cpus))
+        if fleet.ray == "local":
+            own = with_memory_share(own, fleet.replicas)
+        replica = replica_config(config, own)
+        service = msgspec.structs.replace(replica.service, endpoint=DEFAULT_ENDPOINT, exit_without_clients_s=None)
+        joined = FleetConfig(join=fleet.ray_join or joins.endpoint, name=name)
+        return dump(msgspec.structs.replace(replica, service=service, fleet=joined))
+
+    gpus = 1.0 if engine.device.startswith("cuda") else 0.0
+    try:
+        return RayLauncher(joins, fleet.replicas, toml, fleet.ray, fleet.ray_cpus, gpus)
+    except ModuleNotFoundError as error:
+        raise CannotServe(f"--ray: {error}; pip install 'rollout[ray]'") from error
+    except (RuntimeError, TimeoutError) as error:
+        raise CannotServe(str(error) or "Ray does not start") from error
 
 
 def local_launcher(config: Config) -> Launcher:
@@ -105,7 +145,8 @@ def local_launcher(config: Config) -> Launcher:
 
 def described(config: Config) -> str:
     """Tell people where the replicas come from."""
-    ways = [f"{config.fleet.replicas} replicas"] if config.fleet.replicas else []
+    where = "" if config.fleet.ray is None else f" on Ray ({config.fleet.ray})"
+    ways = [f"{config.fleet.replicas} replicas{where}"] if config.fleet.replicas else []
     if config.fleet.listen_replicas is not None:
         ways.append(f"replicas join at {config.fleet.listen_replicas}")
     return ", ".join(ways)
@@ -137,12 +178,19 @@ def divided(engine: EngineConfig, replicas: int) -> tuple[list[Place], EngineCon
         return [Place(environment={"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:replicas]], engine
     sets = core_sets(sorted(os.sched_getaffinity(0)), replicas)
     places = [Place(cores) for cores in sets]
-    changes: dict[str, object] = {"cpu_offload_safety_threshold": engine.cpu_offload_safety_threshold / replicas}
     if engine.threads is None:
-        changes["threads"] = max(1, min(map(len, sets)))
+        engine = msgspec.structs.replace(engine, threads=max(1, min(map(len, sets))))
+    return places, with_memory_share(engine, replicas)
+
+
+def with_memory_share(engine: EngineConfig, replicas: int) -> EngineConfig:
+    """Give each of the replicas that share a host its part of the memory; those on GPUs have their own."""
+    if engine.device.startswith("cuda"):
+        return engine
+    changes: dict[str, object] = {"cpu_offload_safety_threshold": engine.cpu_offload_safety_threshold / replicas}
     if engine.kv_gib is None and engine.kv_tokens is None:
         changes["kv_gib"] = KV_SHARE * psutil.virtual_memory().available / replicas / 2**30
-    return places, msgspec.structs.replace(engine, **changes)
+    return msgspec.structs.replace(engine, **changes)
 
 
 def core_sets(cores: list[int], replicas: int) -> list[frozenset[int]]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 from engine.types import Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
 from rollout.fleet.groups import Groups
@@ -19,6 +19,7 @@ from rollout.fleet.launcher import LauncherLike
 from rollout.fleet.members import LOOK_S, Facts, Make, Members
 from rollout.fleet.merge import counters, described, merged, totals
 from rollout.fleet.replica import Replica, State
+from rollout.fleet.sleeping import Asleep
 from rollout.fleet.weights import FleetStaging
 from transport import messages as m
 from transport.errors import ServiceLost
@@ -68,10 +69,7 @@ class Fleet:
         self._groups = Groups(self.inbox, self._members.serving, lambda: self.version, self._members.failed, seed, hedge)
         self._mode = Mode.RUNNING
         """RUNNING, DRAINING or PAUSED: what was asked for last"""
-        self._level = 1
-        """of the last sleep"""
-        self._asleep: set[Tag] = set()
-        """parts of the replicas' memory that were given back"""
+        self._asleep = Asleep()
         self._drains: dict[Replica, Future[Any]] = {}
         self._retired: list[dict[str, Any]] = []
         """counters of replicas that are dead, added up"""
@@ -126,7 +124,7 @@ class Fleet:
 
     @property
     def mode(self) -> Mode:
-        if self._asleep:
+        if self._asleep.parts:
             return Mode.ASLEEP
         return Mode.WITHOUT_WEIGHTS if self.weights.dropped or self.weights.lost else self._mode
 
@@ -200,7 +198,7 @@ class Fleet:
         adapter: Adapter | None = None,
     ) -> FleetStaging:
         """Begin a refresh of all replicas. Raises WeightsRefused, Busy, SourceUnreachable."""
-        if "weights" in self._asleep:
+        if "weights" in self._asleep.parts:
             raise ValueError("the replicas are asleep: wake them, then refresh")
         return self.weights.stage(manifest, version, partial, adapter)
 
@@ -232,24 +230,14 @@ class Fleet:
 
     def sleep(self, level: int = 1) -> int:
         """Have all replicas give memory back. Returns how many bytes went back."""
-        if level not in (1, 2):
-            raise ValueError(f"level={level!r}: must be 1 (weights to host memory) or 2 (weights dropped)")
-        if self._asleep or self.weights.staging:
-            raise ValueError(
-                "a refresh is being staged; finish or abandon it first" if self.weights.staging else "asleep already"
-            )
-        answers = self._members.ask_all(sleeping(level))
-        self._level, self._asleep = level, set(get_args(Tag))
+        if self.weights.staging:
+            raise ValueError("a refresh is being staged; finish or abandon it first")
+        freed = self._asleep.sleep(level, self._members.ask_all)
         self.weights.dropped |= level == 2
-        return sum(answer.freed_bytes for answer in answers)
+        return freed
 
     def wake(self, tags: Collection[Tag] | None = None) -> None:
-        wanted = self._asleep if tags is None else set(tags)
-        if not wanted or not wanted <= self._asleep:
-            asleep = ", ".join(sorted(self._asleep)) or "nothing"
-            raise ValueError(f"wake {', '.join(sorted(wanted)) or 'all'}: of the replicas {asleep} is asleep")
-        self._members.ask_all(waking(wanted))
-        self._asleep -= wanted
+        self._asleep.wake(tags, self._members.ask_all)
 
     def _asked_of_all(self) -> list[Make]:
         """List what a replica must be told that comes now."""
@@ -258,11 +246,7 @@ class Fleet:
             Mode.DRAINING: partial(m.Control, action="drain"),
         }
         asked = [modes[self._mode]] if self._mode in modes else []
-        if self._asleep:
-            asked.append(sleeping(self._level))
-            if awake := set(get_args(Tag)) - self._asleep:
-                asked.append(waking(awake))
-        return asked
+        return [*asked, *self._asleep.told()]
 
     def change_replicas(self, action: str, count: int, name: str) -> None:
         self._members.change(action, count, name)
@@ -285,11 +269,3 @@ class Fleet:
             "fleet": totals(self._members, self._groups),
             "replicas": [described(one, self._launcher.pid(one.name), len(self._groups.at[one])) for one in replicas],
         }
-
-
-def sleeping(level: int) -> Make:
-    return partial(m.Sleep, level=2 if level == 2 else 1)
-
-
-def waking(tags: Collection[Tag]) -> Make:
-    return partial(m.Wake, tags=tuple(sorted(tags)))

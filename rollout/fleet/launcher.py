@@ -270,4 +270,4 @@ class Launcher:
         why = "a status that only its parent was told" if code == UNKNOWN else f"exit status {code}"
         why = f"signal {-code}" if code < 0 else why
         log.info("replica ended name=%s why=%r pause_s=%.1f", slot.name, why, pause)
-        return Event(slot.name, None, f"its process ended with {why}")
+        return Event(slot.name, None, f"its process ended with {why}", not slot.wanted)

@@ -194,6 +194,8 @@ class Members:
     def _happened(self, event: Event) -> None:
         replica = self.replicas.get(event.name)
         if event.address is None:
+            if replica is None and not event.gone:  # it never listened
+                replica = self.replicas[event.name] = Replica(event.name, self._inbox)
             if replica is not None:
                 self.lose(replica, event.why, sick=False)
                 if replica.leaving:

@@ -279,7 +279,7 @@ class FleetWeights:
             self._updates[replica] = Transaction(content, [replica]), then
 
     def _borrow(self) -> None:
-        """Ask a replica of this host for the live weights, which the front has not. Those with an adapter are not one payload."""
+        """Ask a replica of this host for the live weights, which the front has not, unless an adapter is part of them."""
         lenders = [] if self.base_digest else [replica for replica in self._serving() if sees_memory(replica)]
         if self._asked is not None or not lenders:
             return

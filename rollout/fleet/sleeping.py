@@ -1,0 +1,56 @@
+"""Which parts of the replicas' memory are asleep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, get_args
+
+from engine.types import Tag
+from transport import messages as m
+
+PARTS: frozenset[Tag] = frozenset(get_args(Tag))
+
+AskAll = Callable[[Callable[[int], Any]], list[Any]]
+"""sends all replicas the request that is built for an id, and waits for their answers"""
+
+
+class Asleep:
+    """Written by the service's thread."""
+
+    def __init__(self) -> None:
+        self.parts: frozenset[Tag] = frozenset()
+        self._level = 1
+        """of the last sleep"""
+
+    def sleep(self, level: int, ask_all: AskAll) -> int:
+        """Have all replicas give memory back. Returns how many bytes went back. Raises ValueError while a part is asleep."""
+        if level not in (1, 2):
+            raise ValueError(f"level={level!r}: must be 1 (weights to host memory) or 2 (weights dropped)")
+        if self.parts:
+            raise ValueError(f"asleep already ({', '.join(sorted(self.parts))}); wake them first")
+        answers = ask_all(self._sleep(level))
+        self._level, self.parts = level, PARTS
+        return sum(answer.freed_bytes for answer in answers)
+
+    def wake(self, tags: Collection[Tag] | None, ask_all: AskAll) -> None:
+        """Have them take a part back, None = all that is asleep. Raises ValueError where nothing of that is."""
+        wanted = self.parts if tags is None else frozenset(tags)
+        if not wanted or not wanted <= self.parts:
+            asleep = ", ".join(sorted(self.parts)) or "nothing"
+            raise ValueError(f"wake {', '.join(sorted(wanted)) or 'all'}: of the replicas {asleep} is asleep")
+        ask_all(self._wake(wanted))
+        self.parts -= wanted
+
+    def told(self) -> list[Callable[[int], Any]]:
+        """List what a replica must be told that comes now."""
+        if not self.parts:
+            return []
+        awake = PARTS - self.parts
+        return [self._sleep(self._level), *([self._wake(awake)] if awake else [])]
+
+    def _sleep(self, level: int) -> Callable[[int], Any]:
+        return partial(m.Sleep, level=2 if level == 2 else 1)
+
+    def _wake(self, tags: Collection[Tag]) -> Callable[[int], Any]:
+        return partial(m.Wake, tags=tuple(sorted(tags)))
