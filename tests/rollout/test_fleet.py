@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from rollout.fleet import members as members_module
 from rollout.fleet import routing
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.groups import Groups
+from rollout.fleet.launcher import Launcher, Place
 from rollout.fleet.replica import State
 from rollout.fleet.transaction import Transaction
 from rollout.process import service_process
@@ -35,7 +37,7 @@ from tests.support.fleet_chaos import FOUND, Chaos
 from tests.support.hash_engine import HashEngine, expected, key_of, manifest_of, weights_of
 from tests.support.waiting import until
 from tests.support.wire import serving
-from transport.errors import Busy, InvalidRequest, WeightsRefused
+from transport.errors import Busy, InvalidRequest, ServiceLost, WeightsRefused
 
 ROOT = Path(__file__).parents[2]
 KEYS = {version: key_of(weights_of(version)) for version in range(8)}
@@ -677,6 +679,15 @@ def test_serve_replicas(tiny_config: Config, tmp_path: Path) -> None:
         child.add(client.status(), 0.0)
         assert child.render()
     until(lambda: not any(map(psutil.pid_exists, pids)), "the replicas have ended with the front")
+
+
+def test_a_process_that_ends_before_it_listens_ends_the_start() -> None:
+    fleet = Fleet(Launcher(lambda ready: [sys.executable, "-c", "raise SystemExit(3)"], [Place()]))
+    try:
+        with pytest.raises(ServiceLost, match="replica 0: its process ended with exit status 3"):
+            fleet.open(WAIT)
+    finally:
+        fleet.close()
 
 
 def test_a_host_is_divided() -> None:

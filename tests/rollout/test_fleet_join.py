@@ -380,5 +380,23 @@ def test_what_cannot_be_asked_of_a_replica(tmp_path: Path) -> None:
     assert "makes its own keys" in serve("--join", local, "--service.keys", "x")
     assert "the front has the clients" in serve("--join", local, "--service.journal", "x")
     assert "not on this host" in serve("--join", "tcp://10.0.0.5:5656")
+    assert "say how many" in serve("--ray")
+    assert "without ray" in serve("--replicas", "2", "--fleet.ray-cpus", "2")
+    assert "--listen-replicas tcp://*:PORT" in serve("--ray", "auto", "--replicas", "2")
+    keys = tmp_path / "service.json"
+    files.create(keys, "tcp://127.0.0.1:1")
+    keyed = ("--ray", "--replicas", "2", "--service.keys", str(keys), "--service.endpoint", "tcp://127.0.0.1:0")
+    assert "--fleet.ray-join names" in serve(*keyed)
     assert "No such file" in serve("--join", str(tmp_path / "none.json"))
     assert "no keys to tell clients apart" in serve("--listen-replicas", "tcp://*:5656")
+
+
+def test_ray_without_an_address_is_this_machine_s() -> None:
+    def ray(*flags: str) -> str | None:
+        args = parse(["serve", *flags])
+        assert isinstance(args, ServeArgs)
+        return args.ray
+
+    assert ray("--ray", "--replicas", "2") == ray("--replicas", "2", "--ray") == "local"
+    assert ray("--ray", "auto", "--replicas", "2") == ray("--ray=auto", "--replicas", "2") == "auto"
+    assert ray("--replicas", "2") is None
