@@ -116,12 +116,15 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"replica_grace_s={self.replica_grace_s}: must be 0 or positive")
         if self.hedge < 0:
             raise ValueError(f"hedge={self.hedge}: must be 0 (off) or a number of children")
+        if self.ray_cpus is not None and not self.ray_cpus >= 1:
+            raise ValueError(f"ray_cpus={self.ray_cpus}: must be at least 1")
+
+    def check(self) -> None:
+        """Raises ValueError for fields that do not go together."""
         if self.ray is None and (self.ray_join, self.ray_cpus) != (None, None):
             raise ValueError("ray_join or ray_cpus without ray, which has the replicas on a Ray cluster")
         if self.ray is not None and not self.replicas:
             raise ValueError(f"ray={self.ray!r} without replicas: say how many")
-        if self.ray_cpus is not None and not self.ray_cpus >= 1:
-            raise ValueError(f"ray_cpus={self.ray_cpus}: must be at least 1")
         if self.join is not None and (self.replicas or self.listen_replicas is not None):
             raise ValueError("join together with replicas or listen_replicas: a process is a replica or a front, not both")
         if not self.front_grace_s > 0:

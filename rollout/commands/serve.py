@@ -86,6 +86,7 @@ def configured(args: ServeArgs) -> Config:
     short = {"replicas": args.replicas, "listen_replicas": args.listen_replicas, "join": args.join, "ray": args.ray}
     try:
         fleet = msgspec.structs.replace(config.fleet, **{name: value for name, value in short.items() if value is not None})
+        fleet.check()
     except ValueError as error:
         raise InputError(str(error)) from None
     return msgspec.structs.replace(config, fleet=fleet)
