@@ -118,6 +118,8 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"hedge={self.hedge}: must be 0 (off) or a number of children")
         if self.ray_cpus is not None and not self.ray_cpus >= 1:
             raise ValueError(f"ray_cpus={self.ray_cpus}: must be at least 1")
+        if not self.front_grace_s > 0:
+            raise ValueError(f"front_grace_s={self.front_grace_s}: must be positive")
 
     def check(self) -> None:
         """Raises ValueError for fields that do not go together."""
@@ -127,8 +129,6 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"ray={self.ray!r} without replicas: say how many")
         if self.join is not None and (self.replicas or self.listen_replicas is not None):
             raise ValueError("join together with replicas or listen_replicas: a process is a replica or a front, not both")
-        if not self.front_grace_s > 0:
-            raise ValueError(f"front_grace_s={self.front_grace_s}: must be positive")
 
 
 class TrackingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

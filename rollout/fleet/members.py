@@ -159,11 +159,7 @@ class Members:
             if time.monotonic() > deadline:
                 for replica in pending:
                     self.lose(replica, f"it did not answer for {ANSWER_S} s")
-        answers = [future for replica, future in asked.items() if replica.link is not None]
-        refused = [error for future in answers if isinstance(error := future.exception(), RolloutError)]
-        if refused and len(refused) == len(answers):
-            raise refused[0]
-        return [future.result() for future in answers if future.exception() is None]
+        return results([future for replica, future in asked.items() if replica.link is not None])
 
     def change(self, action: str, count: int, name: str) -> None:
         """Scale to `count` replicas, drain the one of this name, or roll: restart all, in turn. Raises ValueError."""
@@ -310,3 +306,11 @@ class Members:
         if replica.state is not state:
             log.info("replica name=%s %s -> %s why=%r", replica.name, replica.state.value, state.value, why)
         replica.state, replica.why = state, why
+
+
+def results(answers: list[Future[Any]]) -> list[Any]:
+    """Take the results of answers that have come. Raises a refusal that is everybody's."""
+    refused = [error for future in answers if isinstance(error := future.exception(), RolloutError)]
+    if refused and len(refused) == len(answers):
+        raise refused[0]
+    return [future.result() for future in answers if future.exception() is None]
