@@ -121,7 +121,7 @@ def test_the_next_front_goes_on_with_the_weights_of_the_replicas(monkeypatch: py
         refresh(lives.fleet, 2)
         lives.kill()
         fleet = lives.start(version=2)
-        assert fleet.version == 2 and fleet.weights.live is None
+        assert fleet.version == 2 and fleet.weights.live.base is None
         check(run(fleet), 2)
         lives.threads.die("1")
         step_until(fleet, lambda: lives.threads.replaced == ["1"] and lives.states() == ["serving"] * 3)
