@@ -85,7 +85,7 @@ def test_every_part_runs(stand_in: None, tmp_path: Path, capfd: pytest.CaptureFi
     assert len(parts["naps"]) == 3
     assert {row["what"] for row in parts["weights"][:-1]} == {"decode", "prefill"}
     assert all(row["same_logits"] for row in parts["weights"][:-1])
-    assert "tiny decode: what forward, context 64, mean_context 64, ms" in capfd.readouterr().out
+    assert "tiny decode: what forward, context 64, ms" in capfd.readouterr().out
 
 
 @pytest.mark.long
