@@ -109,7 +109,7 @@ void rollout_read(const Team *team, const void *data, int64_t bytes) {
 /* Fill in what is best here. vdpbf16ps: some CPUs take two cycles for it, in which two FMA of the same bits do as much each; that is
    measured, in about a millisecond. The others are from measurements on Zen 4 (first line) and Emerald Rapids. */
 void rollout_tune(Tuning *t) {
-    static const Tuning by_maker[2] = {{.piece = 256, .few = 8, .near = 4}, {.piece = 256, .few = 8, .near = 0}};
+    static const Tuning by_maker[2] = {{.piece = 256, .few = 8, .near = 4}, {.piece = 256, .few = VL == 16 ? 16 : 8, .near = 0}};
     int maker = 1;
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -118,5 +118,6 @@ void rollout_tune(Tuning *t) {
     *t = by_maker[maker];
 #ifdef __AVX512BF16__
     t->dot = peak(DOT) >= 0.9 * peak(FMA);
+    if (t->dot) t->few = 8;
 #endif
 }

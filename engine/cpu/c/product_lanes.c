@@ -128,24 +128,28 @@ TILES(DOT)
 
 /* ---- few rows: a block goes from its transposition straight into the sums, one vector of outputs at a time ---- */
 
-/* acc[rows][one vector] += x[rows][VL words] · block; `soon` is fetched, a line of each output between two words. */
+/* acc[rows][one vector] += x[rows][VL words] · block, a tile of rows after the other on the same registers; `soon` is fetched, a
+   line of each output between two words of the first. */
 INLINE void straight(const char *from, int64_t row, const char *soon, int64_t apart, const uint32_t *x, int64_t x_row,
                      float *acc, int fresh, int rows, int kind) {
     vu t[VL];
-    vf sum[TILE];
     transpose(from, row, t);
-    UNROLL for (int r = 0; r < rows; r++) sum[r] = fresh ? all(0) : load(acc + r * PANEL);
-    _Pragma("GCC unroll 16") for (int j = 0; j < VL; j++) {
-        __builtin_prefetch(soon + j * apart, 0, 2);
-        if (kind == WORDS) {
-            const vf odd = (vf)(t[j] & all_words(0xffff0000u)), even = (vf)(t[j] << 16);
-            UNROLL for (int r = 0; r < rows; r++) sum[r] = fma_((vf)all_words(x[r * x_row + 2 * j]), odd, sum[r]);
-            UNROLL for (int r = 0; r < rows; r++) sum[r] = fma_((vf)all_words(x[r * x_row + 2 * j + 1]), even, sum[r]);
-        } else {
-            UNROLL for (int r = 0; r < rows; r++) sum[r] = fma_((vf)all_words(x[r * x_row + j]), (vf)t[j], sum[r]);
+    UNROLL for (int first = 0; first < rows; first += TILE, x += TILE * x_row, acc += TILE * PANEL) {
+        const int some = rows - first < TILE ? rows - first : TILE;
+        vf sum[TILE];
+        UNROLL for (int r = 0; r < some; r++) sum[r] = fresh ? all(0) : load(acc + r * PANEL);
+        _Pragma("GCC unroll 16") for (int j = 0; j < VL; j++) {
+            if (!first) __builtin_prefetch(soon + j * apart, 0, 2);
+            if (kind == WORDS) {
+                const vf odd = (vf)(t[j] & all_words(0xffff0000u)), even = (vf)(t[j] << 16);
+                UNROLL for (int r = 0; r < some; r++) sum[r] = fma_((vf)all_words(x[r * x_row + 2 * j]), odd, sum[r]);
+                UNROLL for (int r = 0; r < some; r++) sum[r] = fma_((vf)all_words(x[r * x_row + 2 * j + 1]), even, sum[r]);
+            } else {
+                UNROLL for (int r = 0; r < some; r++) sum[r] = fma_((vf)all_words(x[r * x_row + j]), (vf)t[j], sum[r]);
+            }
         }
+        UNROLL for (int r = 0; r < some; r++) store(acc + r * PANEL, sum[r]);
     }
-    UNROLL for (int r = 0; r < rows; r++) store(acc + r * PANEL, sum[r]);
 }
 
 typedef void (*StraightFn)(const char *, int64_t, const char *, int64_t, const uint32_t *, int64_t, float *, int);
@@ -157,14 +161,19 @@ typedef void (*StraightFn)(const char *, int64_t, const char *, int64_t, const u
 #define STRAIGHTS(rows) STRAIGHT(WORDS, rows) STRAIGHT(FLOATS, rows)
 STRAIGHTS(1) STRAIGHTS(2) STRAIGHTS(3) STRAIGHTS(4)
 #if VL == 16
-STRAIGHTS(5) STRAIGHTS(6) STRAIGHTS(7) STRAIGHTS(8)
+STRAIGHTS(5) STRAIGHTS(6) STRAIGHTS(7) STRAIGHTS(8) STRAIGHTS(9) STRAIGHTS(10) STRAIGHTS(11) STRAIGHTS(12)
+STRAIGHTS(13) STRAIGHTS(14) STRAIGHTS(15) STRAIGHTS(16)
+enum { STRAIGHT_ROWS = 16 };
 #define STRAIGHT_NAMES(kind)                                                                                            \
     {straight_##kind##_1, straight_##kind##_2, straight_##kind##_3, straight_##kind##_4,                                \
-     straight_##kind##_5, straight_##kind##_6, straight_##kind##_7, straight_##kind##_8}
+     straight_##kind##_5, straight_##kind##_6, straight_##kind##_7, straight_##kind##_8,                                \
+     straight_##kind##_9, straight_##kind##_10, straight_##kind##_11, straight_##kind##_12,                             \
+     straight_##kind##_13, straight_##kind##_14, straight_##kind##_15, straight_##kind##_16}
 #else
+enum { STRAIGHT_ROWS = TILE };
 #define STRAIGHT_NAMES(kind) {straight_##kind##_1, straight_##kind##_2, straight_##kind##_3, straight_##kind##_4}
 #endif
-static const StraightFn straights[2][TILE] = {STRAIGHT_NAMES(WORDS), STRAIGHT_NAMES(FLOATS)};
+static const StraightFn straights[2][STRAIGHT_ROWS] = {STRAIGHT_NAMES(WORDS), STRAIGHT_NAMES(FLOATS)};
 
 /* ---- a panel ---- */
 
@@ -193,7 +202,7 @@ static void multiply(const Linear *l, int64_t panel, Ahead ahead, const uint32_t
             piece = end - at < most ? end - at : most;
             const int64_t on = 4 * at + t->near * 64; /* in bytes of each output, perhaps in the panel ahead */
             const char *soon = on < row ? w + on : ahead.at ? ahead.at + (on - row) : w;
-            if (few && kind != DOT && rows <= TILE && piece == VL && width == nv * VL) {
+            if (few && kind != DOT && rows <= STRAIGHT_ROWS && piece == VL && width == nv * VL) {
                 for (int v = 0; v < nv; v++, ahead.at += t->near ? 0 : 4 * VL * VL)
                     straights[kind == FLOATS][rows - 1](w + v * VL * row + 4 * at, row,
                                                         t->near ? soon + v * VL * row : ahead.at, t->near ? row : 4 * VL,
