@@ -1,12 +1,15 @@
 """`rollout bench fleet`: what a front costs, and how long a death lasts.
 
-ratio_to_one         tokens/s of `fanout` on N replicas, over those of one service with the threads of all; taken in turn
-front_core_fraction  of a core that the front takes at 1,000 samples/s of a tiny model: its CPU seconds for each 1,000 samples
-takeover_seconds     from SIGKILL of a replica until all that ran there runs elsewhere
+ratio_to_one           tokens/s of `fanout` on N replicas, over those of one service with the threads of all; taken in turn
+front_core_fraction    of a core that the front takes at 1,000 samples/s of a tiny model: its CPU seconds for each 1,000 samples
+                       of 4 tokens, in groups of 32; front_core_fractions has it for groups of 8 and 16 as well
+takeover_seconds       from SIGKILL of a replica until all that ran there was given to others
+takeover_token_seconds until each child has a token that is new, or has ended
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import statistics
@@ -32,8 +35,13 @@ from rollout.process import RunningService, service_process
 
 NAME = "fleet"
 WAIT_S = 600.0
-SHORT = Sampling(n=32, max_tokens=4, ignore_eos=True)
-SHORT_GROUPS = 200
+SHORT_SIZES = (8, 16, 32)
+"""children of a group, of few tokens each"""
+SHORT_TOKENS = 4
+SHORT_SAMPLES = 12_800
+"""of each size, not scaled: the kernel counts CPU time in steps of 10 ms"""
+LONG = Sampling(n=4, max_tokens=512, ignore_eos=True, stream_every=1)
+"""of groups that lose their replica, and are ended when they run elsewhere"""
 LOOK_S = 0.005
 TINY_VOCAB = 259
 
@@ -58,7 +66,7 @@ def measure(folder: Path, engine: EngineConfig, scale: float, repeat: int, repli
                 speeds.append(together)
         takeovers = [takeover(many, workload, run) for run in range(repeat)]
     with tempfile.TemporaryDirectory(prefix="rollout-bench-") as temporary:
-        fraction = front_core_fraction(tiny_model(Path(temporary)), replicas, max(8, int(SHORT_GROUPS * scale)))
+        fractions = front_core_fractions(tiny_model(Path(temporary)), replicas)
     yield {
         "workload": NAME,
         "summary": True,
@@ -68,8 +76,10 @@ def measure(folder: Path, engine: EngineConfig, scale: float, repeat: int, repli
         "repeat": repeat,
         "tokens_per_second": round(statistics.median(speeds), 1),
         "ratio_to_one": round(statistics.median(ratios), 3),
-        "front_core_fraction": round(fraction, 4),
-        "takeover_seconds": round(max(takeovers), 3),
+        "front_core_fraction": round(fractions[max(SHORT_SIZES)], 4),
+        "front_core_fractions": {str(n): round(fraction, 4) for n, fraction in fractions.items()},
+        "takeover_seconds": round(max(moved for moved, _ in takeovers), 3),
+        "takeover_token_seconds": round(max(token for _, token in takeovers), 3),
     }
 
 
@@ -101,37 +111,49 @@ def tokens_per_second(client: RolloutClient, workload: Workload, run: int) -> fl
     return len(samples) * workload.new_tokens / seconds
 
 
-def takeover(client: RolloutClient, workload: Workload, run: int) -> float:
-    """Kill a replica that has work. Returns seconds until nothing waits and nothing is said to run there any more."""
+def takeover(client: RolloutClient, workload: Workload, run: int) -> tuple[float, float]:
+    """Kill a replica that has work. Returns seconds until all that ran there is somebody else's, and until each child has a new
+    token or has ended. Raises BenchFailed for a child that is lost."""
     wait_for(client, lambda status: status["fleet"]["serving"] == status["fleet"]["replicas"])
-    sampling = Sampling(n=workload.n, max_tokens=workload.new_tokens, ignore_eos=True, seed=run)
+    sampling = msgspec.structs.replace(LONG, seed=run)
     prompts = prompts_of(workload, 1000 + run, client.info.vocab_size)
     handles = [client.submit(prompt, sampling) for prompt in prompts]
-    status = wait_for(client, lambda status: all(one["parts"] for one in status["replicas"]))
+    heard: dict[tuple[str, int], float] = {}
+    for handle in handles:
+        handle.on_tokens(lambda handle, chunk: heard.__setitem__((handle.group_id, chunk.index), time.perf_counter()))
+        handle.listen(lambda handle, sample: heard.__setitem__((handle.group_id, sample.index if sample else -1), math.inf))
+    everybody = len(handles) * sampling.n
+    status = wait_for(client, lambda status: all(one["parts"] for one in status["replicas"]) and len(heard) >= everybody)
     moved, victim = status["fleet"]["moved"], status["replicas"][0]
     started = time.perf_counter()
     os.kill(victim["pid"], signal.SIGKILL)
     wait_for(client, lambda status: status["fleet"]["moved"] > moved and not status["fleet"]["waiting"])
-    seconds = time.perf_counter() - started
+    given = time.perf_counter()  # what comes from here on does not come of the one that was killed
+    wait_for(client, lambda _: min(heard.values()) > given)
+    token = time.perf_counter()
     for handle in handles:
-        if any(sample.finish_reason != "length" for sample in handle.result(WAIT_S)):
-            raise BenchFailed("a child was lost with its replica")
-    return seconds
+        handle.cancel()
+    if any(sample.finish_reason == "error" for handle in handles for sample in handle.result(WAIT_S)):
+        raise BenchFailed("a child was lost with its replica")
+    return given - started, token - started
 
 
-def front_core_fraction(model: Path, replicas: int, groups: int) -> float:
-    """Return the CPU seconds of the front for each 1,000 samples of a tiny model."""
+def front_core_fractions(model: Path, replicas: int) -> dict[int, float]:
+    """Return the CPU seconds of the front for each 1,000 samples of a tiny model, by the size of the groups."""
     engine = EngineConfig(model=str(model), dtype="float32", kv_tokens=65_536, cpu_offload_gib=0, threads=1)
-    rng = np.random.default_rng(0)
+    fractions = {}
     with connected(fleet_of(engine, replicas)) as (front, client):
-        prompts = [rng.integers(3, TINY_VOCAB, 16).astype(np.int32) for _ in range(groups)]
-        list(client.generate(prompts[:8], SHORT, timeout=WAIT_S))
         process = psutil.Process(front.pid)
-        before = process.cpu_times()
-        count = len(list(client.generate(prompts, SHORT, timeout=WAIT_S)))
-        after = process.cpu_times()
-    seconds = after.user + after.system - before.user - before.system
-    return float(seconds) * 1000 / count
+        for n in SHORT_SIZES:
+            sampling = Sampling(n=n, max_tokens=SHORT_TOKENS, ignore_eos=True)
+            rng = np.random.default_rng(n)
+            prompts = [rng.integers(3, TINY_VOCAB, 16).astype(np.int32) for _ in range(SHORT_SAMPLES // n)]
+            list(client.generate(prompts[:8], sampling, timeout=WAIT_S))
+            before = process.cpu_times()
+            count = len(list(client.generate(prompts, sampling, timeout=WAIT_S)))
+            after = process.cpu_times()
+            fractions[n] = float(after.user + after.system - before.user - before.system) * 1000 / count
+    return fractions
 
 
 def tiny_model(folder: Path) -> Path:
@@ -161,5 +183,6 @@ def print_row(console: Console, row: dict[str, Any]) -> None:
     console.print(
         f"fleet: {row['replicas']} replicas × {row['threads']} threads, {row['tokens_per_second']:.0f} tokens/s, "
         f"{row['ratio_to_one']:.2f} × one service; front {100 * row['front_core_fraction']:.1f} % of a core at 1,000 samples/s;"
-        f" a dead replica's groups run elsewhere after {row['takeover_seconds']:.2f} s"
+        f" a dead replica's groups are others' after {row['takeover_seconds']:.2f} s, their next tokens are there after"
+        f" {row['takeover_token_seconds']:.2f} s"
     )

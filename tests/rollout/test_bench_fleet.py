@@ -19,6 +19,11 @@ def test_the_row_has_the_figures(tmp_path: Path) -> None:
     engine = EngineConfig(dtype="float32", threads=1, cpu_offload_gib=0)
     (row,) = fleet.measure(model, engine, scale=0.1, repeat=1, replicas=2)
     assert row["ratio_to_one"] > 0 and row["front_core_fraction"] > 0 and 0 < row["takeover_seconds"] < 60
+    assert row["takeover_seconds"] <= row["takeover_token_seconds"] < 60 and set(row["front_core_fractions"]) == {
+        "8",
+        "16",
+        "32",
+    }
     assert (row["replicas"], row["threads"], row["summary"]) == (2, 1, True)
 
 
