@@ -257,11 +257,9 @@ class Fleet:
         """Tell everything there is to know: the sum of all replicas, then each."""
         replicas = list(self._members.replicas.values())
         whole = merged([*(one.status for one in replicas if one.status), *self._retired])
-        whole.pop("service", None)
-        whole.pop("metrics", None)
         return {
             **NOTHING,
-            **whole,
+            **{name: value for name, value in whole.items() if name not in ("service", "metrics")},
             "model": self.model.name,
             "arithmetic": self.arithmetic,
             "version": self.version,

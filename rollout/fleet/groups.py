@@ -183,21 +183,14 @@ class Groups:
             if one.unplaced:
                 self.waiting[one.group.id] = one
 
-    def _first_waiting(self) -> list[OpenGroup]:
-        """Return those that have waited longest, as many as one turn of the loop has time for."""
-        children = itertools.accumulate(len(one.unplaced) for one in self.waiting.values())
-        return [one for one, sum in zip(self.waiting.values(), children, strict=False) if sum <= MOST_PLACED] or [
-            *itertools.islice(self.waiting.values(), 1)
-        ]
-
     def place_waiting(self, now: float) -> None:
         """Send what waits, if a replica serves: some of it at each call."""
-        for one in self._first_waiting():
+        for one in first_of(self.waiting):
             self.place(one, now)
 
     def give_up(self, reason: str) -> None:
         """End what waits for a replica: some of it at each call."""
-        for one in self._first_waiting():
+        for one in first_of(self.waiting):
             self._end(one, sorted(one.unplaced), "error", reason)
 
     def _arrived(self, part: Part, sample: Sample | None) -> None:
@@ -290,3 +283,10 @@ class Groups:
             self.waiting.pop(one.group.id, None)
         if not one.left:
             del self.open[one.group.id]
+
+
+def first_of(waiting: Mapping[str, OpenGroup]) -> list[OpenGroup]:
+    """Return those that have waited longest, as many as one turn of the loop has time for."""
+    children = itertools.accumulate(len(one.unplaced) for one in waiting.values())
+    some = [one for one, sum in zip(waiting.values(), children, strict=False) if sum <= MOST_PLACED]
+    return some or [*itertools.islice(waiting.values(), 1)]
