@@ -102,7 +102,6 @@ class Service:
         self._transport = transport if transport is not None else ServiceEnd(str(endpoint), self._limits, keys)
         self._grace_s = client_grace_s
         self._linger_s = linger_s
-
         self.watch = watch if watch is not None else Watch()
         self._access = Access(self._transport.keys)
         self._sessions = Sessions(self._limits.max_clients, self._record)

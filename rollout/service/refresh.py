@@ -95,8 +95,7 @@ class Refreshes:
         self._segment = SegmentView()
         self._ended: OrderedDict[str, OngoingRefresh] = OrderedDict()
         self._reads = LiveReads(engine)
-        self._credit = DOSE_S
-        self._credited = time.perf_counter()
+        self._credit, self._credited = DOSE_S, time.perf_counter()
 
     @property
     def has_work(self) -> bool:
