@@ -288,7 +288,10 @@ def test_a_version_is_written_before_its_trainer_hears_of_it(tmp_path: Path, mon
 
 
 def sleeper(ready: Path) -> list[str]:
-    return [sys.executable, "-c", f"import time; open({str(ready)!r}, 'w').write('ipc://x'); time.sleep(600)"]
+    """Says where it listens, in a file that appears whole."""
+    words = "import os, sys, time; open(sys.argv[1] + '.new', 'w').write('ipc://x')"
+    words += "; os.rename(sys.argv[1] + '.new', sys.argv[1]); time.sleep(600)"
+    return [sys.executable, "-c", words, str(ready)]
 
 
 def started(launcher: Launcher) -> dict[str, int]:
