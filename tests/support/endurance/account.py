@@ -52,6 +52,8 @@ class Account:
         """the last one known to be live"""
         self.life = 1
         """of the front"""
+        self.exhausted = False
+        """the front has no descriptors left, and may say so"""
         self.may_serve = {0}
         """versions that anybody may have had"""
         self.waiting: dict[str, float] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -18,10 +19,17 @@ from tests.support.lasting import ROOT
 
 PACE_S = {"tiny": 5.0, "smollm2": 8.0}
 """mean seconds between two acts"""
-KINDS = {"replica": 3, "stop": 2, "cut": 3, "mayfly": 4}
+KINDS = {"replica": 3, "stop": 2, "cut": 3, "mayfly": 4, "descriptors": 1}
 """how often each, of the acts"""
 STOPS_S = (0.5, 2.0, 6.0)
 MAYFLY_S = 60.0
+EXHAUSTED_S = 3.0
+SPARE_FDS = 2
+"""descriptors that an exhausted process may still open"""
+FULL = 0.3
+"""share of the ends of a front that come of a full disk"""
+FULL_S = 20.0
+"""for a front that cannot write its journal to end, which it does with its next commit"""
 
 
 class Nothing(bytearray):
@@ -58,7 +66,7 @@ class Adversary:
             alive()
             self._go_on(now)
             if storm and now > front_at:
-                self._kill_front()
+                self._kill_front(full=self.rng.random() < FULL)
                 front_at = time.monotonic() + self.rng.uniform(2.0, 6.0) * pace
             if now > act_at:
                 act_at = now + self.rng.uniform(0.5, 1.5) * pace
@@ -81,16 +89,44 @@ class Adversary:
             threading.Thread(target=self._mayfly, args=(seed, self.rng.uniform(0.0, 1.0)), daemon=True).start()
         elif kind == "replica" and name is not None:
             self.account.count("kills_of_replicas", send(replicas[name], signal.SIGKILL))
+        elif kind == "descriptors":
+            self._exhaust(self.front.pid)
         elif kind == "stop" and name is not None:
             pid = replicas[name]
             self.ever_stopped.add(pid)
             self.account.count("stops", send(pid, signal.SIGSTOP))
             self.stopped[pid] = time.monotonic() + self.rng.choice(STOPS_S)
 
-    def _kill_front(self) -> None:
+    def _exhaust(self, pid: int) -> None:
+        """Leave a process no descriptors to open for a while."""
+        try:
+            soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+            few = len(os.listdir(f"/proc/{pid}/fd")) + SPARE_FDS
+            self.account.exhausted = True
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (few, hard))
+            time.sleep(EXHAUSTED_S)
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+            self.account.count("descriptors_exhausted")
+        except (OSError, ProcessLookupError):
+            pass  # gone meanwhile
+        finally:
+            self.account.exhausted = False
+
+    def _fill_disk(self) -> None:
+        """Let the front write no more to any file. It must end by itself: what it cannot keep it may not promise."""
+        self.front.excuse()
+        resource.prlimit(self.front.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        deadline = time.monotonic() + FULL_S
+        while self.front.alive and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self.account.count("full_disks", not self.front.alive)
+
+    def _kill_front(self, full: bool) -> None:
         self._go_on(float("inf"))
         self.account.version = 0  # it comes back with the weights of its folder
         self.account.life += 1
+        if full:
+            self._fill_disk()
         if outlived := self.front.kill():
             self.account.found("leaks", f"{outlived} replicas outlive their front")
         self.account.count("kills_of_fronts")

@@ -15,7 +15,7 @@ from rollout.client.api import RolloutClient
 from tests.support.endurance.account import Account
 from tests.support.endurance.models import BROKEN
 from tests.support.lasting import ROOT
-from transport.errors import Busy, RequestTimeout, ServiceLost, SourceUnreachable, WeightsRefused
+from transport.errors import Busy, GroupFailed, RequestTimeout, ServiceLost, SourceUnreachable, WeightsRefused
 
 WAIT = 400.0
 LOOK_S = 0.5
@@ -62,7 +62,7 @@ class Pushing:
                 elif now >= broken_at:
                     self._broken(client)
                     broken_at = now + self.rng.uniform(0.5, 1.5) * plan.break_s
-            except (Busy, ServiceLost, RequestTimeout) as error:
+            except (Busy, ServiceLost, RequestTimeout, SourceUnreachable, GroupFailed) as error:
                 self.account.count("push_again")
                 self.account.counts[f"push_again_{error.kind}"] += 1
 
@@ -82,7 +82,8 @@ class Pushing:
         try:
             client.refresh(self.model.weights(version), version=version, kv=kv, via=via, timeout=WAIT)  # type: ignore[arg-type]
         except WeightsRefused as error:
-            self.account.found("lost", f"version {version} was refused: {error}")
+            if not self.account.exhausted:
+                self.account.found("lost", f"version {version} was refused: {error}")
             return
         self._live(version, life)
         self.account.count("refreshes")

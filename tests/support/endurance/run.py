@@ -33,6 +33,7 @@ from rollout.config import Config, FleetConfig, ServiceConfig
 from tests.support.endurance import leaks
 from tests.support.endurance.account import Account, Judge
 from tests.support.endurance.adversary import Adversary, proxy_of
+from tests.support.endurance.http import HttpTrainer
 from tests.support.endurance.models import Kind, TestModel
 from tests.support.endurance.pushing import Pushing
 from tests.support.endurance.serving import Front
@@ -119,6 +120,9 @@ class Phase:
             trainer = KINDS[number % len(KINDS)](number, self.seed, address, self.account, self.over)
             jobs.append(threading.Thread(target=trainer.run, name=f"trainer {number}"))
         jobs.append(threading.Thread(target=judge.run, args=(self.over,), name="judge"))
+        http = HttpTrainer(self.trainers, self.seed, self.front.endpoint, self.account, self.over, self.folder)
+        jobs.append(threading.Thread(target=http.run, name="trainer over HTTP"))
+        self.facade = http.process.pid
         for job in jobs:
             job.daemon = True
             job.start()
@@ -148,7 +152,7 @@ class Phase:
             with RolloutClient(self.front.endpoint, name="watcher", connect_timeout_s=WAIT, link_timeout_s=WAIT) as client:
                 while not self.over.wait(LOOK_S):
                     life = self.account.life
-                    self.watcher.look({"front": self.front.pid, **self._named_replicas()})
+                    self.watcher.look({"front": self.front.pid, "facade": self.facade, **self._named_replicas()})
                     try:
                         self._note(client.status(timeout=WAIT), life)
                     except RolloutError:
@@ -242,6 +246,11 @@ PROMISES = [
     ("P15", "log-probs scored by the service, to the bit", "scored", ("mixed",)),
     ("P5, P6", "replicas killed", "kills_of_replicas", ("lost", "doubled")),
     ("P5, P6", "fronts killed, with a journal", "kills_of_fronts", ("lost", "doubled")),
+    ("P5, P24", "fronts whose disk is full: they end, and go on", "full_disks", ("lost", "doubled")),
+    ("P4, P20", "fronts without descriptors", "descriptors_exhausted", ("lost", "crashes")),
+    ("P5", "samples over HTTP", "http_samples", ("lost",)),
+    ("P20", "requests over HTTP that are none", "http_broken", ("crashes",)),
+    ("P3, P15", "turns of agents", "turns", ("lost", "mixed")),
     ("P16, P20", "messages that are none", "malformed", ("crashes",)),
     ("P17", "half handshakes, bytes that are no ZMTP", "sent_half_handshakes", ("crashes",)),
     ("P21", "questions whose answers nobody reads", "sent_deaf", ("crashes",)),

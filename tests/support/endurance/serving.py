@@ -31,13 +31,23 @@ class Front:
     def __init__(self, config: Config, folder: Path) -> None:
         self.folder = folder
         self.endpoint = config.service.endpoint
-        self.log = folder / "service.log"
         self.lives = 0
+        self.excused: dict[int, int] = {}
+        """by life, from which byte of its log on it may tell of its end"""
         self.toml = folder / "serve.toml"
         self.toml.write_text(dump(config))
         self.process: subprocess.Popen[bytes] | None = None
         self.born: Held | None = None
         """what it held when it had just been started"""
+
+    @property
+    def log(self) -> Path:
+        """Of this life."""
+        return self.folder / f"service{self.lives}.log"
+
+    def excuse(self) -> None:
+        """From here on it may tell of errors: its disk is full."""
+        self.excused[self.lives] = self.log.stat().st_size
 
     def start(self) -> None:
         self.lives += 1
@@ -79,7 +89,8 @@ class Front:
         """SIGKILL; its replicas end by themselves. Returns how many did not."""
         assert self.process is not None and self.process.stdin is not None
         orphans = [psutil.Process(pid) for pid in self.replicas().values()]
-        self.process.kill()
+        if self.process.poll() is None:
+            self.process.kill()
         self.process.wait(STOP_S)
         self.process.stdin.close()
         _, alive = psutil.wait_procs(orphans, timeout=STOP_S)
@@ -101,8 +112,11 @@ class Front:
             self.process.stdin.close()
 
     def failures(self) -> list[str]:
-        """Lines of the log that tell of what must not be: mistakes that came through, replicas that ended by themselves."""
-        lines = self.log.read_text(errors="replace").splitlines()
+        """Lines of the logs that tell of what must not be: mistakes that came through, replicas that ended by themselves."""
+        lines: list[str] = []
+        for life in range(1, self.lives + 1):
+            text = (self.folder / f"service{life}.log").read_bytes()
+            lines += text[: self.excused.get(life)].decode(errors="replace").splitlines()
         found = [line for line in lines if FAILURES.search(line)]
         for line in lines:
             ended = ENDED.search(line)

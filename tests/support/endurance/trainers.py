@@ -144,4 +144,23 @@ class Scoring(Trainer):
                     self.account.same_scores(group, sample, score, "the service")
 
 
-KINDS = (Whole, Cut, Scoring, Whole)
+class Agent(Trainer):
+    """Talks in turns: each continues a sample of the one before, behind tokens of a tool; KV is kept for it."""
+
+    def train(self, client: RolloutClient) -> None:
+        while not self.over.is_set():
+            group, handle = self.submit(client, n=1, keep_s=10.0)
+            for turn in range(int(self.rng.integers(1, 5))):
+                samples = self.wait(group, handle)
+                if not samples or self.over.is_set():
+                    handle = None
+                    break
+                _, answer, sampling = self.draw(n=1, keep_s=10.0)
+                handle = client.resume(samples[0], group.prompt, sampling, append=answer)
+                group = self.account.group(f"{group.key.partition(':')[0]}:{turn}", handle.group.prompt, sampling)
+                self.account.count("turns")
+            if handle is not None:
+                self.wait(group, handle)
+
+
+KINDS = (Whole, Cut, Scoring, Agent)
