@@ -24,10 +24,14 @@ DAMAGED = 0.2
 
 
 class Pushing:
-    """One client. A version number is used once, whatever became of it, so its number says which weights they are."""
+    """One client. A version number is used once, whatever became of it, so its number says which weights they are. over: from
+    then on only a service that has fallen back is given weights, for groups wait for them; settled: none does any more."""
 
-    def __init__(self, account: Account, address: str, seed: int, scratch: Path, over: threading.Event) -> None:
-        self.account, self.model, self.address, self.over = account, account.model, address, over
+    def __init__(
+        self, account: Account, address: str, seed: int, scratch: Path, over: threading.Event, settled: threading.Event
+    ) -> None:
+        self.account, self.model, self.address = account, account.model, address
+        self.over, self.settled = over, settled
         self.rng = random.Random(seed)
         self.next_version = 1
         self.last_live = 0
@@ -53,13 +57,13 @@ class Pushing:
     def _push_on(self, client: RolloutClient) -> None:
         plan, now = self.model.plan, time.monotonic()
         good_at, broken_at = now, now + plan.break_s
-        while not self.over.wait(LOOK_S):
-            now = time.monotonic()
+        while not self.settled.wait(LOOK_S):
+            now, going = time.monotonic(), not self.over.is_set()
             try:
-                if now >= good_at or self._fell_back(client):
+                if (going and now >= good_at) or self._fell_back(client):
                     self._good(client)
                     good_at = now + self.rng.uniform(0.5, 1.5) * plan.refresh_s
-                elif now >= broken_at:
+                elif going and now >= broken_at:
                     self._broken(client)
                     broken_at = now + self.rng.uniform(0.5, 1.5) * plan.break_s
             except (Busy, ServiceLost, RequestTimeout, SourceUnreachable, GroupFailed) as error:
@@ -82,7 +86,9 @@ class Pushing:
         try:
             client.refresh(self.model.weights(version), version=version, kv=kv, via=via, timeout=WAIT)  # type: ignore[arg-type]
         except WeightsRefused as error:
-            if not self.account.exhausted:
+            if self.account.exhausted or self.account.life != life:
+                self.account.count("push_again")  # the service has none left, or is another one than it began with
+            else:
                 self.account.found("lost", f"version {version} was refused: {error}")
             return
         self._live(version, life)

@@ -67,7 +67,8 @@ class Phase:
         )
         self.model = TestModel(kind, scratch)
         self.account = Account(self.model, self.seed)
-        self.over = threading.Event()
+        self.over, self.settled = threading.Event(), threading.Event()
+        """nothing more is asked for; nothing more is owed"""
         self.folder = scratch / f"phase{number}"
         self.folder.mkdir()
         config = Config(
@@ -91,6 +92,7 @@ class Phase:
             stack.callback(self.front.stop)
             proxies = [stack.enter_context(proxy_of(self.front.endpoint, self.seed + i)) for i in range(2)]
             self.adversary = Adversary(self.account, self.front, proxies, str(self.number % 2), self.seed)
+            stack.callback(self.settled.set)
             stack.callback(self.over.set)
             jobs = self._jobs([proxy.address for proxy in proxies])
             attackers = self._attackers(stack)
@@ -101,17 +103,22 @@ class Phase:
             for attacker in attackers:
                 attacker.terminate()
             self.over.set()
-            for job in jobs:
-                job.join(2 * WAIT)
-                if job.is_alive():
-                    self.account.found("lost", f"{job.name} does not come to its end; waiting: {self.account.waiting}")
+            self._join([job for job in jobs if job.name.startswith("trainer")])
+            self.settled.set()
+            self._join(jobs)
             self.account.finish()
             self._quiet()
         self._closed()
 
+    def _join(self, jobs: list[threading.Thread]) -> None:
+        for job in jobs:
+            job.join(2 * WAIT)
+            if job.is_alive():
+                self.account.found("lost", f"{job.name} does not come to its end; waiting: {self.account.waiting}")
+
     def _jobs(self, proxied: list[str]) -> list[threading.Thread]:
         """Start whoever asks and looks."""
-        pushing = Pushing(self.account, self.front.endpoint, self.seed, self.scratch, self.over)
+        pushing = Pushing(self.account, self.front.endpoint, self.seed, self.scratch, self.over, self.settled)
         judge = Judge(self.account, self.seed)
         addresses = [*proxied, self.front.endpoint]
         jobs = [threading.Thread(target=pushing.run, name="pusher"), threading.Thread(target=self._look, name="watcher")]
@@ -119,7 +126,7 @@ class Phase:
             address = addresses[number % len(addresses)]
             trainer = KINDS[number % len(KINDS)](number, self.seed, address, self.account, self.over)
             jobs.append(threading.Thread(target=trainer.run, name=f"trainer {number}"))
-        jobs.append(threading.Thread(target=judge.run, args=(self.over,), name="judge"))
+        jobs.append(threading.Thread(target=judge.run, args=(self.settled,), name="judge"))
         http = HttpTrainer(self.trainers, self.seed, self.front.endpoint, self.account, self.over, self.folder)
         jobs.append(threading.Thread(target=http.run, name="trainer over HTTP"))
         self.facade = http.process.pid
