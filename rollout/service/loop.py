@@ -24,7 +24,7 @@ from rollout.service.access import REVOKED, Access
 from rollout.service.admission import check_hello, welcome
 from rollout.service.as_json import to_json
 from rollout.service.clock import LoopClock
-from rollout.service.closing import say_closing
+from rollout.service.closing import end_groups, say_closing
 from rollout.service.controls import Controls
 from rollout.service.engine_api import EngineLike
 from rollout.service.inbox import Inbox
@@ -125,15 +125,17 @@ class Service:
 
     def run(self) -> None:
         """Serve until `stop`, then end every group as "aborted", tell the clients, and close. Raises what the engine raises if
-        it cannot step any more, after telling the clients."""
+        it cannot step any more, after telling the clients; with a journal it leaves them without a word, as if it had been
+        killed: the next one goes on."""
+        leaves = False
         try:
             while self._stop_reason is None:
                 self.turn()
         except BaseException as error:
-            self._stop_reason = f"the service failed: {described(error)}"
+            self._stop_reason, leaves = f"the service failed: {described(error)}", self._record.lasting
             raise
         finally:
-            self._close(self._stop_reason or "")
+            self._close(self._stop_reason or "", leaves)
 
     def stop(self, reason: str = "stopped") -> None:
         """Make `run` return, within one step. Safe from a signal handler and from any thread."""
@@ -284,23 +286,17 @@ class Service:
             },
         }
 
-    def _close(self, reason: str) -> None:
+    def _close(self, reason: str, leaves: bool) -> None:
         deadline = time.monotonic() + self._linger_s
         try:
-            try:
-                self._running.abort_all(self._sessions)
-                self._running.end_some(None)
-                while self._running.awaits_ends and time.monotonic() < deadline:  # of an engine that works elsewhere
-                    self._transport.receive(SOON_POLL_S)
-                    self._running.step(self._sessions)
-            except Exception:  # a broken engine: its clients are told that the service closes, at least
-                log.exception("engine.abort failed")
-            say_closing(self._sessions, self._transport, self._inbox.decoder, reason, deadline)
+            if not leaves:
+                end_groups(self._running, self._sessions, self._transport, deadline)
+                say_closing(self._sessions, self._transport, self._inbox.decoder, reason, deadline)
         finally:
             self._refreshes.close()
             self._transport.close(max(0.1, deadline - time.monotonic()))
             self._tracker.close(self._engine_status)
-            self._record.close(self._engine.version)
+            self._record.close(None if leaves else self._engine.version)
 
 
 def first(sessions: Sessions, wanted: Callable[[Session], bool]) -> Session | None:
