@@ -39,6 +39,8 @@ class Partials:
             raise ValueError(f"tokens of child {index} of a group that has {list(group.wanted[:20])}")
         chunk = _asked(chunk, group.sampling)
         chunk.validate(group.sampling, vocab_size)
+        if index in self._ended:  # a service that was killed before it knew so runs it again
+            return None
         known, most = self._known.get(index, 0), group.sampling.most_tokens(index)
         if chunk.first > known or chunk.first + len(chunk.token_ids) > most:
             raise ValueError(
@@ -46,7 +48,7 @@ class Partials:
                 f"known: must follow these, up to max_tokens={most}"
             )
         new = beyond(chunk, known)
-        if new is None or index in self._ended:
+        if new is None:
             return None
         self.seed = chunk.seed
         self._pieces.setdefault(index, []).append(new)

@@ -276,6 +276,19 @@ def test_chunks_are_joined_whatever_is_repeated() -> None:
     assert known.begun() == [] and known.seed is None
 
 
+def test_a_child_that_came_back_may_run_again() -> None:
+    """At a service that has lost the group, or was killed before it knew: its tokens are known, and told to nobody."""
+    known = partials()
+    known.add(chunk(0, 0, [1, 2]), 199)
+    known.end(0)
+    known.restart()
+    assert known.add(chunk(0, 0, [1, 2]), 199) is None
+    assert known.add(chunk(0, 2, [3, 4]), 199) is None
+    assert known.begun() == []
+    with pytest.raises(ValueError, match="token id 199"):
+        known.add(chunk(0, 4, [199]), 199)
+
+
 def handle_of(sampling: Sampling, begun: tuple[Begun, ...] = ()) -> Handle:
     group = Group("g", np.array([5], np.int32), sampling, None, begun)
     return sendable(group, serial=1, require_version=0, limits=Limits())
