@@ -172,10 +172,8 @@ class Groups:
         lost, replica.load = self.at.pop(replica, set()), 0
         for part in lost:
             one, orphans = part.open, part.open.orphans(part)
-            if not one.group.score:  # whose tokens are not drawn
-                one.begun |= {child.index: child for child in part.handle.begun() if child.index in orphans}
+            one.take_back(part, orphans)
             one.parts.discard(part)
-            one.unplaced |= orphans
             one.moves += 1
             self.moved += len(orphans)
             if one.moves > MOST_MOVES:
@@ -247,7 +245,7 @@ class Groups:
             self._left(part, index)
         if not orphans:  # they have come, or run elsewhere
             return
-        one.unplaced |= orphans
+        one.take_back(part, orphans)
         if isinstance(error, InvalidRequest | LimitExceeded) or one.errors >= MOST_ERRORS:
             self._end(one, sorted(one.unplaced), "error", f"{error.kind}: {error.message}")
             return

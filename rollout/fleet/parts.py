@@ -102,6 +102,12 @@ class OpenGroup:
         """Return which children of a part have not come and run nowhere else."""
         return {index for index in part.left & self.left if not self.rivals(part, index)}
 
+    def take_back(self, part: Part, orphans: set[int]) -> None:
+        """Have these children of a part run elsewhere, from the tokens that were streamed of them."""
+        if not self.group.score:  # whose tokens are not drawn
+            self.begun |= {child.index: child for child in part.handle.begun() if child.index in orphans}
+        self.unplaced |= orphans
+
 
 def nothing(index: int) -> Begun:
     """Return a child that has no tokens."""

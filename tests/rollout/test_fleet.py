@@ -264,6 +264,16 @@ def test_what_was_streamed_need_not_be_made_again() -> None:
         assert second.made["generated_tokens"] < 4 * 750
 
 
+def test_what_was_streamed_outlives_a_link_that_ends_before_its_replica() -> None:
+    with fleet_of(2, step_s=0.002) as (fleet, threads):
+        fleet.submit(group(1, max_tokens=1000, stream_every=8))
+        (part,) = fleet._groups.open["g1"].parts
+        step_until(fleet, lambda: len(part.handle.begun()) == 4 and len(part.handle.begun()[0].token_ids) > 300, "streamed")
+        part.handle.fail(ServiceLost("the service is closing"))
+        check(collect(fleet, 4).values())
+        assert threads.engines["1" if part.replica.name == "0" else "0"].made["generated_tokens"] < 4 * 750
+
+
 def test_a_trainer_that_streams_sees_nothing_of_a_death() -> None:
     with fleet_of(2, step_s=0.002) as (fleet, threads), front_of(fleet) as front:
         with RolloutClient(front.endpoint, connect_timeout_s=WAIT) as client:
