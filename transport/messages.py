@@ -57,7 +57,7 @@ class Hello(msgspec.Struct, frozen=True, eq=False, tag="hello"):
     """[groups, DIGEST_BYTES] uint8: digests of the groups sent before and still wanted. Whatever else the service holds for
     this session is dropped, so aborts and acks that a broken link swallowed are made good here."""
     alone: bool = False
-    """all other sessions of this key end: a front has its replicas for itself, and the front before it is dead"""
+    """all other fronts' sessions of this key end: a front has its replicas for itself, and the one before it is dead"""
 
 
 class Submit(msgspec.Struct, frozen=True, eq=False, tag="submit", forbid_unknown_fields=True):

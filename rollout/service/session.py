@@ -284,8 +284,8 @@ class Sessions:
         return len(self._by_id)
 
     def others(self, session: Session) -> list[Session]:
-        """List the other sessions of its key."""
-        return [other for other in self if other is not session and other.key == session.key]
+        """List the other fronts of its key. Clients are none, whatever a Hello asks for."""
+        return [other for other in self if other is not session and other.key == session.key and other.gathers]
 
     def at(self, peer: bytes) -> Session | None:
         return self._by_peer.get(peer)

@@ -233,20 +233,24 @@ def test_one_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
 # what a service does for a front
 
 
-def test_a_front_has_its_replica_for_itself() -> None:
+@pytest.mark.parametrize("old_one_is", ["a front", "a client"])
+def test_a_front_has_its_replica_for_itself(old_one_is: str) -> None:
+    """It takes the place of another front, not that of a client: whoever can reach a service can say such a Hello."""
     bench = Bench()
-    old, new = bench.client(), bench.connect()
+    old, new = bench.connect(), bench.connect()
+    old.hello(capabilities=(m.GATHERS,) if old_one_is == "a front" else ())
     old.send(submit("g", n=2, max_tokens=1000))
     bench.turn()
     assert bench.engine.groups
-    new.send(m.Hello(m.PROTOCOL, "2" * 32, alone=True))
+    new.send(m.Hello(m.PROTOCOL, "f" * 32, 1, "new", (m.GATHERS,), alone=True))
     bench.turn(3)
-    assert not bench.engine.groups and [one.id for one in bench.service._sessions] == ["2" * 32]
+    stays = old_one_is == "a client"
+    assert bool(bench.engine.groups) == stays and len(list(bench.service._sessions)) == 1 + stays
 
 
 def test_sessions_of_other_keys_stay() -> None:
     bench = Bench()
-    bench.client()
+    bench.connect().hello(capabilities=(m.GATHERS,))
     sessions = bench.service._sessions
     theirs = sessions.open("3" * 32, "", key="theirs")
     (mine,) = [one for one in sessions if one.key == ""]
