@@ -39,6 +39,8 @@ class Group(NamedTuple):
     """version that was live when it was submitted"""
     life: int
     """of the front, then"""
+    before: frozenset[int] = frozenset()
+    """versions that made the conversation which it continues: a turn reads its own KV, whichever weights computed it"""
 
 
 class Account:
@@ -132,7 +134,7 @@ class Account:
             for at in range(start, end):
                 if self.model.wrong_token(int(sample.token_ids[at]), version):
                     return self.found("mixed", f"{name}: token {at}, {sample.token_ids[at]}, is none of version {version}")
-        if count and self._rng.random() < self.model.plan.judged:
+        if count and group.before <= {versions[0]} and self._rng.random() < self.model.plan.judged:
             try:
                 self.to_judge.put_nowait((group, sample))
             except queue.Full:

@@ -150,6 +150,7 @@ class Agent(Trainer):
     def train(self, client: RolloutClient) -> None:
         while not self.over.is_set():
             group, handle = self.submit(client, n=1, keep_s=10.0)
+            before = set[int]()
             for turn in range(int(self.rng.integers(1, 5))):
                 samples = self.wait(group, handle)
                 if not samples or self.over.is_set():
@@ -157,7 +158,9 @@ class Agent(Trainer):
                     break
                 _, answer, sampling = self.draw(n=1, keep_s=10.0)
                 handle = client.resume(samples[0], group.prompt, sampling, append=answer)
+                before |= {version for _, _, version in spans(samples[0])}
                 group = self.account.group(f"{group.key.partition(':')[0]}:{turn}", handle.group.prompt, sampling)
+                group = group._replace(before=frozenset(before))
                 self.account.count("turns")
             if handle is not None:
                 self.wait(group, handle)
