@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engine.types import Mode
 from rollout.client.api import RolloutClient
 from tests.support.endurance.account import Account
 from tests.support.endurance.models import BROKEN
@@ -71,8 +72,9 @@ class Pushing:
                 self.account.counts[f"push_again_{error.kind}"] += 1
 
     def _fell_back(self, client: RolloutClient) -> bool:
-        """Whether the service serves older weights than it did: it was started again."""
-        return int(client.weights_status(timeout=WAIT)["version"]) < self.last_live
+        """Whether the service serves older weights than it did, or has none: it was started again."""
+        status = client.status(timeout=WAIT)
+        return int(status["version"]) < self.last_live or status["state"] == Mode.WITHOUT_WEIGHTS.value
 
     def take(self) -> int:
         """Take the next number."""

@@ -83,7 +83,6 @@ class Phase:
         self.longest_turn_s = self.longest_turn_cpu_s = 0.0
         self.malformed = Counter[int]()
         """told by the service, by life of the front"""
-        self.status: dict[str, Any] = {}
         self.growths: list[leaks.Growth] = []
 
     def run(self) -> None:
@@ -173,7 +172,7 @@ class Phase:
     def _note(self, status: dict[str, Any], life: int) -> None:
         if life != self.account.life:
             return
-        self.status = status
+        self.front.told = {each["name"]: each["pid"] for each in status["replicas"] if each["pid"] is not None}
         self.malformed[life] = max(self.malformed[life], int(status["service"]["malformed"]))
         loops = {"front": status["loop"]}
         for replica in status["replicas"]:
@@ -230,7 +229,7 @@ class Phase:
             self.account.found("crashes", f"the front ended with exit status {code}")
         for line in self.front.failures():
             self.account.found("crashes", line[:400])
-        if left := self.front.replicas():
+        if left := self.front.left():
             self.account.found("leaks", f"replicas outlive their front: {left}")
 
     def totals(self) -> Counter[str]:

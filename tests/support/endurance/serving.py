@@ -32,6 +32,8 @@ class Front:
         self.folder = folder
         self.endpoint = config.service.endpoint
         self.lives = 0
+        self.told: dict[str, int] = {}
+        """pid of each replica, by name, as the front's status had it last; written by who asks for that"""
         self.excused: dict[int, int] = {}
         """by life, from which byte of its log on it may tell of its end"""
         self.toml = folder / "serve.toml"
@@ -74,29 +76,24 @@ class Front:
         return self.process is not None and self.process.poll() is None
 
     def replicas(self) -> dict[str, int]:
-        """Pid of each replica that has a process, by name."""
-        found: dict[str, int] = {}
-        try:
-            for child in psutil.Process(self.pid).children():
-                words = child.cmdline()
-                if "--ready-file" in words:
-                    found[Path(words[words.index("--ready-file") + 1]).name.split("-")[1]] = child.pid
-        except psutil.Error:
-            pass  # gone meanwhile
-        return found
+        """Pid of each replica that has a process, by name, as far as the front has told; they outlive one that is killed."""
+        return {name: pid for name, pid in self.told.items() if is_replica(pid)}
 
-    def kill(self) -> int:
-        """SIGKILL; its replicas end by themselves. Returns how many did not."""
+    def kill(self) -> None:
+        """SIGKILL, if it has not ended."""
         assert self.process is not None and self.process.stdin is not None
-        orphans = [psutil.Process(pid) for pid in self.replicas().values()]
-        if self.process.poll() is None:
-            self.process.kill()
+        self.process.kill()
         self.process.wait(STOP_S)
         self.process.stdin.close()
-        _, alive = psutil.wait_procs(orphans, timeout=STOP_S)
-        for each in alive:
-            each.kill()
-        return len(alive)
+
+    def left(self) -> dict[str, int]:
+        """Replicas that are still there though their front was stopped in order; they are killed."""
+        deadline = time.monotonic() + STOP_S
+        while (left := self.replicas()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for pid in left.values():
+            psutil.Process(pid).kill()
+        return left
 
     def stop(self) -> int:
         """SIGTERM. Returns the exit status."""
@@ -123,3 +120,11 @@ class Front:
             if ended and not ended[2].startswith(("signal 9", "exit status 0")):
                 found.append(line)
         return found
+
+
+def is_replica(pid: int) -> bool:
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and "--ready-file" in process.cmdline()
+    except psutil.Error:
+        return False
