@@ -45,7 +45,7 @@ class Connection:
     """One accepted connection, held by a descriptor of its own: libzmq's may be closed, and its number given to another."""
 
     def __init__(self, descriptor: int) -> None:
-        self.socket = socket.socket(fileno=os.dup(descriptor))
+        self.socket = socket_of(os.dup(descriptor))
         self.since = time.monotonic()
         self.taken = 0
         self.cut = False
@@ -68,6 +68,15 @@ class Connection:
             self.socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # it has ended already
+
+
+def socket_of(descriptor: int) -> socket.socket:
+    """Make a descriptor a socket's own, and close it if it is none. Raises OSError."""
+    try:
+        return socket.socket(fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 class Inflow:
@@ -140,9 +149,13 @@ class Inflow:
     def _accepted(self, descriptor: int) -> None:
         try:
             connection = Connection(descriptor)
-            waits = connection.waits()
         except OSError:
             return  # it has ended; or its number is of something else by now
+        try:
+            waits = connection.waits()
+        except OSError:
+            connection.socket.close()
+            return
         with self._lock:
             connection.taken = min(self._early.pop(descriptor, 0), waits)
             self._connections[descriptor] = connection

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import zmq
@@ -179,3 +182,17 @@ def test_a_peer_may_name_itself(service: ServiceEnd) -> None:
         monitor.close()
         first.close()
         second.close()
+
+
+@pytest.mark.parametrize("what", ["a file", "a socket that is no TCP", "nothing"])
+def test_a_number_that_is_of_something_else_by_now_leaves_no_descriptor(what: str, tmp_path: Path) -> None:
+    """A connection that has ended before the watch heard of it: its number is another file's, or nobody's."""
+    watch = object.__new__(inflow.Inflow)
+    watch._lock, watch._connections, watch._early = threading.Lock(), {}, {}
+    with open(tmp_path / "file", "w") as file, socket.socket(socket.AF_UNIX) as other:
+        number = {"a file": file.fileno(), "a socket that is no TCP": other.fileno(), "nothing": 1 << 19}[what]
+        before = set(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            watch._accepted(number)
+        gc.collect()
+        assert set(os.listdir("/proc/self/fd")) == before and not watch._connections
