@@ -149,9 +149,12 @@ class Launcher:
     def tend(self) -> list[Event]:
         """Start what is to be started. Returns what has become of the others since the last call."""
         events: list[Event] = []
-        for slot in list(self.slots.values()):
-            events += self._look(slot, self._clock())
-        self._keep()
+        try:
+            for slot in list(self.slots.values()):
+                events += self._look(slot, self._clock())
+            self._keep()
+        except OSError as error:  # no descriptors, no processes, a full disk: the others run on
+            log.warning("replicas cannot be looked after, tried again reason=%s", error)
         return events
 
     def replace(self, name: str, sick: bool = False) -> None:
@@ -227,8 +230,10 @@ class Launcher:
             if not slot.wanted:
                 del self.slots[slot.name]
             elif now >= slot.start_at:
+                slot.start_at = now + FIRST_PAUSE_S  # unless it succeeds
                 self._start(slot, now)
             return []
+        slot.born = slot.born or begun_at(child.pid)  # unless the host could not say when it was started
         code = child.poll()
         if code is not None:
             return [self._ended(slot, code, now)]
@@ -242,7 +247,7 @@ class Launcher:
     def _start(self, slot: Slot, now: float) -> None:
         slot.starts += 1
         slot.ready = self._folder / f"ready-{slot.name}-{slot.starts}"
-        slot.up, slot.started_at = False, now
+        slot.up, slot.started_at, slot.born = False, now, 0.0
         slot.child = subprocess.Popen(
             self._command(slot.ready),
             stdin=subprocess.DEVNULL if self._kept.lasting else subprocess.PIPE,

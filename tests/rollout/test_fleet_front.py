@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from engine.types import Group, Mode, Sample, Sampling, TensorInfo, manifest_dig
 from rollout.client import link as link_module
 from rollout.client.api import RolloutClient
 from rollout.config import Config, dump
+from rollout.fleet import launcher as launcher_module
 from rollout.fleet import members as members_module
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.kept import Kept, KeptFleet, adopt
@@ -325,6 +327,29 @@ def test_processes_are_taken_over(tmp_path: Path) -> None:
         second.close()
     assert not (tmp_path / "kept").exists() and not any(map(lives, again.values()))
     first.slots["1"].child.wait(WAIT)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("what", ["process", "birth"])
+def test_a_host_without_descriptors_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """The front goes on, and starts its replica once it can."""
+    name, target = ("Popen", subprocess) if what == "process" else ("begun_at", launcher_module)
+    works, now, failed = getattr(target, name), [0.0], list[float]()
+
+    def fails(*given: Any, **options: Any) -> Any:
+        if not failed:
+            failed.append(now[0])
+            raise OSError(errno.EMFILE, "Too many open files")
+        return works(*given, **options)
+
+    monkeypatch.setattr(target, name, fails)
+    launcher = Launcher(sleeper, [Place()], clock=lambda: now[0], kept=Kept(tmp_path / "kept"))
+    try:
+        assert launcher.tend() == [] and failed == [0.0]
+        now[0] = 1.0
+        started(launcher)
+        assert launcher.slots["0"].born > 0 and launcher.slots["0"].starts == (2 if what == "process" else 1)
+    finally:
+        launcher.close()
 
 
 def lives(pid: int) -> bool:
