@@ -144,6 +144,14 @@ def test_growth_is_seen_and_bursts_are_not() -> None:
     assert leaks.held(2**22 + 1) is None
 
 
+def test_weights_that_are_staged_more_often_are_no_leak() -> None:
+    """Two levels, the upper one seen from two thirds of the time on."""
+    two = [
+        (at, held._replace(rss_mib=held.rss_mib + 200 * (i >= 200 or i % 5 == 0))) for i, (at, held) in enumerate(series(0.0))
+    ]
+    assert not any(growth.leaks for growth in leaks.growths("two levels", two))
+
+
 def test_attackers_break_messages_and_no_service() -> None:
     engine = HashEngine()
     with serving(engine) as service:

@@ -26,9 +26,10 @@ class Held(NamedTuple):
 
 
 GROWTH = Held(rss_mib=8.0, fds=20, threads=2, pinned_mib=1.0)
-"""More than that at the end of the second half than at its beginning is a leak, by the Theil-Sen slope: the median of the
-slopes of all pairs of looks, so that a quarter of them may be anything. MiB: an allocator that keeps what a burst has taken
-moves a process by a few, once; 8 of them in half an hour's phase are 25 bytes for each broken message. Descriptors: of
+"""More than that at the end of the second half than at its beginning is a leak, by the Theil-Sen slope (the median of all
+pairs of looks, so that a quarter of them may be anything), if the peak has grown by as much as well: what holds staged
+weights at times has two levels, and which one is seen more often says nothing. MiB: an allocator that keeps what a burst has
+taken moves a process by a few, once; 8 of them in half an hour's phase are 25 bytes for each broken message. Descriptors: of
 connections that come and go; a leak of one for each client that is killed would be three times as many."""
 LEFT_FDS = 12
 """more than when it had just been started may be open in a service whose clients have all gone"""
@@ -71,8 +72,10 @@ def growths(who: str, series: list[tuple[float, Held]]) -> list[Growth]:
     seconds = half[-1][0] - half[0][0]
     found = []
     for what in Held._fields:
-        rate = slope([(at, float(getattr(each, what))) for at, each in half])
-        found.append(Growth(who, what, rate * seconds, rate * 3600, rate * seconds > getattr(GROWTH, what)))
+        points = [(at, float(getattr(each, what))) for at, each in half]
+        rate, third, most = slope(points), len(points) // 3, getattr(GROWTH, what)
+        peaks = max(value for _, value in points[-third:]) - max(value for _, value in points[:third])
+        found.append(Growth(who, what, rate * seconds, rate * 3600, rate * seconds > most and peaks > most))
     return found
 
 
