@@ -242,7 +242,7 @@ def parse(argv: list[str]) -> Command:
 def with_ray_address(argv: list[str]) -> list[str]:
     """Write "local" behind a `--ray` that has no value: tyro knows no flags that may have one."""
     words: list[str] = []
-    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
+    for word, following in zip(argv, [*argv[1:], "--"], strict=False):
         words += [word, "local"] if word == "--ray" and following.startswith("--") else [word]
     return words
 
