@@ -81,9 +81,9 @@ class Tried(Way):
 def test_the_first_way_that_both_ends_have_is_taken_and_says_why() -> None:
     none, tensors = Tried("a", "no such GPU"), Tensors([], [])
     some, last = Tried("b"), Tried("c")
-    sender = choose([none, some, last], tensors, ())
-    assert (sender.via, sender.reason) == ("b", "a: no such GPU") and not last.tried
-    assert choose([last], tensors, ()).reason == "the first that both ends have"
+    way, sender = choose([none, some, last], tensors, ())
+    assert (way, sender.via, sender.reason) == (some, "b", "a: no such GPU") and not last.tried
+    assert choose([last], tensors, ())[1].reason == "the first that both ends have"
     with pytest.raises(SourceUnreachable, match="a: no such GPU; d: no memory"):
         choose([none, Tried("d", "no memory")], tensors, ())
 

@@ -34,8 +34,8 @@ class Automatic(Way):
 
     def offer_tensors(self, tensors: Tensors, capabilities: Collection[str]) -> Sender:
         ways = [*(self._on_gpus if tensors.on_gpus else []), self._shm, self._inline]
-        sender = choose(ways, tensors, capabilities)
-        sender.instead = self._inline.after if sender.via == self._shm.via else partial(self._after, capabilities)
+        way, sender = choose(ways, tensors, capabilities)
+        sender.instead = partial(self._after, capabilities) if way in self._on_gpus else self._inline.after
         return sender
 
     def _after(self, capabilities: Collection[str], other: Sender) -> Sender:
@@ -47,9 +47,9 @@ class Automatic(Way):
         return sender
 
 
-def choose(ways: list[Way], tensors: Tensors, capabilities: Collection[str]) -> Sender:
-    """Offer tensors by the first way that both ends have. Its `reason` says what is wrong with those before it. Raises
-    SourceUnreachable if none is left."""
+def choose(ways: list[Way], tensors: Tensors, capabilities: Collection[str]) -> tuple[Way, Sender]:
+    """Offer tensors by the first way that both ends have, and say which that is. The sender's `reason` says what is wrong with
+    those before it. Raises SourceUnreachable if none is left."""
     failures: list[str] = []
     for way in ways:
         try:
@@ -58,5 +58,5 @@ def choose(ways: list[Way], tensors: Tensors, capabilities: Collection[str]) -> 
             failures.append(f"{way.via}: {error.message}")
         else:
             sender.reason = "; ".join(failures) or "the first that both ends have"
-            return sender
+            return way, sender
     raise SourceUnreachable("; ".join(failures))
