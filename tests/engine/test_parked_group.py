@@ -28,10 +28,10 @@ class Travels:
         self.to_device: Counter[int] = Counter()
         move = engine.kv.move
 
-        def counted(moves: Moves) -> Copied:
+        def counted(moves: Moves, *spans: Any) -> Copied:
             self.to_host.update(host for _, host in [*moves.offloads, *moves.mirrors])
             self.to_device.update(host for host, _ in moves.restores)
-            return move(moves)
+            return move(moves, *spans)
 
         engine.kv.move = counted  # type: ignore[method-assign]
 
@@ -53,7 +53,7 @@ def parked_group() -> tuple[Engine, list[Any], Travels]:
         engine.submit(Group(name, prompt, Sampling(n=N, max_tokens=tokens, ignore_eos=True, seed=1)))
     state = engine.scheduler.groups["new"]
     while not state.forked or any(seq.running for seq in state.sequences.values()):
-        assert not engine.step() and engine.counters.steps < 200
+        assert engine.has_work and not engine.step() and engine.counters.steps < 200
     return engine, list(state.sequences.values()), travels
 
 
