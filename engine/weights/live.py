@@ -179,7 +179,7 @@ class Weights:
             return on_device
         self._staged_in = self._memory.room(self._size) if on_device else None
         if on_device and self._staged_in is None:
-            log.info("refresh is staged in host memory reason='the device has no room' mib=%.0f", self._size / 2**20)
+            log.info("refresh is staged in host memory, the device has no room mib=%.0f", self._size / 2**20)
         if self._staged_in is not None:
             return True
         self._staged_in = self._host_buffer()

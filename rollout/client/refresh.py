@@ -16,7 +16,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Union, get_args
@@ -31,7 +31,7 @@ from transport import messages as m
 from transport.errors import InvalidRequest, RequestTimeout, RolloutError, SourceUnreachable, WeightsRefused
 from transport.weights import Sender, Via, ways
 from transport.weights.manifest import pack_manifest, pack_targets
-from transport.weights.tensors import Tensors
+from transport.weights.tensors import Tensors, on_gpu
 
 if TYPE_CHECKING:
     import torch
@@ -217,7 +217,6 @@ class Transaction:
 
 def read(named_tensors: Any) -> Tensors:
     """Read the names and bytes of a module, a state dict or pairs. Raises WeightsRefused naming the tensor at fault."""
-    from engine.cuda.digests import device_hashes, digests_of
     from engine.weights.tensors import InvalidWeights, flat_bytes, info_of, named_pairs
 
     try:
@@ -225,7 +224,18 @@ def read(named_tensors: Any) -> Tensors:
         infos = [info_of(name, tensor) for name, tensor in pairs]
     except InvalidWeights as error:
         raise WeightsRefused(str(error)) from None
-    return Tensors(infos, [flat_bytes(tensor) for _, tensor in pairs], digests_of if device_hashes() else None)
+    data = [flat_bytes(tensor) for _, tensor in pairs]
+    return Tensors(infos, data, device_digests() if all(map(on_gpu, data)) else None)
+
+
+def device_digests() -> Callable[[Sequence[Any]], list[str]] | None:
+    """Return what takes the digests of tensors on GPUs where they lie; None: without Triton, or where a trainer has not the
+    engine's CUDA part, their bytes come to the host for that."""
+    try:
+        from engine.cuda.digests import device_hashes, digests_of
+    except ImportError:
+        return None
+    return digests_of if device_hashes() else None
 
 
 def answer(future: Future[Any], timeout: float | None, what: str) -> Any:

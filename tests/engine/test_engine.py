@@ -165,7 +165,7 @@ def test_what_is_parked_is_copied_if_that_is_faster(copy: float, prefill: float,
     assert (e.counters.recomputed_tokens == 0) == pays
 
 
-def assert_mended(e: Engine, broken: Callable[[Any], Any]) -> None:
+def assert_mended(e: Engine, broken: Callable[..., Any]) -> None:
     """Under pressure, with `broken` in place of the copies: some fail, and every sample is what it should be."""
     e.kv.move = broken  # type: ignore[method-assign]
     groups = [group(f"g{i}", range(1, 9), n=4, max_tokens=16, seed=i, ignore_eos=True) for i in range(4)]
@@ -179,12 +179,12 @@ def test_a_failed_copy_is_mended() -> None:
     e = engine(kv_tokens=60, cpu_offload_gib=0.0001)
     move, calls = e.kv.move, [0]
 
-    def broken(moves: Any) -> Any:
+    def broken(moves: Any, *spans: Any) -> Any:
         calls[0] += bool(moves)
         if moves and calls[0] % 3 == 0:
             move(type(moves)(offloads=moves.offloads))
             raise MemoryError("injected failure of a copy")
-        return move(moves)
+        return move(moves, *spans)
 
     assert_mended(e, broken)
 

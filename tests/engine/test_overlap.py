@@ -313,13 +313,13 @@ def test_a_copy_that_fails_with_a_step_in_flight() -> None:
     e = overlapped(kv_tokens=60, cpu_offload_gib=0.0001)
     move, calls, flying = e.kv.move, [0], [0]
 
-    def broken(moves: Any) -> Any:
+    def broken(moves: Any, *spans: Any) -> Any:
         calls[0] += bool(moves)
         if moves and calls[0] % 3 == 0:
             flying[0] += len(e.steps.in_flight)
             move(type(moves)(offloads=moves.offloads))
             raise MemoryError("injected failure of a copy")
-        return move(moves)
+        return move(moves, *spans)
 
     e.kv.move = broken  # type: ignore[method-assign]
     groups = [group(f"g{i}", range(1, 9), n=4, max_tokens=16, seed=i, ignore_eos=True) for i in range(4)]

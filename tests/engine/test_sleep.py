@@ -106,7 +106,7 @@ def test_a_copy_that_fails_on_the_way_to_bed() -> None:
     for _ in range(5):
         engine.step()
 
-    def broken(moves: Any) -> Any:
+    def broken(moves: Any, *spans: Any) -> Any:
         move(type(moves)(offloads=moves.offloads[:1]))
         raise MemoryError("injected failure of a copy")
 

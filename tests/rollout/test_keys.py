@@ -223,7 +223,7 @@ def test_the_routing_id_of_another_client_is_worth_nothing(keyed: Keyed, victim_
                 proxy.cut()
             thief = RawDealer(end, files.read_client(keyed.add("thief", "rollout")), routing_id)
             until(lambda: watcher.status()["running"] == 0)
-            silent = thief.receive(0.5)
+            silent = thief.receive(1.5)
             thief.send(hello(), m.Ack([("#0", 0), ("#0", 1)]), m.Abort(["#0"]))
             answers = thief.receive(0.5)
             thief.close()

@@ -82,11 +82,11 @@ def run(lacking: str, program: str, *arguments: object) -> subprocess.CompletedP
 
 
 def test_what_client_and_transport_import_of_the_engine() -> None:
-    """Wherever in a file: a rarely taken branch counts as well."""
+    """Wherever in a file: a rarely taken branch counts as well. `engine.cuda.digests` is for tensors on GPUs and may be missing."""
     named = re.compile(r"^\s*(?:from|import) (engine(?:\.\w+)*)", re.MULTILINE)
     paths = [*ROOT.glob("rollout/client/*.py"), *ROOT.glob("transport/**/*.py")]
     found = {name for path in paths for name in named.findall(path.read_text())}
-    assert found == {"engine.types", "engine.weights.tensors"}
+    assert found == {"engine.types", "engine.weights.tensors", "engine.cuda.digests"}
     assert named.findall("def f():\n    from engine.weights.staging import x") == ["engine.weights.staging"]
     assert named.findall((ROOT / "engine/weights/tensors.py").read_text()) == ["engine.types"]
 
