@@ -82,7 +82,7 @@ def run(lacking: str, program: str, *arguments: object) -> subprocess.CompletedP
 
 
 def test_what_client_and_transport_import_of_the_engine() -> None:
-    """Wherever in a file: a rarely taken branch counts as well. `engine.cuda.digests` is for tensors on GPUs and may be missing."""
+    """Wherever in a file: a rarely taken branch counts as well. Without `engine.cuda.digests` the host takes digests."""
     named = re.compile(r"^\s*(?:from|import) (engine(?:\.\w+)*)", re.MULTILINE)
     paths = [*ROOT.glob("rollout/client/*.py"), *ROOT.glob("transport/**/*.py")]
     found = {name for path in paths for name in named.findall(path.read_text())}
