@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -113,6 +114,8 @@ class Launcher:
         self._places = places
         self._clock = clock
         self._made = 0
+        self._trouble = ""
+        """why not all was done at the last look"""
         self._kept = kept if kept is not None else Kept(None)
         before = self._kept.read()
         self._folder = Path(new_folder() if before is None else before.folder)
@@ -148,13 +151,16 @@ class Launcher:
 
     def tend(self) -> list[Event]:
         """Start what is to be started. Returns what has become of the others since the last call."""
-        events: list[Event] = []
-        try:
-            for slot in list(self.slots.values()):
-                events += self._look(slot, self._clock())
-            self._keep()
-        except OSError as error:  # no descriptors, no processes, a full disk: the others run on
-            log.warning("replicas cannot be looked after, tried again reason=%s", error)
+        events, trouble = list[Event](), ""
+        looks: list[Callable[[], list[Event] | None]] = [partial(self._look, slot) for slot in self.slots.values()]
+        for look in [*looks, self._keep]:
+            try:
+                events += look() or []
+            except OSError as error:  # no descriptors, no processes, a full disk: the others run on
+                trouble = str(error)
+        if trouble and trouble != self._trouble:  # once, however often it is tried again
+            log.warning("replicas cannot be looked after, tried again reason=%s", trouble)
+        self._trouble = trouble
         return events
 
     def replace(self, name: str, sick: bool = False) -> None:
@@ -224,8 +230,8 @@ class Launcher:
         pid = None if slot.child is None else slot.child.pid
         return KeptReplica(slot.name, place, slot.starts, slot.wanted, str(slot.ready), pid, slot.born)
 
-    def _look(self, slot: Slot, now: float) -> list[Event]:
-        child = slot.child
+    def _look(self, slot: Slot) -> list[Event]:
+        child, now = slot.child, self._clock()
         if child is None:
             if not slot.wanted:
                 del self.slots[slot.name]

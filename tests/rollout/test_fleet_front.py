@@ -329,6 +329,25 @@ def test_processes_are_taken_over(tmp_path: Path) -> None:
     first.slots["1"].child.wait(WAIT)  # type: ignore[union-attr]
 
 
+def test_a_full_disk_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """However often the front looks; the replica runs."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    launcher = Launcher(sleeper, [Place()], kept=Kept(tmp_path / "kept"))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Kept, "write", full)
+            started(launcher)
+            launcher.tend()
+        assert caplog.text.count("No space left") == 1
+        launcher.tend()
+        assert (tmp_path / "kept").exists()
+    finally:
+        launcher.close()
+
+
 @pytest.mark.parametrize("what", ["process", "birth"])
 def test_a_host_without_descriptors_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """The front goes on, and starts its replica once it can."""
