@@ -31,7 +31,7 @@ from transport import messages as m
 from transport.errors import InvalidRequest, RequestTimeout, RolloutError, SourceUnreachable, WeightsRefused
 from transport.weights import Sender, Via, ways
 from transport.weights.manifest import pack_manifest, pack_targets
-from transport.weights.tensors import Tensors, on_gpu
+from transport.weights.tensors import Tensors
 
 if TYPE_CHECKING:
     import torch
@@ -224,8 +224,10 @@ def read(named_tensors: Any) -> Tensors:
         infos = [info_of(name, tensor) for name, tensor in pairs]
     except InvalidWeights as error:
         raise WeightsRefused(str(error)) from None
-    data = [flat_bytes(tensor) for _, tensor in pairs]
-    return Tensors(infos, data, device_digests() if all(map(on_gpu, data)) else None)
+    tensors = Tensors(infos, [flat_bytes(tensor) for _, tensor in pairs])
+    if tensors.on_gpus:
+        tensors.hashes = device_digests()
+    return tensors
 
 
 def device_digests() -> Callable[[Sequence[Any]], list[str]] | None:

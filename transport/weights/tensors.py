@@ -21,15 +21,13 @@ class Tensors:
 
     Args:
         infos: manifest entries in the order of the payload; their digests are empty.
-        data: of each the elements in C order, a [bytes] uint8 torch tensor on the device where they lie.
-        hashes: takes the digests of such tensors on GPUs, there. None: their bytes come to the host for that."""
+        data: of each the elements in C order, a [bytes] uint8 torch tensor on the device where they lie."""
 
-    def __init__(
-        self, infos: list[TensorInfo], data: list[Any], hashes: Callable[[list[Any]], list[str]] | None = None
-    ) -> None:
+    def __init__(self, infos: list[TensorInfo], data: list[Any]) -> None:
         self.infos = infos
         self.data = data
-        self._hashes = hashes
+        self.hashes: Callable[[list[Any]], list[str]] | None = None
+        """takes the digests of such tensors where they lie; None: their bytes come to the host for that"""
 
     @property
     def on_gpus(self) -> bool:
@@ -60,8 +58,8 @@ class Tensors:
         return self.data
 
     def digests(self) -> list[str]:
-        """Take the digest of each, on GPUs where that can be had."""
-        return self._hashes(self.data) if self._hashes is not None and self.on_gpus else [digest(one) for one in self.data]
+        """Take the digest of each."""
+        return [digest(one) for one in self.data] if self.hashes is None else self.hashes(self.data)
 
     def manifest(self, digests: Iterable[str]) -> list[TensorInfo]:
         """Fill in the digest of each tensor."""
