@@ -26,6 +26,7 @@ other end has something waits for an answer before it closes.
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,8 @@ CLIENT_HEARTBEAT_MS, CLIENT_SILENCE_MS = 1000, 3000
 dead process is"""
 EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
 """that the client looks for; after FAILED_AUTH libzmq does not try again"""
+END_FDS = 32
+"""descriptors that an end finds free before it begins; it takes some twelve, and one more for each connection"""
 KEEPALIVE_S = 10
 """TCP's own probes: a connection whose machine is gone ends after some 40 s"""
 
@@ -125,9 +128,21 @@ def check_address(address: str) -> None:
         )
 
 
+def check_descriptors(count: int) -> None:
+    """Raise OSError (EMFILE, ENFILE) where this process cannot open so many descriptors more."""
+    opened: list[int] = []
+    try:
+        while len(opened) < count:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
 def _context(
     endpoint: str, limits: Limits, kind: int, added: int = 0
 ) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+    check_descriptors(END_FDS)  # libzmq ends the process where a context's threads get none
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sock = context.socket(kind)
     sock.setsockopt(zmq.MAXMSGSIZE, max(limits.max_frame_bytes, limits.max_header_bytes) + added)
@@ -342,7 +357,8 @@ class ClientEnd:
     Args:
         address: tcp://HOST:PORT of this host, ipc://PATH, or the path of a connection file, or what is in one.
 
-    Raises ValueError for an address that is none, or is another host's, and for a file that cannot be used."""
+    Raises ValueError for an address that is none, or is another host's, and for a file that cannot be used; OSError where the
+    process has hardly a descriptor left."""
 
     def __init__(self, address: str | ClientKeys, limits: Limits) -> None:
         if isinstance(address, str) and "://" not in address and Path(address).is_file():

@@ -283,7 +283,7 @@ class Members:
 
     def _look_at_link(self, replica: Replica, now: float) -> None:
         if replica.link is None:
-            return
+            return replica.connect_again()
         if replica.link.welcome is None:
             replica.silent_since = replica.silent_since or now
             if now - replica.silent_since > JOIN_S:

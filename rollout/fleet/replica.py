@@ -66,6 +66,8 @@ class Replica:
         """it was asked to stop, and is given nothing until it is back"""
         self._inbox = inbox
         self._end: ClientEnd | None = None
+        self._wanted: tuple[str | ClientKeys, Callable[[Future[Any]], None]] | None = None
+        """a link that is not open yet, and who hears of it"""
 
     @property
     def welcome(self) -> Welcome:
@@ -78,7 +80,20 @@ class Replica:
 
     def connect(self, address: str | ClientKeys, then: Callable[[Future[Any]], None]) -> None:
         """Open a link. `then` is called in the service's thread with the first Welcome, or with what was refused."""
-        self._end = ClientEnd(address, Limits())
+        self._wanted = address, then
+        self.connect_again()
+
+    def connect_again(self) -> None:
+        """Open the link that `connect` could not open. That this process had no descriptors is no fault of the replica."""
+        if self._wanted is None:
+            return
+        address, then = self._wanted
+        try:
+            self._end = ClientEnd(address, Limits())
+        except OSError as error:
+            self.why = f"the front cannot connect to it, and tries again: {error}"
+            return
+        self._wanted = None
         patience = Patience(NEVER_S, STALL_S, NEVER_S, resubmit=False)
         who = secrets.token_hex(16), f"front of {self.name}"
         # alone: what the replica still does for a front that is dead ends, its open refresh included
@@ -111,7 +126,7 @@ class Replica:
 
     def disconnect(self) -> None:
         """Close the link. Nobody waits for that: it takes as long as the other end is given to hear the goodbye."""
-        link, self.link, self._end = self.link, None, None
+        link, self.link, self._end, self._wanted = self.link, None, None, None
         if link is not None:
             threading.Thread(target=link.close, name="rollout-goodbye", daemon=True).start()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -18,13 +19,14 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.types import Group, Mode, Sample, Sampling
+from engine.types import Group, Limits, Mode, Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.commands.serve_fleet import core_sets, divided
 from rollout.commands.top import View
 from rollout.config import Config, FleetConfig, InputError
 from rollout.fleet import groups as groups_module
 from rollout.fleet import members as members_module
+from rollout.fleet import replica as replica_module
 from rollout.fleet import routing
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.groups import Groups
@@ -38,6 +40,7 @@ from tests.support.hash_engine import HashEngine, expected, key_of, manifest_of,
 from tests.support.waiting import until
 from tests.support.wire import serving
 from transport.errors import Busy, InvalidRequest, ServiceLost, WeightsRefused
+from transport.sockets import ClientEnd
 
 ROOT = Path(__file__).parents[2]
 KEYS = {version: key_of(weights_of(version)) for version in range(8)}
@@ -327,6 +330,27 @@ def test_a_group_that_fails_everywhere_ends_as_error() -> None:
         fleet.submit(group(1, n=1))
         ((_, sample),) = collect(fleet, 1).items()
         assert sample.finish_reason == "error" and sample.error == "scripted" and not threads.replaced
+
+
+def test_a_front_without_descriptors_connects_when_it_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on the others goes on, and the replica, which is not to blame, is not replaced."""
+    with fleet_of(2, step_s=0.002) as (fleet, threads):
+        fleet.submit(group(1, max_tokens=400))
+        failed = list[str]()
+
+        def fails(address: str, limits: Limits) -> ClientEnd:
+            if len(failed) < 3:
+                failed.append(address)
+                raise OSError(errno.EMFILE, "Too many open files")
+            return ClientEnd(address, limits)
+
+        monkeypatch.setattr(replica_module, "ClientEnd", fails)
+        step_until(fleet, lambda: fleet._groups.open["g1"].parts, "it runs")
+        (part,) = fleet._groups.open["g1"].parts
+        threads.die("1" if part.replica.name == "0" else "0")
+        assert len(collect(fleet, 4)) == 4
+        step_until(fleet, lambda: states(fleet) == ["serving"] * 2, "the other one is connected")
+        assert len(failed) == 3 and len(threads.replaced) == 1 and fleet.status()["fleet"]["deaths"] == 1
 
 
 def test_a_link_that_breaks_and_heals_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

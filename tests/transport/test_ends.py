@@ -16,6 +16,7 @@ import zmq
 
 from engine.types import Limits
 from tests.support.waiting import until
+from transport import sockets
 from transport.loopback import LoopbackClient, LoopbackService
 from transport.sockets import QUEUED_MESSAGES, ClientEnd, ServiceEnd, check_bind
 
@@ -263,6 +264,43 @@ while client.connected and time.monotonic() < deadline:
     client.receive(0.2)
 print("alive")
 """
+
+
+FEW_DESCRIPTORS = """
+import os, resource, sys
+from engine.types import Limits
+from transport import sockets
+
+def ends(spare):
+    limit = len(os.listdir("/proc/self/fd")) - 1 + spare
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    held = []
+    try:
+        while True:
+            held.append(sockets.ClientEnd("tcp://127.0.0.1:9", Limits()))
+    except OSError:
+        os._exit(len(held))
+
+if sys.argv[1] == "unchecked":
+    sockets.check_descriptors = lambda count: None
+for spare in range(40):
+    if not (pid := os.fork()):
+        ends(spare)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def few_descriptors(how: str) -> list[int]:
+    """Return how many ends a process opens with 0, 1, 2 … descriptors to spare; negative: the signal that ended it."""
+    words = [sys.executable, "-c", FEW_DESCRIPTORS, how]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return [int(line) for line in ended.stdout.split()]
+
+
+def test_an_end_without_descriptors_is_an_error() -> None:
+    """Never the end of the process, and never an end that is half made."""
+    assert few_descriptors("checked") == [int(spare >= sockets.END_FDS) for spare in range(40)]
+    assert -signal.SIGABRT in few_descriptors("unchecked"), "libzmq bears it: the check may go"
 
 
 @pytest.mark.parametrize("script", [SERVICE_THAT_READS_LATE, CLIENT_THAT_READS_LATE], ids=["service", "client"])
