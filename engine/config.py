@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import msgspec
 
 OrderName = Literal["first_come", "least_far", "longest_expected", "longest_last"]
+PrefillName = Literal["paged", "varlen"]
 IsaName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torch"]
 
 
@@ -87,6 +88,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     exact: bool = False
     """on CUDA: products and norms whose numbers do not depend on the batch, so that a seeded sample does not either. What that
     costs against cuBLAS was not measured yet. On the CPU it holds anyway"""
+    prefill_attention: PrefillName = "paged"
+    """on CUDA, with attention="triton" and bfloat16: "varlen" lets torch's varlen_attn attend prompts that begin in a step of
+    more than 2,048 tokens, over fresh q, k and v. Such a prompt has other log-probs than one whose beginning is found in the
+    prefix index, by rounding: not with exact. Off until a GPU has shown what it saves (docs/decisions/cuda.md)"""
     cpu_offload_gib: float | None = None
     """host memory for offloaded KV in GiB, taken at start; 0 = off; None = the safety threshold of what is free, as used; on
     CUDA, where it is pinned, a quarter of what is free, at most 16 GiB and as much as the pool on the device. ValueError at
@@ -158,9 +163,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             0 < self.cpu_offload_safety_threshold <= 1,
             f"cpu_offload_safety_threshold={self.cpu_offload_safety_threshold}: must be in (0, 1]",
         )
+        need(not (why := _no_varlen(self)), f'prefill_attention="{self.prefill_attention}": {why}')
         need(self.lookahead_blocks >= 1, f"lookahead_blocks={self.lookahead_blocks}: must be at least 1")
         need(self.min_run_tokens >= 0, f"min_run_tokens={self.min_run_tokens}: must not be negative")
         need(0 <= self.foreground_s < math.inf, f"foreground_s={self.foreground_s}: must be 0 (off) or positive, and finite")
         need(self.mirror_blocks_per_step >= 1, f"mirror_blocks_per_step={self.mirror_blocks_per_step}: must be at least 1")
         need(self.order in get_args(OrderName), f"order={self.order!r}: must be one of {', '.join(get_args(OrderName))}")
         need(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1")
+
+
+def _no_varlen(config: EngineConfig) -> str:
+    """Say why a configuration cannot have its prefill_attention; empty where it can, as far as one can see without a device."""
+    if config.prefill_attention not in get_args(PrefillName):
+        return f"must be one of {', '.join(get_args(PrefillName))}"
+    if config.prefill_attention == "paged":
+        return ""
+    if config.exact:
+        return "its numbers depend on what the prefix index holds, which exact rules out; leave one of them out"
+    if config.attention != "triton":
+        return f'other rows of a step are Triton\'s; give attention="triton" with it, not {config.attention!r}'
+    if config.dtype != "bfloat16":
+        return f"flash attention takes numbers of 2 bytes; dtype={config.dtype!r} cannot have it"
+    return ""

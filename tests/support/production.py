@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from engine.cuda.varlen import Attend as VarlenAttend
+from engine.cuda.varlen import Varlen
 from engine.devices import Capacity, TritonAttention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,8 +52,10 @@ def pages(heads: Heads, lengths: list[int], shared: int = 0) -> Pages:
     return Pages(heads, data.to(DEVICE), tables, lengths)
 
 
-def attend(made: Pages, counts: list[int], share: bool, processors: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last `counts` tokens of every sequence in one step: queries and outputs [T, q_heads, dim]."""
+def attend(
+    made: Pages, counts: list[int], share: bool, processors: int | None = None, attends: VarlenAttend | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last `counts` tokens of every sequence in one step: queries and outputs [T, q_heads, dim]. attends: prompts."""
     heads, rows = made.heads, len(counts)
     q_heads, columns = heads.kv * heads.group, max(map(len, made.tables))
     total = sum(counts)
@@ -61,7 +65,8 @@ def attend(made: Pages, counts: list[int], share: bool, processors: int | None =
     for row, blocks in zip(table, made.tables, strict=True):
         row[: len(blocks)] = blocks
     capacity = Capacity(max(total, 16), max(rows, 16), columns, q_heads, heads.kv, heads.dim, heads.dtype.itemsize)
-    backend = TritonAttention(torch.device(DEVICE), capacity, processors)
+    varlen = None if attends is None else Varlen(attends, 0)
+    backend = TritonAttention(torch.device(DEVICE), capacity, processors, varlen=varlen)
     batch: Any = SimpleNamespace(
         query_starts=np.cumsum([0, *counts]).astype(np.int32), context_lens=np.array(made.lengths, np.int32), block_table=table,
         shared=np.ones((int(share), 3), np.int32), num_tokens=total, slots=torch.zeros(total, dtype=torch.int64),
