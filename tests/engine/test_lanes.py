@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from engine.kv.block import Moves, Spans
 from engine.kv.copies import Beside, Copy, InLine, Pairs, Unknown, Uses
@@ -215,6 +216,35 @@ def test_seconds_come_when_the_device_is_done() -> None:
     cuda.work(1000)
     assert lane.run(Moves(), pools.copy, Unknown()) == (6, 0.5)
     assert lane.run(Moves(), pools.copy, Unknown()) == (0, 0.0)
+
+
+class NoTensorByHand(TorchFunctionMode):
+    """Refuses tensors that are made of Python's or numpy's numbers: on CUDA the host would wait for all that was launched."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.tensor, torch.as_tensor, torch.from_numpy), f"{func.__name__} beside Memory.send"
+        return func(*args, **(kwargs or {}))
+
+
+class Sends(HostMemory):
+    sent = 0
+
+    def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        self.sent += 1
+        return [torch.frombuffer(array.copy(), dtype=torch.int64) for array in arrays]
+
+
+def test_copies_on_the_device_make_no_host_wait() -> None:
+    """Rows that are read and written by the same copies go through index tensors; these come by `Memory.send`, which pins."""
+    memory = Sends()
+    kv = PagedKV(KVGeometry(1, 1, 2, torch.float32), 2, 4, 1, memory, Beside(CUDA, FakeCuda(random.Random(0))))
+    kv.data.copy_(torch.arange(4.0)[:, None, None, None, None, None].expand_as(kv.data))
+    for pairs, sends, want in (([(0, 3)], 0, [0.0, 1.0, 2.0, 0.0]), ([(1, 2), (2, 1), (3, 0)], 1, [0.0, 2.0, 1.0, 0.0])):
+        with NoTensorByHand():
+            kv.move(Moves(copies=pairs))
+        assert memory.sent == sends and kv.data[:, 0, 0, 0, 0, 0].tolist() == want
+    with pytest.raises(AssertionError, match="tensor beside"), NoTensorByHand():
+        torch.tensor([1, 2])
 
 
 def test_both_lanes_move_the_same_bytes() -> None:

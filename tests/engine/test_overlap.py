@@ -389,6 +389,15 @@ def test_arrays_keep_their_values_on_the_way() -> None:
     assert to_host(tensor)().tolist() == tensor.tolist()
 
 
+def test_arrays_go_to_cuda_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From pageable memory the host would wait until all that was launched before has run."""
+    seen: list[object] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: seen.append("pinned") or self)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **how: seen.append(how) or self)  # type: ignore[func-returns-value]
+    to_device([np.arange(5), np.array([7])], torch.device("cuda"))
+    assert seen == ["pinned", {"non_blocking": True}]
+
+
 def never_preempts(monkeypatch: pytest.MonkeyPatch) -> None:
     """who has a pending token is stopped"""
     monkeypatch.setattr(Scheduler, "must_preempt", False)
