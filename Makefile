@@ -106,7 +106,7 @@ endurance: model
 
 test-gpu: $(GPU_READY)
 	@$(GPU_PYTHON) -m pytest -m gpu -W default tests/gpu/test_attention_oracle.py $(ARGS)
-	@$(GPU_PYTHON) -m pytest -m gpu -W default tests --ignore tests/gpu/test_attention_oracle.py $(ARGS)
+	@$(GPU_PYTHON) -m pytest -m gpu -W default tests/gpu tests/engine/test_streaming.py --ignore tests/gpu/test_attention_oracle.py $(ARGS)
 	@$(GPU_PYTHON) -m pytest -W default tests/engine/test_triton_attention.py tests/engine/test_sampler_triton.py \
 		tests/engine/test_graphs.py tests/engine/test_norms.py tests/engine/test_fused.py tests/engine/test_exact.py \
 		tests/engine/test_device_digests.py tests/rollout/test_exact_on_device.py $(ARGS)
@@ -114,10 +114,10 @@ test-gpu: $(GPU_READY)
 # what a Python with torch, transformers and pytest lacks; run it where there is a network and carry WHEELS along
 wheels:
 	@$(PYTHON) -m pip download --quiet --only-binary :all: --dest $(WHEELS) --no-deps \
-		msgspec pyzmq tyro docstring-parser typeguard tomli-w gguf xxhash pytest-timeout
+		msgspec psutil pyzmq tyro docstring-parser typeguard tomli-w gguf xxhash pytest-timeout
 
 gpu-wheels:
-	@$(GPU_PYTHON) -c 'import msgspec, zmq, tyro, tomli_w, xxhash, pytest_timeout' 2>/dev/null || \
+	@$(GPU_PYTHON) -c 'import msgspec, psutil, zmq, tyro, tomli_w, xxhash, pytest_timeout' 2>/dev/null || \
 		$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps $(WHEELS)/*.whl
 
 check: $(STAMP)

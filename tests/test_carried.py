@@ -1,0 +1,127 @@
+"""What a machine with a GPU and no network runs: `make test-gpu` and `make bench-gpu` load nothing but torch, transformers and
+pytest, what these bring, and the wheels that `make wheels` says are to be carried."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from functools import cache
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = {"engine", "transport", "rollout", "tests"}
+THERE = ("torch", "transformers", "pytest")
+"""on that machine"""
+BESIDE = {"triton": "torch"}
+"""what the torch for CUDA brings, other ones do not"""
+
+
+def plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def shown(target: str) -> str:
+    command = ["make", "--dry-run", target, "GPU_PYTHON=python3"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def with_what_they_bring(names: tuple[str, ...]) -> set[str]:
+    """Distributions, and those that they require here, without extras."""
+    found: set[str] = set()
+    todo = [plain(name) for name in names]
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            wanted = [Requirement(line) for line in requires(name) or []]
+        except PackageNotFoundError:
+            continue
+        todo += [plain(each.name) for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+@cache
+def imported(file: Path) -> frozenset[str]:
+    """Dotted names that a file imports as soon as it is loaded; those of `from a import b` twice, as a and a.b."""
+    names: set[str] = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+    return frozenset(names)
+
+
+def files_of(name: str) -> list[Path]:
+    """Of our module, and of the packages above it; none for what is no module."""
+    parts = name.split(".")
+    places = [ROOT.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
+    return [file for place in places for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file()]
+
+
+def loaded(files: list[Path]) -> set[str]:
+    """Packages of others that files of ours load, by way of all that they import of ours."""
+    seen: set[Path] = set()
+    others: set[str] = set()
+    todo = list(files)
+    while todo:
+        file = todo.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        for name in imported(file):
+            if name.split(".")[0] in OURS:
+                todo += files_of(name)
+            else:
+                others.add(name.split(".")[0])
+    return others - set(sys.stdlib_module_names)
+
+
+def lacking(files: list[Path], carried: set[str]) -> set[str]:
+    """Packages that files of ours load and that are neither there nor carried."""
+    there = with_what_they_bring(THERE) | carried
+    made_of = packages_distributions()
+    return {
+        package
+        for package in loaded(files)
+        if BESIDE.get(package) not in THERE and not {plain(name) for name in made_of.get(package, [package])} & there
+    }
+
+
+def gpu_tests() -> list[Path]:
+    """Files that `make test-gpu` runs."""
+    found: list[Path] = []
+    for name in re.findall(r"(?<!-)\btests(?:/[\w/]+(?:\.py)?)?", re.sub(r"--ignore \S+", "", shown("test-gpu"))):
+        at = ROOT / name
+        found += [at] if at.is_file() else sorted(at.rglob("test_*.py"))
+    return [ROOT / "tests/conftest.py", *found]
+
+
+def carried() -> set[str]:
+    return {plain(name) for name in shown("wheels").split("--no-deps")[1].split() if name != "\\"}
+
+
+def test_nothing_is_missing_on_a_machine_without_a_network() -> None:
+    assert {"msgspec", "pyzmq", "tyro"} <= carried()
+    assert not lacking(gpu_tests(), carried())
+    assert not lacking([ROOT / "rollout/bench/gpu.py", ROOT / "rollout/bench/gpu_trainer.py"], carried())
+
+
+def test_what_is_missing_is_seen() -> None:
+    """The negative controls: a wheel less, and a file of tests that takes more."""
+    assert lacking(gpu_tests(), carried() - {"msgspec"}) == {"msgspec"}
+    assert "hypothesis" in lacking([ROOT / "tests/engine/test_stop_strings.py"], carried())
+
+
+def test_every_test_for_a_gpu_is_run() -> None:
+    marked = {
+        file for file in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in file.read_text() and file != Path(__file__)
+    }
+    assert marked <= set(gpu_tests())
