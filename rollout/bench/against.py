@@ -46,9 +46,10 @@ class Peer:
         self._to, self._back = to, back
 
     def run(
-        self, prompts: list[np.ndarray], n: int, new_tokens: int, seed: int, limit_s: float | None = None
+        self, prompts: list[np.ndarray], n: int, new_tokens: int | list[int], seed: int, limit_s: float | None = None
     ) -> dict[str, Any]:
-        """Return {"seconds", "generated_tokens"} of one run. Raises PeerFailed, after `limit_s` seconds as well."""
+        """Return {"seconds", "generated_tokens"} of one run. new_tokens: of all children, or of those of each prompt. Raises
+        PeerFailed, after `limit_s` seconds as well."""
         request = {"prompts": [prompt.tolist() for prompt in prompts], "n": n, "new_tokens": new_tokens, "seed": seed}
         tell(self.name, self._to, request)
         return read(self.name, self._back, limit_s)

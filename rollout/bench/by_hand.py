@@ -30,19 +30,21 @@ def batch_of(
     engine: Engine,
     table: np.ndarray,
     context: int | np.ndarray,
-    count: int = 1,
+    count: int | np.ndarray = 1,
     shared: np.ndarray | None = None,
     seed: int = 0,
 ) -> Batch:
     """R rows that compute the last `count` of their `context` tokens, random ids, and want the last one's logits.
 
-    context: of all rows, or [R] of each. table [R, M] int32, M blocks that hold the longest. shared: as in `Batch`."""
+    context, count: of all rows, or [R] of each. table [R, M] int32, M blocks that hold the longest. shared: as in `Batch`."""
     rows, size = len(table), engine.config.block_size
-    contexts = np.broadcast_to(context, rows)
-    assert table.shape[1] == -(-contexts.max() // size) and 1 <= count <= contexts.min()
-    ids = np.random.default_rng(seed).integers(0, engine.model.vocab_size, (rows, count))
+    contexts, counts = np.broadcast_to(context, rows), np.broadcast_to(count, rows)
+    assert table.shape[1] == -(-contexts.max() // size) and counts.min() >= 1 and (counts <= contexts).all()
+    ids = np.random.default_rng(seed).integers(0, engine.model.vocab_size, (rows, counts.max()))
     groups = () if shared is None else tuple(SharedPrefix(*map(int, each)) for each in shared)
-    plan = plan_by_hand(ids, contexts - count, table, groups, seed)
+    plan = plan_by_hand(ids, contexts - counts, table, groups, seed)
+    computed = ids[np.arange(ids.shape[1]) < counts[:, None]].astype(np.int32)
+    plan = plan._replace(counts=counts.astype(np.int32), token_ids=computed)
     return Batch.build(plan, size, engine.device.memory, engine.model.geometry.dtype)
 
 
@@ -53,12 +55,6 @@ def own_blocks(rows: int, context: int | np.ndarray, block_size: int) -> np.ndar
     table = np.zeros((rows, int(blocks.max())), np.int32)
     table[np.arange(table.shape[1]) < blocks[:, None]] = np.random.default_rng(0).permutation(int(blocks.sum()))
     return table
-
-
-def lognormal(rows: int, median: int, longest: int) -> np.ndarray:
-    """[rows] int32: lengths as those of rollouts, always the same ones."""
-    drawn = np.random.default_rng(0).normal(np.log(median), 1, rows)
-    return np.clip(np.exp(drawn), 1, longest).astype(np.int32)
 
 
 @torch.inference_mode()

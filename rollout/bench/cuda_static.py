@@ -19,7 +19,7 @@ from rich.console import Console
 from engine.cuda import tiles
 from engine.cuda.launches import KNOWN, choose
 from rollout.bench import cuda_compile, cuda_count
-from rollout.bench.by_hand import lognormal
+from rollout.bench.lengths import lognormal
 
 NAME = "cuda_static"
 PROCESSORS = 132

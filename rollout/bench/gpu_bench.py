@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 import transformers
 
@@ -15,6 +16,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.forward.model import Model
 from rollout.bench.by_hand import median_ms, release
+from rollout.bench.lengths import lognormal
 from rollout.bench.sharing import FANOUT, LONG_PREFIX, MANY_LONG, Shape
 from rollout.bench.text import RandomText
 from rollout.bench.workloads import Workload, find
@@ -49,23 +51,28 @@ class Sizes(NamedTuple):
     steps: int = 64
     turns: int = 9
     batch_tokens: int = 8192
-    shapes: tuple[Shape, ...] = (MANY_LONG, FANOUT, LONG_PREFIX)
+    shapes: tuple[Shape, ...] = (MANY_LONG, FANOUT, LONG_PREFIX, Shape(16, 16, 8192, 2048, mixed=True))
     workloads: tuple[Workload, ...] = (find("multi_return_seq"), find("rollouts_2048"))
     workload_rows: int = 512
     pressure: Workload = Workload(name="half_pool", prompts=8, prompt_tokens=512, n=16, new_tokens=384, kv_share=0.5)
     refreshes: int = 2
     naps: int = 20
     prefill: tuple[int, int] = (8, 1024)
-    """rows and tokens of each in a forward that only prefills"""
+    """rows and tokens of each in a forward that only prefills, with layers in host memory"""
+    prompts: tuple[tuple[int, int], ...] = ((1, 2048), (8, 2048), (1, 16_384))
+    """the same with all layers on the device"""
+    mixed_prompts: int = 12
+    """of `mixed` lengths, in another one"""
     probe_bytes: int = 4 << 30
     """of the buffers that memory and copies are measured with"""
 
 
 QUICK = Sizes(
-    rows=16, contexts=(64, 96), mixed=(40, 96), prompt=32, steps=6, turns=2, batch_tokens=128, shapes=(Shape(2, 4, 64, 32),),
+    rows=16, contexts=(64, 96), mixed=(40, 96), prompt=32, steps=6, turns=2, batch_tokens=128,
+    shapes=(Shape(2, 4, 64, 32), Shape(2, 4, 64, 32, mixed=True)),
     workloads=(Workload(name="multi_return_seq", prompts=3, prompt_tokens=32, n=4, new_tokens=16),),
     workload_rows=16, pressure=Workload(name="half_pool", prompts=2, prompt_tokens=64, n=8, new_tokens=96, kv_share=0.5),
-    refreshes=1, naps=2, prefill=(2, 64), probe_bytes=1 << 20,
+    refreshes=1, naps=2, prefill=(2, 64), prompts=((2, 64), (1, 90)), mixed_prompts=3, probe_bytes=1 << 20,
 )  # fmt: skip
 
 
@@ -126,6 +133,15 @@ class Bench:
         self._module = None
         release(self.device)
 
+    def mixed(self, rows: int, seed: int = 0) -> np.ndarray:
+        """[rows] int32: contexts as rollouts have them."""
+        return lognormal(rows, *self.sizes.mixed, seed)
+
+    @property
+    def mixture(self) -> str:
+        median, longest = self.sizes.mixed
+        return f"lognormal, median {median}, at most {longest}"
+
     @property
     def read_bytes(self) -> int:
         """Of the weights that a decode step reads: all but an embedding that is only looked up in."""
@@ -135,7 +151,7 @@ class Bench:
 
     def settings(self, **config: Any) -> EngineConfig:
         options = {"cpu_offload_gib": 0, "fused_layers": True, "max_num_seqs": self.sizes.rows, **config}
-        options["max_batch_tokens"] = max(self.sizes.batch_tokens, options["max_num_seqs"])
+        options["max_batch_tokens"] = max(options.get("max_batch_tokens", self.sizes.batch_tokens), options["max_num_seqs"])
         return EngineConfig(model=self.name, dtype=self.dtype, device=str(self.device), attention=self.attention, **options)
 
     def model(self) -> Model:

@@ -26,9 +26,11 @@ from engine.types import Group, Sampling
 from engine.weights.offload import Streamed
 from rollout.bench import sharing as sharing_by_hand
 from rollout.bench.against import PeerFailed, parse, peer
-from rollout.bench.by_hand import batch_of, fill, forward_of, lognormal, median_ms, own_blocks, prepared, release, replayed
+from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed
 from rollout.bench.gpu_bench import Bench
+from rollout.bench.gpu_limit import Work, beside_limit
 from rollout.bench.gpu_memory import ipc, naps
+from rollout.bench.lengths import lognormal
 from rollout.bench.runner import BenchFailed, one_run, peer_run, peer_setup
 from rollout.bench.target import EngineTarget
 from rollout.bench.workloads import Workload
@@ -77,9 +79,9 @@ def kept(rows: Rows) -> Rows:
 
 def contexts_of(bench: Bench) -> dict[int | str, np.ndarray]:
     """Contexts of the rows of a decode step: all the same, and as rollouts have them."""
-    rows, (median, longest) = bench.sizes.rows, bench.sizes.mixed
+    rows = bench.sizes.rows
     same: dict[int | str, np.ndarray] = {context: np.full(rows, context, np.int32) for context in bench.sizes.contexts}
-    return {**same, f"lognormal, median {median}, at most {longest}": lognormal(rows, median, longest)}
+    return {**same, bench.mixture: bench.mixed(rows)}
 
 
 def pool_tokens(bench: Bench) -> int:
@@ -97,11 +99,14 @@ def forwards(bench: Bench, engine: Engine) -> Rows:
     for name, contexts in contexts_of(bench).items():
         batch = prepared(engine, batch_of(engine, own_blocks(rows, contexts, size), contexts))
         logits = forward_of(engine, batch)
-        kv = int(contexts.sum()) * engine.model.geometry.bytes_per_token
+        work, ms = (
+            Work.of(np.ones(rows), contexts),
+            median_ms(bench.device, partial(forward_of, engine, batch), bench.sizes.turns),
+        )
         yield {
             "what": "forward",
             "context": name,
-            **beside_limit(bench, kv, median_ms(bench.device, partial(forward_of, engine, batch), bench.sizes.turns)),
+            **beside_limit(bench, work, ms),
             "prepare_ms": median_ms(bench.device, partial(prepared, engine, batch), bench.sizes.turns),
             "sample_ms": median_ms(bench.device, partial(sample_of, engine, logits, batch), bench.sizes.turns),
             "rows": rows,
@@ -164,7 +169,7 @@ def whole_steps(bench: Bench, engine: Engine) -> Rows:
             decoding += engine.counters.decode_tokens == before["decode_tokens"] + rows
             if decoding > SETTLE:
                 seconds.append(elapsed)
-                read.append(held * engine.model.geometry.bytes_per_token)
+                read.append(held)
                 marks.append((before, msgspec.to_builtins(engine.counters)))
     finally:
         for i in range(rows):
@@ -175,10 +180,11 @@ def whole_steps(bench: Bench, engine: Engine) -> Rows:
         name.replace("_seconds", "_ms"): 1e3 * statistics.median(after[name] - before[name] for before, after in marks)
         for name in parts
     }
+    work = Work(rows, rows, statistics.mean(read), statistics.mean(read))
     yield {
         "what": "engine",
         "overlap": engine.overlap,
-        **beside_limit(bench, statistics.mean(read), 1e3 * statistics.median(seconds)),
+        **beside_limit(bench, work, 1e3 * statistics.median(seconds)),
         "host_ms": figures["plan_ms"] + figures["build_ms"] + figures["commit_ms"],
         **figures,
         "tokens_per_second": rows / statistics.median(seconds),
@@ -186,53 +192,100 @@ def whole_steps(bench: Bench, engine: Engine) -> Rows:
     }
 
 
-def beside_limit(bench: Bench, kv_bytes: float, ms: float) -> dict[str, float]:
-    """Beside reading the weights or multiplying them with the rows of a decode step, whichever takes longer, and then reading
-    the KV."""
-    rates, itemsize = bench.rates, getattr(torch, bench.dtype).itemsize
-    flops = 2 * bench.sizes.rows * bench.read_bytes / itemsize
-    weights = max(bench.read_bytes / rates["bytes_per_second"], flops / rates["flops_per_second"])
-    limit = 1e3 * (weights + kv_bytes / rates["bytes_per_second"])
-    read = bench.read_bytes + kv_bytes
-    return {"ms": ms, "read_bytes": read, "flops": flops, "limit_ms": limit, "fraction_of_limit": limit / ms}
+def prefill(bench: Bench) -> Rows:
+    """Forwards of whole prompts, alike and of mixed lengths: from graphs where these are, without graphs, and with the prompts
+    of large steps left to `varlen_attn`."""
+    prompts = {f"{rows} x {tokens}": np.full(rows, tokens, np.int32) for rows, tokens in bench.sizes.prompts}
+    prompts[f"{bench.sizes.mixed_prompts} x {bench.mixture}"] = bench.mixed(bench.sizes.mixed_prompts)
+    most = max(int(lengths.sum()) for lengths in prompts.values())
+    room = {"kv_tokens": max(int(blocks_of(each, 32).sum()) for each in prompts.values()) * 32, "max_batch_tokens": most}
+    times: dict[tuple[str, str], float] = {}
+    variants: dict[str, dict[str, Any]] = {
+        "paged": {}, "without_graphs": {"cuda_graphs": False}, "varlen": {"prefill_attention": "varlen"},
+    }  # fmt: skip
+    for variant, options in variants.items():
+        if variant == "varlen" and bench.device.type == "cpu":
+            yield {"left_out": "varlen_attn runs on CUDA only"}
+            continue
+        for row in kept(prefills(bench, prompts, {**room, **options, "warm_up": False})):
+            if "ms" in row:
+                times[variant, row["prompts"]] = row["ms"]
+            yield {"variant": variant, **row}
+        release(bench.device)
+    for name in prompts:
+        if own := times.get(("paged", name)):
+            others = {variant: times[variant, name] for variant in variants if (variant, name) in times and variant != "paged"}
+            yield {"summary": True, "prompts": name, **{f"{each}_ratio_to_paged": own / ms for each, ms in others.items()}}
+
+
+def prefills(bench: Bench, prompts: dict[str, np.ndarray], options: dict[str, Any]) -> Rows:
+    engine = bench.engine(**options)
+    fill(engine.kv)
+    for name, lengths in prompts.items():
+        table = own_blocks(len(lengths), lengths, engine.config.block_size)
+        batch = prepared(engine, batch_of(engine, table, lengths, count=lengths))
+        ms = median_ms(bench.device, partial(forward_of, engine, batch), bench.sizes.turns)
+        yield {
+            "prompts": name,
+            **beside_limit(bench, Work.of(lengths, lengths), ms),
+            "tokens": int(lengths.sum()),
+            "tokens_per_second": 1e3 * int(lengths.sum()) / ms,
+            "graphs": replayed(engine, batch),
+            "attention": engine.arithmetic.partition("+")[2],
+        }
 
 
 def sharing(bench: Bench) -> Rows:
-    """`rollout bench sharing` for these shapes."""
+    """`rollout bench sharing` for these shapes, each step beside its limit."""
     for shape in bench.sizes.shapes:
-        yield from kept(sharing_by_hand.measure(bench.model(), bench.settings(), shape, bench.sizes.turns))
+        rows = sharing_by_hand.measure(bench.model(), bench.settings(), shape, bench.sizes.turns)
+        prefixes, contexts = shape.lengths(32)
+        every = Work.of(np.ones(shape.rows), contexts)
+        once = every._replace(read=every.read - 32 * int(prefixes.sum()) * (shape.children - 1))
+        for row in kept(rows):
+            if "variant" in row:
+                row |= beside_limit(bench, once if row["variant"] == "shared" else every, row["step_ms"])
+            yield row
         release(bench.device)
 
 
 def workloads(bench: Bench) -> Rows:
-    """Named workloads through the engine, in turn with another one in a process of its own."""
+    """Named workloads through the engine, as they are and with mixed lengths, in turn with another one in a process of its
+    own."""
     for workload in bench.sizes.workloads:
-        yield from kept(in_turn(bench, workload))
+        yield from kept(in_turn(bench, [workload, workload.mixture()]))
 
 
-def in_turn(bench: Bench, workload: Workload) -> Rows:
-    at_once = min(bench.sizes.workload_rows, workload.prompts * workload.n)
-    ours = run_workload(bench, workload, kv_tokens=workload.kv_tokens(32), max_num_seqs=at_once)
-    yield ours
+def in_turn(bench: Bench, kinds: list[Workload]) -> Rows:
+    """`kinds`: of one workload."""
+    speeds: dict[str, float] = {}
+    for workload in kinds:
+        at_once = min(bench.sizes.workload_rows, workload.prompts * workload.n)
+        ours = run_workload(bench, workload, kv_tokens=workload.kv_tokens(32), max_num_seqs=at_once)
+        speeds[workload.name] = ours["tokens_per_second"]
+        yield ours
     for name, python in parse(bench.against).items():
+        done = 0
         try:
-            theirs, version = other_engine(bench, workload, name, python)
+            for workload, theirs, version in other_engine(bench, kinds, name, python):
+                yield theirs
+                speed = speeds[workload.name] / theirs["tokens_per_second"]
+                yield {"workload": workload.name, "summary": True, f"ratio_to_{name}": speed, "peer": version}
+                done += 1
         except (PeerFailed, BenchFailed, OSError) as error:
-            yield {"workload": workload.name, "error": f"{name}: {error}"}
-            continue
-        yield theirs
-        speed = ours["tokens_per_second"] / theirs["tokens_per_second"]
-        yield {"workload": workload.name, "summary": True, f"ratio_to_{name}": speed, "peer": version}
+            yield from ({"workload": workload.name, "error": f"{name}: {error}"} for workload in kinds[done:])
 
 
-def other_engine(bench: Bench, workload: Workload, name: str, python: str) -> tuple[dict[str, Any], str]:
-    """Its row and its version. Raises PeerFailed; BenchFailed for samples that are not what was asked for; OSError."""
-    settings = bench.settings(kv_tokens=workload.kv_tokens(32))
+def other_engine(bench: Bench, kinds: list[Workload], name: str, python: str) -> Iterator[tuple[Workload, dict[str, Any], str]]:
+    """Yield its row for each of `kinds` of a workload, and its version. Raises PeerFailed; BenchFailed for samples that are not
+    what was asked for; OSError."""
+    settings = bench.settings(kv_tokens=kinds[0].kv_tokens(32))
     with bench.folder() as folder:
-        setup = peer_setup(workload, msgspec.structs.replace(settings, model=folder), random_weights=True)
+        setup = peer_setup(kinds[0], msgspec.structs.replace(settings, model=folder), random_weights=True)
         with peer(name, python, setup, min(PEER_START_S, max(1.0, bench.seconds_left))) as one:
-            limit = min(PEER_RUN_S, max(1.0, bench.seconds_left))
-            return peer_run(workload, bench.text, one, 0, limit), one.version
+            for workload in kinds:
+                limit = min(PEER_RUN_S, max(1.0, bench.seconds_left))
+                yield workload, peer_run(workload, bench.text, one, 0, limit), one.version
 
 
 def run_workload(
@@ -253,8 +306,12 @@ def run_workload(
 def offload(bench: Bench) -> Rows:
     """KV for half of the need, the rest in host memory. Beside it the same without the copies, over blocks that hold anything:
     if the schedule is the same, which `steps` and `offloads` show, the difference is what the copies cost. Then a roomy pool,
-    no copies ahead of need, no offload."""
-    workload = bench.sizes.pressure
+    no copies ahead of need, no offload. The first two with mixed lengths besides."""
+    yield from offloaded(bench, bench.sizes.pressure, ("offload", "no_copies", "roomy", "not_ahead", "no_offload"))
+    yield from offloaded(bench, bench.sizes.pressure.mixture(), ("offload", "no_copies"))
+
+
+def offloaded(bench: Bench, workload: Workload, variants: tuple[str, ...]) -> Rows:
     needed = workload.needed_kv_tokens(32) * bench.model().geometry.bytes_per_token
     tight: dict[str, Any] = {
         "kv_tokens": workload.kv_tokens(32),
@@ -269,16 +326,21 @@ def offload(bench: Bench) -> Rows:
         speeds[name] = row["tokens_per_second"]
         yield row | {"variant": name}
 
-    for name, config in {
+    configs = {
         "offload": tight,
         "no_copies": {**tight, "change": without_copies},
         "roomy": {**alone, "kv_tokens": workload.roomy().kv_tokens(32)},
         "not_ahead": {**tight, "mirror_ahead": False, "copy_ahead": False},
         "no_offload": alone,
-    }.items():
-        yield from kept(run(name, config))
+    }
+    for name in variants:
+        yield from kept(run(name, configs[name]))
     if own := speeds.pop("offload", None):
-        yield {"summary": True, **{f"ratio_to_{name}": own / speed for name, speed in speeds.items()}}
+        yield {
+            "workload": workload.name,
+            "summary": True,
+            **{f"ratio_to_{name}": own / speed for name, speed in speeds.items()},
+        }
 
 
 def without_copies(engine: Engine) -> None:
@@ -339,48 +401,70 @@ def plain_copy_ms(device: torch.device, tensors: list[torch.Tensor]) -> float:
 
 
 def weights(bench: Bench) -> Rows:
-    """Some layers in host memory: a decode step and a prefill, beside what bounds them: the forward with all layers on the
-    device, or the copies, whichever takes longer."""
+    """Some layers in host memory: decode steps and prefills, of equal lengths and of mixed ones, beside what bounds them: the
+    forward with all layers on the device, or the copies, whichever takes longer."""
     rows, (prefills, tokens) = bench.sizes.rows, bench.sizes.prefill
-    context = bench.sizes.contexts[0]
-    config = {"max_num_seqs": rows, "kv_tokens": (rows * (-(-context // 32)) + prefills * -(-tokens // 32)) * 32}
+    decodes = {"decode": np.full(rows, bench.sizes.contexts[0], np.int32), "decode, mixed lengths": bench.mixed(rows)}
+    prompts = {
+        "prefill": np.full(prefills, tokens, np.int32),
+        "prefill, mixed lengths": lognormal(prefills, tokens // 2, tokens),
+    }
+    contexts = {**decodes, **prompts}
+    room = max(int(blocks_of(each, 32).sum()) for each in contexts.values())
+    config = {"max_num_seqs": rows, "kv_tokens": room * 32}
+
+    def counts(name: str) -> np.ndarray:
+        return np.ones(rows, np.int32) if name in decodes else prompts[name]
 
     def times(engine: Engine) -> dict[str, tuple[float, torch.Tensor]]:
         fill(engine.kv)
-        made: dict[str, Batch] = {
-            "decode": batch_of(engine, own_blocks(rows, context, 32), context),
-            "prefill": batch_of(engine, own_blocks(prefills, tokens, 32), tokens, count=tokens),
-        }
         timed: dict[str, tuple[float, torch.Tensor]] = {}
-        for name, batch in made.items():
+        for name, each in contexts.items():
+            batch = batch_of(engine, own_blocks(len(each), each, 32), each, count=counts(name))
             work: Callable[[], torch.Tensor] = partial(forward_of, engine, prepared(engine, batch))
             logits = work().clone()
             timed[name] = median_ms(bench.device, work, bench.sizes.turns), logits
         return timed
 
     resident = times(bench.engine(**config))
+    limits = {name: beside_limit(bench, Work.of(counts(name), each), resident[name][0]) for name, each in contexts.items()}
     release(bench.device)
     try:
-        streamed = Streamed(bench.module, bench.name, OFFLOAD, device_of(bench.settings()).memory)
-        assert len(streamed.indices) > streamed.ring.slots, "each layer has a slot of its own"
-        engine = Engine(bench.settings(**config, weight_offload=OFFLOAD), Model(bench.module, bench.name, streamed))
-        for name, (ms, logits) in times(engine).items():
-            copies = 1e3 * streamed.offloaded_bytes / bench.rates["to_device_per_second"]
-            yield {
-                "what": name,
-                "ms": ms,
-                "resident_ms": resident[name][0],
-                "copies_ms": copies,
-                "fraction_of_limit": max(copies, resident[name][0]) / ms,
-                "same_logits": torch.equal(logits, resident[name][1]),
-                "offloaded_bytes": streamed.offloaded_bytes,
-                "resident_bytes": engine.weights.resident_bytes,
-                **msgspec.to_builtins(OFFLOAD),
-            }
+        yield from streamed_rows(bench, config, times, resident, limits)
     finally:
         bench.forget_module()  # its layers lie in the slots
 
 
+def streamed_rows(
+    bench: Bench,
+    config: dict[str, Any],
+    times: Callable[[Engine], dict[str, tuple[float, torch.Tensor]]],
+    resident: dict[str, tuple[float, torch.Tensor]],
+    limits: dict[str, dict[str, Any]],
+) -> Rows:
+    """With layers in host memory. resident: milliseconds and logits with all on the device, limits: beside what the device
+    allows."""
+    streamed = Streamed(bench.module, bench.name, OFFLOAD, device_of(bench.settings()).memory)
+    assert len(streamed.indices) > streamed.ring.slots, "each layer has a slot of its own"
+    engine = Engine(bench.settings(**config, weight_offload=OFFLOAD), Model(bench.module, bench.name, streamed))
+    for name, (ms, logits) in times(engine).items():
+        copies = 1e3 * streamed.offloaded_bytes / bench.rates["to_device_per_second"]
+        limit = max(copies, resident[name][0])
+        yield {
+            "what": name,
+            "ms": ms,
+            "resident_ms": resident[name][0],
+            "resident_limit_ms": limits[name]["limit_ms"],
+            "copies_ms": copies,
+            "limit_ms": limit,
+            "fraction_of_limit": limit / ms,
+            "same_logits": torch.equal(logits, resident[name][1]),
+            "offloaded_bytes": streamed.offloaded_bytes,
+            "resident_bytes": engine.weights.resident_bytes,
+            **msgspec.to_builtins(OFFLOAD),
+        }
+
+
 PARTS: dict[str, Callable[[Bench], Rows]] = {
-    part.__name__: part for part in (machine, decode, exact, sharing, offload, weights, refresh, ipc, naps, workloads)
+    part.__name__: part for part in (machine, decode, prefill, exact, sharing, offload, weights, refresh, ipc, naps, workloads)
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -128,15 +129,25 @@ def peer_setup(workload: Workload, engine: EngineConfig, random_weights: bool = 
     }
 
 
-def peer_run_arguments(workload: Workload, text: Prompts, run: int, new_tokens: int) -> tuple[list[np.ndarray], int, int, int]:
+def prompts_of(workload: Workload, text: Prompts, run: int) -> list[np.ndarray]:
+    """Return [tokens] int32 ids of each prompt of a run."""
     start = run * workload.prompts * workload.prompt_tokens
-    return text.slices(start, workload.prompts, workload.prompt_tokens), workload.n, new_tokens, run
+    slices = text.slices(start, workload.prompts, workload.prompt_tokens)
+    return [ids[:length] for ids, length in zip(slices, workload.lengths()[0].tolist(), strict=True)]
+
+
+def peer_run_arguments(
+    workload: Workload, text: Prompts, run: int, new_tokens: int | list[int]
+) -> tuple[list[np.ndarray], int, int | list[int], int]:
+    """new_tokens: of all children, or of those of each prompt."""
+    return prompts_of(workload, text, run), workload.n, new_tokens, run
 
 
 def peer_run(workload: Workload, text: Prompts, one: Peer, run: int, limit_s: float | None = None) -> dict[str, Any]:
     """Raises BenchFailed if the peer did less than it was asked for; PeerFailed."""
-    row = one.run(*peer_run_arguments(workload, text, run, workload.new_tokens), limit_s=limit_s)
-    if row["generated_tokens"] != workload.prompts * workload.n * workload.new_tokens:
+    new_tokens = workload.lengths()[1].tolist() if workload.mixed else workload.new_tokens
+    row = one.run(*peer_run_arguments(workload, text, run, new_tokens), limit_s=limit_s)
+    if row["generated_tokens"] != workload.total_new_tokens:
         raise BenchFailed(f"{one.name} made {row['generated_tokens']} tokens of {workload.name}")
     speed = round(row["generated_tokens"] / row["seconds"], 2)
     return {"workload": workload.name, "engine": one.name, "run": run, **row, "tokens_per_second": speed}
@@ -172,11 +183,7 @@ def warm_up(target: Target, text: PromptText, length: int) -> None:
 
 
 def one_run(workload: Workload, text: Prompts, target: Target, run: int, recording: Recording | None = None) -> dict[str, Any]:
-    start = run * workload.prompts * workload.prompt_tokens
-    prompts = text.slices(start, workload.prompts, workload.prompt_tokens)
-    sampling = Sampling(
-        n=workload.n, max_tokens=workload.new_tokens, temperature=workload.temperature, ignore_eos=True, seed=run
-    )
+    prompts, sampling = prompts_of(workload, text, run), sampling_of(workload, run)
     before = target.status()
     with nullcontext() if recording is None else target.watch(recording):
         started = time.perf_counter()
@@ -198,6 +205,14 @@ def one_run(workload: Workload, text: Prompts, target: Target, run: int, recordi
     }
 
 
+def sampling_of(workload: Workload, run: int) -> Sampling | list[Sampling]:
+    """Return how a run draws: of all prompts, or of each where they make different numbers of tokens."""
+    each = Sampling(n=workload.n, max_tokens=workload.new_tokens, temperature=workload.temperature, ignore_eos=True, seed=run)
+    if not workload.mixed:
+        return each
+    return [msgspec.structs.replace(each, max_tokens=length) for length in workload.lengths()[1].tolist()]
+
+
 def decode_speed(before: dict[str, Any], after: dict[str, Any]) -> float:
     """Tokens/s of the steps that did nothing but decode, 0 if there was none."""
     seconds = after["decode_seconds"] - before["decode_seconds"]
@@ -212,9 +227,12 @@ def check(workload: Workload, samples: list[Sample]) -> None:
     children = {(sample.group_id, sample.index) for sample in samples}
     if len(samples) != workload.prompts * workload.n or len(children) != len(samples):
         raise BenchFailed(f"{workload.name}: {len(children)} different samples of {workload.prompts * workload.n} came")
-    short = [sample for sample in samples if len(sample.token_ids) != workload.new_tokens]
-    if short:
-        raise BenchFailed(f"{workload.name}: a sample has {len(short[0].token_ids)} tokens instead of {workload.new_tokens}")
+    made, wanted = (
+        Counter(each) for each in ((len(s.token_ids) for s in samples), np.repeat(workload.lengths()[1], workload.n).tolist())
+    )
+    if made != wanted:
+        got, meant = (next(iter((one - other).keys())) for one, other in ((made, wanted), (wanted, made)))
+        raise BenchFailed(f"{workload.name}: a sample has {got} tokens instead of {meant}")
     if any(len(sample.logprobs) != len(sample.token_ids) for sample in samples):
         raise BenchFailed(f"{workload.name}: a sample lacks log-probs")
 

@@ -36,6 +36,7 @@ from rollout.bench.by_hand import (
     release,
     replayed,
 )
+from rollout.bench.lengths import lognormal
 from rollout.bench.longer import long_enough
 from rollout.bench.runner import BenchFailed
 from rollout.models import hide_progress_bars
@@ -51,6 +52,8 @@ class Shape(NamedTuple):
     children: int
     prefix: int
     suffix: int
+    mixed: bool = False
+    """prefixes and suffixes have lognormal lengths, these at most"""
 
     @property
     def rows(self) -> int:
@@ -59,6 +62,15 @@ class Shape(NamedTuple):
     @property
     def context(self) -> int:
         return self.prefix + self.suffix
+
+    def lengths(self, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return [groups] blocks of each prefix, whole ones, and [rows] tokens of each context."""
+        prefixes, suffixes = np.full(self.groups, self.prefix), np.full(self.rows, self.suffix)
+        if self.mixed:
+            blocks = lognormal(self.groups, max(1, self.prefix // 2), self.prefix) // block_size
+            prefixes = np.maximum(1, blocks) * block_size
+            suffixes = lognormal(self.rows, max(1, self.suffix // 2), self.suffix, seed=1)
+        return prefixes // block_size, prefixes.repeat(self.children) + suffixes
 
     def scaled(self, factor: float, block_size: int) -> Shape:
         """Prefix and suffix times `factor`, at least a block of each; the prefix in whole blocks."""
@@ -92,11 +104,11 @@ def measure_model(folder: Path, config: EngineConfig, scale: float, repeat: int)
 def measure(model: ModelLike, config: EngineConfig, shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of one shape, each with medians of `repeat` turns, at least LEAST_TURNS, and the summary."""
     size = config.block_size
-    blocks, prefix_blocks = -(-shape.context // size), shape.prefix // size
+    prefix_blocks, contexts = shape.lengths(size)
     block_bytes = model.geometry.bytes_per_token * size
     room = free_on(model.device) * SPARE
-    forked = (shape.groups * prefix_blocks + shape.rows * (blocks - prefix_blocks)) * block_bytes
-    copied = shape.rows * blocks * block_bytes
+    copied = int((-(-contexts // size)).sum()) * block_bytes
+    forked = copied - (shape.children - 1) * int(prefix_blocks.sum()) * block_bytes
     if forked > room:
         raise BenchFailed(f"{text(shape)}: {forked / 2**30:.1f} GiB of KV in {room / 2**30:.1f} GiB; --scale makes it less")
     variants = tables(shape, size, copies=copied <= room)
@@ -109,10 +121,10 @@ def measure(model: ModelLike, config: EngineConfig, shape: Shape, repeat: int) -
     )
     fill(engine.kv)
     if "copies" in variants:
-        copy_prefixes(engine, shape, variants["copies"], prefix_blocks)
-    groups = [(group * shape.children, shape.children, prefix_blocks) for group in range(shape.groups)]
+        copy_prefixes(engine, shape, variants["copies"])
+    groups = [(group * shape.children, shape.children, blocks) for group, blocks in enumerate(prefix_blocks.tolist())]
     batches = {
-        name: batch_of(engine, table, shape.context, shared=np.array(groups, np.int32) if name == "shared" else None)
+        name: batch_of(engine, table, contexts, shared=np.array(groups, np.int32) if name == "shared" else None)
         for name, table in variants.items()
     }
     compare(engine, batches)
@@ -128,10 +140,11 @@ def measure(model: ModelLike, config: EngineConfig, shape: Shape, repeat: int) -
 def tables(shape: Shape, block_size: int, copies: bool) -> dict[str, np.ndarray]:
     """Make a block table [rows, blocks] for each variant: children have their suffix blocks for themselves in all of them, and
     their prefix blocks where it says `copies`, which is left out if there is no memory for it."""
-    prefix = shape.prefix // block_size
-    own = own_blocks(shape.rows, shape.context, block_size)
+    prefixes, contexts = shape.lengths(block_size)
+    own = own_blocks(shape.rows, contexts, block_size)
     forked = own.copy()
-    forked[:, :prefix] = np.repeat(own[:: shape.children, :prefix], shape.children, axis=0)
+    for row, blocks in enumerate(prefixes.repeat(shape.children).tolist()):
+        forked[row, :blocks] = own[row - row % shape.children, :blocks]
     if copies:
         return {"shared": forked, "per_child": forked, "copies": own}
     _, packed = np.unique(forked, return_inverse=True)  # as many blocks as there are, and no more
@@ -139,14 +152,14 @@ def tables(shape: Shape, block_size: int, copies: bool) -> dict[str, np.ndarray]
     return {"shared": forked, "per_child": forked}
 
 
-def copy_prefixes(engine: Engine, shape: Shape, own: np.ndarray, prefix: int) -> None:
+def copy_prefixes(engine: Engine, shape: Shape, own: np.ndarray) -> None:
     """Every child's copy gets what the group's first one holds."""
-    data = engine.kv.data
-    blocks = torch.from_numpy(own[:, :prefix].astype(np.int64)).to(data.device)
-    for row in range(shape.rows):
+    data, (prefixes, _) = engine.kv.data, shape.lengths(engine.config.block_size)
+    for row, blocks in enumerate(prefixes.repeat(shape.children).tolist()):
         first = row - row % shape.children
         if row != first:
-            data[blocks[row]] = data[blocks[first]]
+            copy, its = (torch.from_numpy(own[each, :blocks].astype(np.int64)).to(data.device) for each in (row, first))
+            data[copy] = data[its]
 
 
 def compare(engine: Engine, batches: dict[str, Batch]) -> None:
@@ -186,7 +199,8 @@ def figures(
 
 
 def text(shape: Shape) -> str:
-    return f"{shape.groups} x {shape.children} over {shape.prefix} + {shape.suffix} tokens"
+    most = ", lognormal, at most" if shape.mixed else ""
+    return f"{shape.groups} x {shape.children} over {shape.prefix} + {shape.suffix} tokens{most}"
 
 
 def print_row(console: Console, row: dict[str, Any]) -> None:

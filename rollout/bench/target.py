@@ -20,7 +20,9 @@ from rollout.process import RunningService, service_process
 class Target(Protocol):
     name: str
 
-    def generate(self, prompts: list[np.ndarray], sampling: Sampling) -> Iterator[Sample]: ...
+    def generate(self, prompts: list[np.ndarray], sampling: Sampling | list[Sampling]) -> Iterator[Sample]:
+        """sampling: of all prompts, or of each."""
+        ...
 
     def status(self) -> dict[str, Any]:
         """`Engine.status()`, whose counters run from the start of the target."""
@@ -44,7 +46,7 @@ class ServiceTarget:
     def __init__(self, client: RolloutClient, service: RunningService) -> None:
         self.client, self.service = client, service
 
-    def generate(self, prompts: list[np.ndarray], sampling: Sampling) -> Iterator[Sample]:
+    def generate(self, prompts: list[np.ndarray], sampling: Sampling | list[Sampling]) -> Iterator[Sample]:
         return self.client.generate(prompts, sampling)
 
     def status(self) -> dict[str, Any]:
@@ -67,9 +69,10 @@ class EngineTarget:
         self.submitted = 0
         self.recording: Recording | None = None
 
-    def generate(self, prompts: list[np.ndarray], sampling: Sampling) -> Iterator[Sample]:
-        for prompt in prompts:
-            self.engine.submit(Group(str(self.submitted), prompt, sampling))
+    def generate(self, prompts: list[np.ndarray], sampling: Sampling | list[Sampling]) -> Iterator[Sample]:
+        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+        for prompt, own in zip(prompts, samplings, strict=True):
+            self.engine.submit(Group(str(self.submitted), prompt, own))
             self.submitted += 1
         while self.engine.has_work:
             yield from self.engine.step()

@@ -7,7 +7,9 @@ continuous_batching_overall.py. There, `few_blocks` is 20 single requests; here 
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
+from rollout.bench.lengths import lognormal
 from rollout.config import InputError
 
 ROOM = 1.1
@@ -29,6 +31,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     kv_groups: int | None = None
     """or as so many whole groups at their longest"""
     temperature: float = 1.0
+    mixed: bool = False
+    """prompts and new tokens have lognormal lengths, these at most; the children of a prompt are as long as each other"""
 
     @property
     def tight(self) -> bool:
@@ -50,12 +54,30 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         sizes = {"prompt_tokens": scale(self.prompt_tokens), "new_tokens": scale(self.new_tokens)}
         return msgspec.structs.replace(self, temperature=temperature, **sizes)
 
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return [prompts] tokens of each prompt, and [prompts] new tokens of each of its children."""
+        most = self.prompt_tokens, self.new_tokens
+        if not self.mixed:
+            prompt, new = (np.full(self.prompts, each, np.int32) for each in most)
+        else:
+            prompt, new = (lognormal(self.prompts, max(1, each // 2), each, seed) for seed, each in enumerate(most))
+        return prompt, new
+
+    @property
+    def total_new_tokens(self) -> int:
+        """Of all children."""
+        return self.n * int(self.lengths()[1].sum())
+
+    def mixture(self) -> Workload:
+        """The same with lognormal lengths."""
+        return msgspec.structs.replace(self, name=f"{self.name}, mixed lengths", mixed=True)
+
     def needed_kv_tokens(self, block_size: int) -> int:
         """Return the KV of all children at full length, in tokens of whole blocks: a prompt's full blocks once a group, the
         rest once a child."""
-        shared = self.prompt_tokens // block_size
-        whole = -(-(self.prompt_tokens + self.new_tokens) // block_size)
-        return self.prompts * (shared + self.n * (whole - shared)) * block_size
+        prompt, new = self.lengths()
+        shared, whole = prompt // block_size, -(-(prompt + new) // block_size)
+        return int((shared + self.n * (whole - shared)).sum()) * block_size
 
     def kv_tokens(self, block_size: int) -> int:
         """Return the size of the pool to run it in."""

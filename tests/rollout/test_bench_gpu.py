@@ -6,17 +6,21 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
-from rollout.bench import against, gpu, gpu_parts
+from rollout.bench import against, gpu, gpu_parts, runner
 from rollout.bench.against import PeerFailed
 from rollout.bench.gpu import main, measure
 from rollout.bench.gpu_bench import QUICK, Args, Bench, Sizes
+from rollout.bench.gpu_limit import Work, beside_limit
 from rollout.bench.text import RandomText
+from rollout.bench.workloads import Workload
 
 STAND_IN = """
 import time
@@ -29,7 +33,7 @@ def start(setup):
     def generate(prompts, n, new_tokens, seed):
         if seed == 99:
             time.sleep(60)
-        return len(prompts) * n * new_tokens, 0.5
+        return n * (sum(new_tokens) if isinstance(new_tokens, list) else len(prompts) * new_tokens), 0.5
     return "1.2.3", generate
 
 serve(start)
@@ -70,12 +74,27 @@ def test_every_part_runs(stand_in: None, tmp_path: Path, capfd: pytest.CaptureFi
         assert row["fraction_of_limit"] == pytest.approx(row["limit_ms"] / row["ms"]) and row["read_bytes"] > 0
     engine = parts["decode"][3]
     assert engine["steps"] == QUICK.steps and engine["host_ms"] > 0 and engine["ms"] > 0
-    assert parts["sharing"][3]["ratio_to_copies"] > 0
-    ours, theirs, summary, _ = parts["workloads"]
+    assert (
+        parts["sharing"][3]["ratio_to_copies"] > 0
+        and [row["mixed"] for row in parts["sharing"][:-1]] == [False] * 4 + [True] * 4
+    )
+    for row in (row for row in parts["sharing"] if "variant" in row):
+        assert row["fraction_of_limit"] == pytest.approx(row["limit_ms"] / row["step_ms"]) and row["flops"] > 0
+    shared, per_child = (row["read_bytes"] for row in parts["sharing"][:2])
+    assert per_child - shared == 2 * 3 * 64 * parts["machine"][0]["kv_bytes_per_token"], "a prefix is read once for a group"
+    assert {row["variant"] for row in parts["prefill"] if "variant" in row} == {"paged", "without_graphs"}
+    assert [row["prompts"] for row in parts["prefill"][:3]] == ["2 x 64", "1 x 90", "3 x lognormal, median 40, at most 96"]
+    assert all(row["tokens_per_second"] > 0 and row["limit_ms"] > 0 for row in parts["prefill"][:3])
+    assert parts["prefill"][-2].keys() >= {"without_graphs_ratio_to_paged"} and "left_out" in parts["prefill"][6]
+    ours, mixed, theirs, summary, mixed_theirs, mixed_summary, _ = parts["workloads"]
+    assert mixed["generated_tokens"] == mixed_theirs["generated_tokens"] < 3 * 4 * 16, "lengths of each prompt's children"
+    assert mixed_summary["workload"] == mixed["workload"] == "multi_return_seq, mixed lengths"
     assert ours["generated_tokens"] == theirs["generated_tokens"] == 3 * 4 * 16
     assert theirs["tokens_per_second"] == 384.0 and summary["peer"] == "1.2.3"
     assert summary["ratio_to_transformers_cb"] == pytest.approx(ours["tokens_per_second"] / 384)
-    variants = {row["variant"]: row for row in parts["offload"] if "variant" in row}
+    assert [row["variant"] for row in parts["offload"][6:8]] == ["offload", "no_copies"]
+    assert parts["offload"][6]["workload"] == "half_pool, mixed lengths" and parts["offload"][6]["restored_blocks"] > 0
+    variants = {row["variant"]: row for row in parts["offload"][:5]}
     assert variants["offload"]["restored_blocks"] > 0 and variants["no_copies"]["restored_blocks"] > 0
     assert variants["no_copies"]["steps"] == variants["offload"]["steps"], "the same schedule"
     assert not variants["roomy"]["offloads"] and not variants["no_offload"]["offloads"]
@@ -83,8 +102,9 @@ def test_every_part_runs(stand_in: None, tmp_path: Path, capfd: pytest.CaptureFi
     assert parts["offload"][-2]["ratio_to_no_copies"] > 0
     assert parts["refresh"][0]["bytes"] == parts["machine"][0]["weight_bytes"]
     assert len(parts["naps"]) == 3
-    assert {row["what"] for row in parts["weights"][:-1]} == {"decode", "prefill"}
-    assert all(row["same_logits"] for row in parts["weights"][:-1])
+    kinds = ("decode", "decode, mixed lengths", "prefill", "prefill, mixed lengths")
+    assert [row["what"] for row in parts["weights"][:-1]] == [*kinds]
+    assert all(row["same_logits"] and 0 < row["resident_limit_ms"] for row in parts["weights"][:-1])
     assert "tiny decode: what forward, context 64, ms" in capfd.readouterr().out
 
 
@@ -118,13 +138,16 @@ def test_an_item_that_fails_ends_no_other(
 
     monkeypatch.setattr(gpu_parts, "run_workload", run)
     monkeypatch.setattr(gpu_parts, "other_engine", dead)
-    *variants, summary = gpu_parts.offload(bench)
+    *variants, summary, _, _, mixed = gpu_parts.offload(bench)
     assert [row.get("variant", row.get("error")) for row in variants] == [
         "offload", "no_copies", "roomy", "MemoryError: injected", "no_offload",
     ]  # fmt: skip
-    assert summary == {"summary": True, "ratio_to_no_copies": 1, "ratio_to_roomy": 1, "ratio_to_no_offload": 1}
-    ours, theirs = gpu_parts.workloads(bench)
-    assert ours == {"tokens_per_second": 2.0} and theirs["error"] == "transformers_cb: the peer's process is gone"
+    one = {"summary": True, "ratio_to_no_copies": 1}
+    assert summary == {**one, "workload": "half_pool", "ratio_to_roomy": 1, "ratio_to_no_offload": 1}
+    assert mixed == {**one, "workload": "half_pool, mixed lengths"}
+    *ours, theirs, mixed = gpu_parts.workloads(bench)
+    assert ours == [{"tokens_per_second": 2.0}] * 2 and theirs["workload"] == "multi_return_seq"
+    assert theirs["error"] == mixed["error"] == "transformers_cb: the peer's process is gone"
 
 
 def test_parts_that_begin_too_late_are_left_out(tmp_path: Path) -> None:
@@ -170,6 +193,40 @@ def test_the_shapes(name: str, billions: float) -> None:
     assert sum(parameter.numel() for parameter in module.parameters()) / 1e9 == pytest.approx(billions, rel=0.005)
     longest = max(shape.context for shape in Sizes().shapes)
     assert config.max_position_embeddings > max(longest, *(workload.tokens for workload in Sizes().workloads))
+
+
+def test_what_a_forward_takes_at_least(bench: Bench) -> None:
+    """Bytes where few rows decode, operations where long prompts are computed, each of three parts for itself."""
+    geometry = bench.model().geometry
+    bench_at = SimpleNamespace(**{name: getattr(bench, name) for name in ("config", "dtype", "module", "model", "read_bytes")})
+
+    def limit(work: Work, bytes_per_second: float, flops_per_second: float) -> float:
+        bench_at.rates = {"bytes_per_second": bytes_per_second, "flops_per_second": flops_per_second}
+        return float(beside_limit(bench_at, work, 1.0)["limit_ms"])  # type: ignore[arg-type]
+
+    one = Work.of(np.array([1]), np.array([100]))
+    assert one == (1, 1, 100, 100)
+    assert limit(one, 1.0, 1e30) == pytest.approx(1e3 * (bench.read_bytes + 100 * geometry.bytes_per_token))
+    prompts = Work.of(np.array([5, 3]), np.array([5, 9]))
+    assert prompts == (8, 2, 14, 15 + 3 * 6 + 6), "each query sees itself and what stands before it"
+    head = bench.config.vocab_size * bench.config.hidden_size
+    layers = bench.read_bytes // 4 - head
+    wanted = 2 * 8 * layers + 2 * 2 * head + 4 * 39 * 4 * geometry.head_dim * geometry.layers
+    assert limit(prompts, 1e30, 1.0) == pytest.approx(1e3 * wanted)
+    assert limit(prompts, 1.0, 1.0) >= max(limit(prompts, 1e30, 1.0), limit(prompts, 1.0, 1e30))
+
+
+def test_a_workload_of_mixed_lengths() -> None:
+    equal = Workload(name="w", prompts=40, prompt_tokens=64, n=3, new_tokens=100)
+    mixed = equal.mixture()
+    prompt, new = mixed.lengths()
+    assert prompt.max() <= 64 and 1 <= new.min() and new.max() == 100 and len(set(new.tolist())) > 20
+    assert not np.array_equal(np.argsort(prompt), np.argsort(new)), "one is not the other's"
+    assert mixed.total_new_tokens == 3 * new.sum() < equal.total_new_tokens == 3 * 40 * 100
+    assert mixed.needed_kv_tokens(1) == int((prompt + 3 * new).sum()) < equal.needed_kv_tokens(1) == 40 * (64 + 300)
+    one = runner.sampling_of(mixed, 7)
+    assert isinstance(one, list) and [each.max_tokens for each in one] == new.tolist()
+    assert [len(ids) for ids in runner.prompts_of(mixed, RandomText(50), 0)] == prompt.tolist()
 
 
 def test_what_a_decode_step_reads(bench: Bench) -> None:

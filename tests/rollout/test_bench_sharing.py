@@ -34,7 +34,7 @@ def test_bench_sharing_prints_the_ratios(tiny_model: Path, tmp_path: Path, capsy
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     summaries = [row for row in rows if "summary" in row]
     shapes = [tuple(row[name] for name in Shape._fields) for row in summaries]
-    assert shapes == [(8, 16, 64, 32), (1, 32, 416, 32)]
+    assert shapes == [(8, 16, 64, 32, False), (1, 32, 416, 32, False)]
     assert [row["variant"] for row in rows if "variant" in row] == ["shared", "per_child", "copies"] * 2
     for row in rows:
         assert row["workload"] == "sharing" and row["step_ms"] > 0 and row["attention_ms"] > 0
@@ -56,10 +56,24 @@ def test_three_tables_of_the_same_tokens() -> None:
     assert packed.keys() == {"shared", "per_child"} and packed["shared"].max() == 17
 
 
+def test_tables_of_mixed_lengths() -> None:
+    shape = SMALL._replace(prefix=320, suffix=300, mixed=True)
+    prefixes, contexts = shape.lengths(32)
+    assert len(set(contexts.tolist())) > 3 and (prefixes >= 1).all() and (contexts > 32 * prefixes.repeat(3)).all()
+    made = tables(shape, 32, copies=True)
+    for row, (blocks, context) in enumerate(zip(prefixes.repeat(3), contexts, strict=True)):
+        used = -(-context // 32)
+        shared, own = made["shared"][row], made["copies"][row]
+        first = made["shared"][row - row % 3]
+        assert (shared[:blocks] == first[:blocks]).all() and (shared[blocks:used] == own[blocks:used]).all()
+        assert not own[used:].any() and len(set(own[:used].tolist())) == used
+
+
 @pytest.mark.parametrize("attention", ["native", "reference"])
 def test_every_variant_computes_the_same(model: Model, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative controls: one wrong block in a table, and copies that are none."""
     config = EngineConfig(dtype="float32", threads=1, attention=attention)  # type: ignore[arg-type]
+    assert len(list(measure(model, config, SMALL._replace(prefix=160, mixed=True), 1))) == 4
     assert len(list(measure(model, config, SMALL, 1))) == 4
 
     def spoiled(*args: Any, **more: Any) -> dict[str, np.ndarray]:

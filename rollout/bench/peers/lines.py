@@ -3,7 +3,7 @@ descriptor that RESULTS_FD names.
 
 in    {"model", "random_weights", "dtype", "device", "threads", "kv_tokens", "block_size",
        "max_num_seqs", "context", "prompts", "prompt_tokens", "n"}                                once
-      {"prompts": [[ids]], "n", "new_tokens", "seed"}                                           for each run
+      {"prompts": [[ids]], "n", "new_tokens", "seed"}     for each run; new_tokens: of all, or a list with those of each prompt
 out   {"ready": version}, then {"seconds", "generated_tokens"} for each run
 
 Standard output stays free for whatever an engine prints. No dependencies: a peer's environment has none of ours.

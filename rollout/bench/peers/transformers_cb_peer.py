@@ -31,11 +31,12 @@ def load(setup):
 def run(model, prompts, n, new_tokens, seed, settings):
     """(tokens made, seconds), without the time that the manager takes to start."""
     torch.manual_seed(seed)
+    each = new_tokens if isinstance(new_tokens, list) else [new_tokens] * len(prompts)
     config = transformers.GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0,
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max(each), eos_token_id=-1, pad_token_id=0,
         num_return_sequences=n,
     )  # fmt: skip
-    pool = int((sum(map(len, prompts)) + len(prompts) * n * (new_tokens + 2 * PAGE)) * 1.05)
+    pool = int((sum(map(len, prompts)) + n * sum(most + 2 * PAGE for most in each)) * 1.05)
     batching = transformers.ContinuousBatchingConfig(
         num_blocks=pool // PAGE, return_logprobs=True, seed=seed, cpu_offload_space=0.0,
         **{**settings, "max_requests_per_batch": min(settings["max_requests_per_batch"], len(prompts) * n)},
@@ -45,7 +46,11 @@ def run(model, prompts, n, new_tokens, seed, settings):
         generation_config=config, continuous_batching_config=batching, block=True, timeout=5
     ) as manager:
         started = time.perf_counter()
-        manager.add_requests(inputs=prompts, max_new_tokens=new_tokens)
+        if isinstance(new_tokens, list):
+            for ids, most in zip(prompts, each, strict=True):
+                manager.add_request(ids, max_new_tokens=most)
+        else:
+            manager.add_requests(inputs=prompts, max_new_tokens=new_tokens)
         while ended < len(prompts) * n:
             result = manager.get_result(timeout=1)
             if result is None and not manager.is_running():

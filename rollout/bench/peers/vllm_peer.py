@@ -41,9 +41,12 @@ def start(setup):
     )  # fmt: skip
 
     def generate(prompts, n, new_tokens, seed):
-        sampling = vllm.SamplingParams(
-            n=n, temperature=1.0, top_p=1.0, top_k=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=0,
-        )  # fmt: skip
+        sampling = [
+            vllm.SamplingParams(
+                n=n, temperature=1.0, top_p=1.0, top_k=0, max_tokens=most, ignore_eos=True, detokenize=False, logprobs=0,
+            )
+            for most in (new_tokens if isinstance(new_tokens, list) else [new_tokens] * len(prompts))
+        ]  # fmt: skip
         llm.reset_prefix_cache()
         made = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         return sum(len(one.token_ids) for output in made for one in output.outputs)
