@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,58 +33,19 @@ from rollout.fleet.launcher import Launcher, Place
 from rollout.fleet.replica import State
 from rollout.fleet.transaction import Transaction
 from rollout.process import service_process
-from tests.support.fleet import WAIT, Threads, collect, fleet_of, front_of, step_until
+from tests.support.fleet import KEYS, WAIT, Threads, check, collect, fleet_of, front_of, prompt, refresh, step_until
 from tests.support.fleet_chaos import FOUND, Chaos
-from tests.support.hash_engine import HashEngine, expected, key_of, manifest_of, weights_of
+from tests.support.hash_engine import HashEngine, expected, manifest_of, weights_of
 from tests.support.waiting import until
 from tests.support.wire import serving
 from transport.errors import Busy, InvalidRequest, ServiceLost, WeightsRefused
 from transport.sockets import ClientEnd
 
 ROOT = Path(__file__).parents[2]
-KEYS = {version: key_of(weights_of(version)) for version in range(8)}
-
-
-def prompt(i: int, length: int = 12) -> np.ndarray:
-    return np.random.default_rng(i).integers(0, 900, length).astype(np.int32)
 
 
 def group(i: int, **sampling: Any) -> Group:
     return Group(f"g{i}", prompt(i), Sampling(**{"n": 4, "max_tokens": 20, "seed": i, **sampling}))
-
-
-def check(samples: Iterable[Sample]) -> None:
-    """Every token is what one service would have made."""
-    for sample in samples:
-        assert sample.finish_reason == "length", sample.error
-        assert sample.token_ids.tolist() == expected(prompt(int(sample.group_id[1:])), sample, KEYS)
-
-
-def refresh(
-    fleet: Fleet, version: int, kv: Any = "keep", partial: bool = False, weights: Any = None, staging: Any = None
-) -> Any:
-    """As the service does it, turn by turn."""
-    weights = weights_of(version) if weights is None else weights
-    payload = np.concatenate([values.view(np.uint8) for values in weights.values()])
-    staging = staging or fleet.stage(manifest_of(weights), version=version, partial=partial)
-
-    def read(memory: np.ndarray) -> int:
-        left = payload[staging.received :][: len(memory)]
-        memory[: len(left)] = left
-        return len(left)
-
-    def staged() -> bool:
-        while not staging.complete and staging.feed(read):
-            pass
-        return bool(staging.complete)
-
-    try:
-        step_until(fleet, staged, "all have prepared")
-        applied: list[Any] = []
-        step_until(fleet, lambda: applied.append(fleet.commit(staging, kv)) or applied[-1], "all have applied")
-        return applied[-1]
-    finally:
-        staging.close()
 
 
 def states(fleet: Fleet) -> list[str]:

@@ -30,8 +30,8 @@ from rollout.fleet.launcher import Event, Launcher, Place
 from rollout.fleet.weights import FleetWeights
 from rollout.service.journal import Journal
 from rollout.service.watchdog import Watch
-from tests.support.fleet import WAIT, Threads, collect, step_until
-from tests.support.hash_engine import HashEngine, expected, key_of, manifest_of, weights_of
+from tests.support.fleet import KEYS, WAIT, Threads, collect, fed, refresh, step_until
+from tests.support.hash_engine import HashEngine, expected, manifest_of, weights_of
 from tests.support.lasting import ROOT, free_port
 from tests.support.waiting import until
 from tests.support.wire import Bench, Peer, submit
@@ -39,26 +39,7 @@ from transport import messages as m
 from transport.errors import SourceUnreachable, WeightsRefused
 from transport.weights.shm import SegmentView, ShmOffer
 
-KEYS = {version: key_of(weights_of(version)) for version in range(8)}
 PROMPT = np.array([5, 6, 7], np.int32)
-
-
-def refresh(fleet: Fleet, version: int, weights: Any = None, partial: bool = False) -> None:
-    """As the service does: stage, feed until all have prepared, commit until all have applied."""
-    weights = weights_of(version) if weights is None else weights
-    staging = fleet.stage(manifest_of(weights), version=version, partial=partial)
-    payload, sent = np.concatenate([w.view(np.uint8) for w in weights.values()]), 0
-
-    def source(memory: np.ndarray) -> int:
-        nonlocal sent
-        piece = payload[sent : sent + len(memory)]
-        memory[: len(piece)] = piece
-        sent += len(piece)
-        return len(piece)
-
-    step_until(fleet, lambda: (staging.feed(source), staging.complete)[1], "all have prepared")
-    step_until(fleet, lambda: fleet.commit(staging) is not None, "all have applied")
-    staging.close()
 
 
 def run(fleet: Fleet, count: int = 8) -> list[Sample]:
@@ -152,13 +133,7 @@ def test_a_refresh_that_no_replica_has_is_none(monkeypatch: pytest.MonkeyPatch) 
     with lives_of(monkeypatch) as lives:
         refresh(lives.fleet, 1)
         staging = lives.fleet.stage(manifest_of(weights_of(2)), version=2)
-        payload = np.concatenate([w.view(np.uint8) for w in weights_of(2).values()])
-
-        def source(memory: np.ndarray) -> int:
-            memory[:] = payload[staging.received : staging.received + len(memory)]
-            return len(memory)
-
-        step_until(lives.fleet, lambda: (staging.received < staging.total and staging.feed(source), staging.complete)[1])
+        step_until(lives.fleet, fed(staging, weights_of(2)))
         assert all(engine.staged for engine in lives.threads.engines.values())
         lives.kill()
         fleet = lives.start(1)

@@ -17,11 +17,10 @@ from rollout.fleet import hedging
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.hedging import difference
 from rollout.metrics.meters import EngineMeter
-from tests.support.fleet import Threads, collect, fleet_of, front_of, step_until
-from tests.support.hash_engine import expected, key_of, manifest_of, weights_of
+from tests.support.fleet import Threads, check, collect, fed, fleet_of, front_of, prompt, step_until
+from tests.support.hash_engine import manifest_of, weights_of
 
 ROOT = Path(__file__).parents[2]
-KEYS = {version: key_of(weights_of(version)) for version in range(4)}
 SLOW_S, FAST_S = 0.02, 0.0005
 
 
@@ -30,18 +29,8 @@ def old_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hedging, "OLD_S", 0.0)
 
 
-def prompt(i: int) -> np.ndarray:
-    return np.random.default_rng(i).integers(0, 900, 12).astype(np.int32)
-
-
 def group(i: int, **sampling: Any) -> Group:
     return Group(f"g{i}", prompt(i), Sampling(**{"n": 3, "max_tokens": 60, "seed": i, **sampling}))
-
-
-def check(samples: Any) -> None:
-    for sample in samples:
-        assert sample.finish_reason == "length", sample.error
-        assert sample.token_ids.tolist() == expected(prompt(int(sample.group_id[1:])), sample, KEYS)
 
 
 def where(fleet: Fleet, threads: Threads, name: str = "g1") -> tuple[Any, Any]:
@@ -104,20 +93,8 @@ def test_a_refresh_in_between_is_no_mismatch_and_wins_nothing() -> None:
         step_until(fleet, lambda: len(fleet._groups.open["g1"].parts) == 2 and other.made["generated_tokens"] > 30)
         one.step_s = other.step_s = SLOW_S
         weights = weights_of(1)
-        payload = np.concatenate([values.view(np.uint8) for values in weights.values()])
         staging = fleet.stage(manifest_of(weights), version=1)
-
-        def read(memory: np.ndarray) -> int:
-            left = payload[staging.received :][: len(memory)]
-            memory[: len(left)] = left
-            return len(left)
-
-        def staged() -> bool:
-            while not staging.complete and staging.feed(read):
-                pass
-            return bool(staging.complete)
-
-        assert not step_until(fleet, staged) and not step_until(fleet, lambda: fleet.commit(staging))
+        assert not step_until(fleet, fed(staging, weights)) and not step_until(fleet, lambda: fleet.commit(staging))
         staging.close()
         one.step_s, other.step_s = 0.002, FAST_S
         check(collect(fleet, 3).values())

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from engine.types import Group, Limits, Sampling
@@ -22,8 +21,7 @@ from rollout.commands.serve_replica import AGAIN
 from rollout.config import Config, FleetConfig, InputError, dump
 from rollout.fleet import joins as joins_module
 from rollout.fleet.joins import Joins
-from tests.support.fleet import WAIT, collect, step_until
-from tests.support.hash_engine import expected, key_of, manifest_of, weights_of
+from tests.support.fleet import WAIT, check, collect, prompt, refresh, step_until
 from tests.support.joined import JoinedFleet, end, joined_fleet
 from tests.support.keyed import RawDealer
 from tests.support.lasting import free_port
@@ -34,40 +32,9 @@ from transport.frames import Decoder, pack
 from transport.keys import files
 from transport.sockets import ServiceEnd
 
-KEYS = {version: key_of(weights_of(version)) for version in range(4)}
-
-
-def prompt(i: int) -> np.ndarray:
-    return np.random.default_rng(i).integers(0, 900, 12).astype(np.int32)
-
 
 def group(i: int, max_tokens: int = 20) -> Group:
     return Group(f"g{i}", prompt(i), Sampling(n=4, max_tokens=max_tokens, seed=i))
-
-
-def check(samples: Any) -> None:
-    for sample in samples:
-        assert sample.finish_reason == "length", sample.error
-        assert sample.token_ids.tolist() == expected(prompt(int(sample.group_id[1:])), sample, KEYS)
-
-
-def refresh(fleet: Any, version: int) -> None:
-    payload = np.concatenate([values.view(np.uint8) for values in weights_of(version).values()])
-    staging = fleet.stage(manifest_of(weights_of(version)), version=version)
-
-    def read(memory: np.ndarray) -> int:
-        left = payload[staging.received :][: len(memory)]
-        memory[: len(left)] = left
-        return len(left)
-
-    def staged() -> bool:
-        while not staging.complete and staging.feed(read):
-            pass
-        return bool(staging.complete)
-
-    step_until(fleet, staged, "all have prepared")
-    step_until(fleet, lambda: fleet.commit(staging) is not None, "all have applied")
-    staging.close()
 
 
 def test_replicas_join_with_keys_die_and_come_back(tmp_path: Path) -> None:

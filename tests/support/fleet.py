@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from engine.types import Sample
+import numpy as np
+
+from engine.types import KVPolicy, Refreshed, Sample
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.launcher import Event
 from rollout.service.loop import Service
-from tests.support.hash_engine import HashEngine
+from tests.support.hash_engine import HashEngine, Weights, expected, key_of, manifest_of, weights_of
 from tests.support.waiting import until
 
 WAIT = 60.0
 """for what comes: a bound for hangs only"""
+KEYS = {version: key_of(weights_of(version)) for version in range(8)}
+
+
+def prompt(i: int, length: int = 12) -> np.ndarray:
+    """Draw the prompt of group `gI`: [length] int32."""
+    return np.random.default_rng(i).integers(0, 900, length).astype(np.int32)
+
+
+def check(samples: Iterable[Sample]) -> None:
+    """Assert that every token of groups `gI` with `prompt(I)` is what one service would have made."""
+    for sample in samples:
+        assert sample.finish_reason == "length", sample.error
+        assert sample.token_ids.tolist() == expected(prompt(int(sample.group_id[1:])), sample, KEYS)
 
 
 class Threads:
@@ -53,7 +68,7 @@ class Threads:
         self.events.append(Event(name, service.endpoint, "it listens"))
 
     def die(self, name: str) -> None:
-        """As if its process had been killed: nothing comes of it any more."""
+        """Behave as if a replica's process had been killed: nothing comes of it any more."""
         self.events.append(Event(name, None, "its process ended with signal 9"))
 
     def tend(self) -> list[Event]:
@@ -104,7 +119,7 @@ class Threads:
 
 @contextmanager
 def fleet_of(count: int, grace_s: float = 60.0, hedge: int = 0, **options: object) -> Iterator[tuple[Fleet, Threads]]:
-    """A fleet of so many replicas that serve."""
+    """Open a fleet of so many replicas that serve."""
     launcher = Threads(count, **options)  # type: ignore[arg-type]
     fleet = Fleet(launcher, replica_grace_s=grace_s, hedge=hedge)
     try:
@@ -116,7 +131,7 @@ def fleet_of(count: int, grace_s: float = 60.0, hedge: int = 0, **options: objec
 
 @contextmanager
 def front_of(fleet: Fleet) -> Iterator[Service]:
-    """The service in front, in a thread."""
+    """Run the service in front, in a thread."""
     service = Service(fleet, "tcp://127.0.0.1:*", client_grace_s=60.0)
     fleet.inbox.wake = service.wake
     thread = threading.Thread(target=service.run, daemon=True)
@@ -155,3 +170,50 @@ def step_until(fleet: Fleet, condition: object, what: str = "it came true") -> l
 
     until(look, what, WAIT)
     return ended
+
+
+def fed(staging: Any, weights: Weights) -> Callable[[], bool]:
+    """Return a condition for `step_until`: it feeds what the staging still takes, and tells whether all have prepared."""
+    payload = np.concatenate([values.view(np.uint8) for values in weights.values()])
+
+    def read(memory: np.ndarray) -> int:
+        piece = payload[staging.received :][: len(memory)]
+        memory[: len(piece)] = piece
+        return len(piece)
+
+    def prepared() -> bool:
+        while not staging.complete and staging.feed(read):
+            pass
+        return bool(staging.complete)
+
+    return prepared
+
+
+def refresh(
+    fleet: Fleet,
+    version: int,
+    weights: Weights | None = None,
+    *,
+    kv: KVPolicy = "keep",
+    partial: bool = False,
+    staging: Any = None,
+) -> Refreshed:
+    """Refresh the replicas as the service does, turn by turn: stage, feed until all have prepared, commit until all have
+    applied.
+
+    weights: those of the version unless given. staging: one of them that has begun. Raises what the fleet refuses."""
+    weights = weights_of(version) if weights is None else weights
+    staging = staging or fleet.stage(manifest_of(weights), version=version, partial=partial)
+    applied: list[Refreshed | None] = [None]
+
+    def committed() -> bool:
+        applied[0] = fleet.commit(staging, kv)
+        return applied[0] is not None
+
+    try:
+        step_until(fleet, fed(staging, weights), "all have prepared")
+        step_until(fleet, committed, "all have applied")
+    finally:
+        staging.close()
+    assert applied[0] is not None
+    return applied[0]
