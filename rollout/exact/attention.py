@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
@@ -24,22 +24,8 @@ from engine.devices import NativeAttention, ReferenceAttention
 from rollout.exact.on_device import DeviceAttention
 from rollout.exact.rows import Rows, rows_of
 
-
-class Attends(Protocol):
-    """What trainers need of an attention backend (`engine.devices.Backend`)."""
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        batch: Any,
-        kv: Any,
-        scaling: float,
-        window: int,
-    ) -> torch.Tensor: ...
-
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Any, Any, float, int], torch.Tensor]
+"""how a backend attends: `engine.devices.Backend.attend`"""
 
 ROWS = "exact_rows"
 """keyword argument of the model that brings `Rows` to each layer's attention"""
@@ -54,18 +40,18 @@ def trainer_attention(block_size: int = 32, threads: int | None = None, isa: str
     count from a row's first real token then, as they must for every attention. Raises NativeUnavailable where the kernel cannot
     be built; the model raises ValueError if it is asked to continue from a cache."""
     backend = ReferenceAttention() if isa == "torch" else NativeAttention(threads, isa)
-    return register(f"rollout_trainer_{block_size}_{threads or 'all'}_{isa or 'best'}", backend, block_size)
+    return register(f"rollout_trainer_{block_size}_{threads or 'all'}_{isa or 'best'}", backend.attend, block_size)
 
 
-def register(name: str, backend: Attends, block_size: int) -> str:
-    """Register a backend as the attention of trainers' models, and return the name."""
+def register(name: str, attend: Attend, block_size: int) -> str:
+    """Register a backend's `attend` as the attention of trainers' models, and return the name."""
 
     def rows(batch_size: int, q_length: int, kv_length: int, attention_mask: torch.Tensor | None = None, **_: Any) -> Rows:
         if q_length != kv_length:
             raise ValueError("the service's attention takes whole sequences: call the model with use_cache=False")
         return rows_of((batch_size, q_length), attention_mask, None, block_size)
 
-    def attend(
+    def attention(
         module: torch.nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -80,10 +66,10 @@ def register(name: str, backend: Attends, block_size: int) -> str:
             raise ValueError("the service's attention takes a mask [B, L], or none; for others call use_exact_attention(model)")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         apply: Any = _Attention.apply
-        return apply(query, key, value, found, backend, scaling, sliding_window or 0), None
+        return apply(query, key, value, found, attend, scaling, sliding_window or 0), None
 
     AttentionMaskInterface.register(name, rows)
-    AttentionInterface.register(name, attend)
+    AttentionInterface.register(name, attention)
     return name
 
 
@@ -102,7 +88,7 @@ def use_exact_attention(
     if model.device.type == "cpu":
         name = trainer_attention(block_size, threads, isa)
     elif model.device.type == "cuda" and threads is None and isa is None:
-        name = register(f"rollout_trainer_{block_size}_{model.device}", DeviceAttention(model.device), block_size)
+        name = register(f"rollout_trainer_{block_size}_{model.device}", DeviceAttention(model.device).attend, block_size)
     else:
         raise ValueError(f"the model is on {model.device}: the kernels run on the CPU, and on CUDA without threads and isa")
     return _attending(model, name, block_size, before)
@@ -138,7 +124,7 @@ class _Attention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         rows: Rows,
-        backend: Attends,
+        attend: Attend,
         scaling: float,
         window: int,
     ) -> torch.Tensor:
@@ -152,7 +138,7 @@ class _Attention(torch.autograd.Function):
             data=query.new_empty((rows.blocks, 1, 2, key.shape[1], rows.block_size, dim)), block_size=rows.block_size
         )
         out = query.new_zeros(b * length, q_heads, dim)
-        out[tokens] = backend.attend(0, q, k, v, rows.batch, pool, scaling, window)
+        out[tokens] = attend(0, q, k, v, rows.batch, pool, scaling, window)
         return out.view(b, length, q_heads, dim)
 
     @staticmethod

@@ -44,7 +44,7 @@ def model(**options: Any) -> Any:
 def exact(made: Any, programs: int = 2) -> Any:
     """What `use_exact` does on CUDA, on the device that there is."""
     backend = on_device.DeviceAttention(torch.device(DEVICE), programs)
-    _attending(made, register(f"tests_on_device_{programs}", backend, BLOCK), BLOCK, "sdpa")
+    _attending(made, register(f"tests_on_device_{programs}", backend.attend, BLOCK), BLOCK, "sdpa")
     on_device.use_products(made)
     return made
 
