@@ -39,25 +39,33 @@ NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", ())
 SALT = re.compile(r"(?:^|\D)(\d{1,18})$")
 
 
-class Draws(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Sampling parameters that vLLM's routes have in common, as JSON. A null is the default."""
+class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Sampling parameters that vLLM and SGLang call by the same name, as JSON. A null is the default."""
 
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    # of the text alone
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+
+
+class Draws(Common, kw_only=True, forbid_unknown_fields=True):
+    """Sampling parameters that vLLM's routes have in common."""
+
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     # asks for what is not there
     best_of: int | None = None
@@ -72,8 +80,6 @@ class Draws(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     vllm_xargs: dict[str, Any] | None = None
     extra_args: dict[str, Any] | None = None
     # of the text alone
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     detokenize: bool | None = None
     length_penalty: float | None = None
@@ -85,31 +91,18 @@ class Draws(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """of an answer's routed experts, which are not there (verifiers sends it in any case)"""
 
 
-class SGLangDraws(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Sampling parameters of SGLang, as JSON. A null is the default."""
+class SGLangDraws(Common, kw_only=True, forbid_unknown_fields=True):
+    """Sampling parameters of SGLang."""
 
-    n: int | None = None
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
     sampling_seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    # asks for what is not there
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | None = None
     custom_params: dict[str, Any] | None = None
     # of the text alone
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
 
 
@@ -159,59 +152,40 @@ def max_tokens_of(asked: int | None, default: int | None, prompt_tokens: int, co
 
 def sampling_of(asked: Draws, max_tokens: int, special: Special, **more: Any) -> Sampling:
     """Make the sampling that vLLM's parameters ask for; `more`: further fields. Raises HttpError."""
-    refuse_what_is_not_there(asked)
+    fields = common_fields(asked, special)
     if (asked.prompt_logprobs or 0) < 0:
         raise bad(f"prompt_logprobs={asked.prompt_logprobs}: must not be negative", "prompt_logprobs")
-    stop_ids, stop = stops(asked.stop, asked.stop_token_ids, special)
-    changes = said(
-        logit_bias=asked.logit_bias or None,
-        allowed_token_ids=None if asked.allowed_token_ids is None else tuple(asked.allowed_token_ids),
-        repetition_penalty=asked.repetition_penalty,
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
-    )
-    return Sampling(
-        n=1 if asked.n is None else asked.n,
-        max_tokens=max_tokens,
-        min_tokens=asked.min_tokens or 0,
-        temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_k=top_k_of(asked.top_k),
-        top_p=1.0 if asked.top_p is None else asked.top_p,
-        min_p=asked.min_p or 0.0,
-        seed=asked.seed,
-        stop_token_ids=stop_ids,
-        ignore_eos=bool(asked.ignore_eos),
-        stop=stop,
-        **changes,
-        **more,
-    )
+    allowed = None if asked.allowed_token_ids is None else tuple(asked.allowed_token_ids)
+    more |= said(allowed_token_ids=allowed)
+    return Sampling(max_tokens=max_tokens, min_tokens=asked.min_tokens or 0, seed=asked.seed, **fields, **more)
 
 
 def sglang_sampling_of(params: SGLangDraws, max_tokens: int, special: Special, **more: Any) -> Sampling:
-    """Make the sampling that SGLang's parameters ask for. Raises HttpError."""
-    refuse_what_is_not_there(params)
-    stop_ids, stop = stops(params.stop, params.stop_token_ids, special)
-    changes = said(
-        logit_bias=params.logit_bias or None,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-    )
-    return Sampling(
-        n=1 if params.n is None else params.n,
-        max_tokens=max_tokens,
-        min_tokens=params.min_new_tokens or 0,
-        temperature=1.0 if params.temperature is None else params.temperature,
-        top_k=top_k_of(params.top_k),
-        top_p=1.0 if params.top_p is None else params.top_p,
-        min_p=params.min_p or 0.0,
-        seed=params.sampling_seed,
-        stop_token_ids=stop_ids,
-        ignore_eos=bool(params.ignore_eos),
-        stop=stop,
-        **changes,
-        **more,
-    )
+    """Make the sampling that SGLang's parameters ask for; `more`: further fields. Raises HttpError."""
+    fields = common_fields(params, special)
+    return Sampling(max_tokens=max_tokens, min_tokens=params.min_new_tokens or 0, seed=params.sampling_seed, **fields, **more)
+
+
+def common_fields(asked: Common, special: Special) -> dict[str, Any]:
+    """Return the fields of `Sampling` that both dialects ask for in the same way. Raises HttpError."""
+    refuse_what_is_not_there(asked)
+    stop_ids, stop = stops(asked.stop, asked.stop_token_ids, special)
+    return {
+        "n": 1 if asked.n is None else asked.n,
+        "temperature": 1.0 if asked.temperature is None else asked.temperature,
+        "top_k": top_k_of(asked.top_k),
+        "top_p": 1.0 if asked.top_p is None else asked.top_p,
+        "min_p": asked.min_p or 0.0,
+        "stop_token_ids": stop_ids,
+        "ignore_eos": bool(asked.ignore_eos),
+        "stop": stop,
+        **said(
+            logit_bias=asked.logit_bias or None,
+            repetition_penalty=asked.repetition_penalty,
+            presence_penalty=asked.presence_penalty,
+            frequency_penalty=asked.frequency_penalty,
+        ),
+    }
 
 
 def top_logprobs_of(wanted: int, field: str) -> dict[str, int]:
