@@ -46,8 +46,9 @@ class ServeArgs(msgspec.Struct, kw_only=True):
 
 
 class KeysArgs(msgspec.Struct, kw_only=True):
-    """Make and revoke keys. `init` makes the file of a service, `add NAME` a key for a client, in a connection file that names
-    the service as well; `revoke NAME` takes it back, `show` lists them. A running service reads changes within a second."""
+    """Make and revoke keys. `init` makes the key file of a service. `add NAME` makes a key for a client, in a connection file
+    that names the service as well. `revoke NAME` takes a key back, `show` lists all. A running service reads changes within a
+    second."""
 
     action: tyro.conf.Positional[Literal["init", "add", "revoke", "show"]]
     name: tyro.conf.Positional[str] = ""
@@ -57,8 +58,8 @@ class KeysArgs(msgspec.Struct, kw_only=True):
     address: str = ""
     """init: where clients will reach the service, tcp://HOST:PORT; add: where this client does, if elsewhere, as replicas do"""
     role: tuple[Role, ...] = ()
-    """add: rollout = groups, weights = refreshes, admin = pause, drain, sleep, abort all, read = status and metrics, replica =
-    `rollout serve --join`"""
+    """add: what the key is for: rollout = groups, weights = refreshes, admin = pause, drain, sleep and abort all, read = status
+    and metrics, replica = `rollout serve --join`"""
     out: str | None = None
     """add: the connection file to make; NAME.json beside the key file if left out"""
 
@@ -67,7 +68,7 @@ class StatusArgs(msgspec.Struct, kw_only=True):
     """Print the status of a running service as JSON."""
 
     address: str = DEFAULT_ENDPOINT
-    """or a connection file"""
+    """of the service, or a connection file"""
     timeout: float = 10.0
     """seconds to wait for the service"""
     wait: float = 0.0
@@ -82,7 +83,7 @@ class FleetArgs(msgspec.Struct, kw_only=True):
     what: tyro.conf.Positional[str] = ""
     """of scale: how many replicas; of drain: which one"""
     address: str = DEFAULT_ENDPOINT
-    """or a connection file"""
+    """of the service, or a connection file"""
     timeout: float = 60.0
     """seconds to wait for the service"""
 
@@ -91,7 +92,7 @@ class TopArgs(msgspec.Struct, kw_only=True):
     """Watch a running service; Ctrl-C ends it."""
 
     address: str = DEFAULT_ENDPOINT
-    """or a connection file"""
+    """of the service, or a connection file"""
     interval: float = 1.0
     """seconds between two looks"""
     once: bool = False
@@ -101,7 +102,7 @@ class TopArgs(msgspec.Struct, kw_only=True):
 
 
 class GenerateArgs(msgspec.Struct, kw_only=True):
-    """Sample completions of prompts in a JSONL file; one JSON object a sample comes out, in the order they finish."""
+    """Sample completions of the prompts in a JSONL file. Writes a JSON object for each sample, as soon as that ends."""
 
     prompts: str
     """JSONL file; a line is {"messages": [...]}, {"prompt": "text"} or {"token_ids": [...]}, with an "id" if you like"""
@@ -109,7 +110,7 @@ class GenerateArgs(msgspec.Struct, kw_only=True):
     """JSONL file to write; - is standard output"""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling()
     address: str | None = None
-    """a running service, or a connection file; without it one is started for this run"""
+    """of a running service, or a connection file; without it a service is started for this run"""
     settings: Settings = Config()
     config: str | None = None
     """TOML file for the service that is started"""
@@ -121,6 +122,7 @@ class DemoArgs(msgspec.Struct, kw_only=True):
     """A small real model answers the groups of a trainer, over ZeroMQ."""
 
     model: str = "smollm2"
+    """smollm2, a folder, or a hub id"""
     n: int = 8
     """samples of each prompt"""
     max_tokens: int = 48
@@ -131,13 +133,15 @@ class HttpArgs(msgspec.Struct, kw_only=True):
     """Speak the HTTP dialects of vLLM, OpenAI and SGLang in front of a running service. docs/http.md lists the routes."""
 
     address: str = DEFAULT_ENDPOINT
+    """of the service, or a connection file"""
     host: str = "127.0.0.1"
     """address to listen at; any other than loopback needs --token-file"""
     port: int = 8000
     """0 = a free one"""
     admin_host: str = "127.0.0.1"
+    """address of --admin-port"""
     admin_port: int | None = None
-    """port of its own for pause, weights and sleep; without it they are on the other"""
+    """port of its own for pause, weights and sleep; without it they are on --port"""
     token_file: str | None = None
     """file with the token that requests must bring as Authorization: Bearer"""
     model_name: tuple[str, ...] = ()
@@ -156,6 +160,7 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     names: tyro.conf.Positional[tuple[str, ...]]
     """workloads; a wrong name prints the list"""
     model: str = "smollm2"
+    """smollm2, a folder, or a hub id"""
     in_process: bool = False
     """drive the engine directly, without sockets and a second process"""
     scale: float = 1.0
@@ -166,6 +171,7 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     """file that gets one JSON object a run and one a workload; - is standard output"""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     threads: int | None = None
+    """CPU threads of the engine; unset: torch's choice"""
     isa: Annotated[IsaName, tyro.conf.arg(name="engine.isa")] = "auto"
     """instruction set of the service, as in `rollout serve`"""
     device: str = "cpu"
@@ -177,7 +183,7 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     undrafted: bool = False
     """run in turn with drafts off, and print the ratios"""
     temperature: float = 1.0
-    """of the workloads' draws"""
+    """at which workloads draw"""
     against: str = ""
     """other engines that take turns with ours: vllm=PYTHON,transformers_cb,transformers (rollout/bench/peers)"""
     floor: bool = False
@@ -185,7 +191,7 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     plot: str | None = None
     """picture (.png, .svg) of tokens/s and KV over time, of the last run of each workload"""
     replicas: int = 2
-    """of `fleet`"""
+    """of the fleet that `fleet` measures"""
 
 
 Command = ServeArgs | HttpArgs | GenerateArgs | StatusArgs | TopArgs | FleetArgs | KeysArgs | BenchArgs | DemoArgs
@@ -240,7 +246,7 @@ def parse(argv: list[str]) -> Command:
 
 
 def with_ray_address(argv: list[str]) -> list[str]:
-    """Write "local" behind a `--ray` that has no value: tyro knows no flags that may have one."""
+    """Write "local" behind a `--ray` that has no value: tyro knows no flag whose value may be left out."""
     words: list[str] = []
     for word, following in zip(argv, [*argv[1:], "--"], strict=False):
         words += [word, "local"] if word == "--ray" and following.startswith("--") else [word]

@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from engine.types import Sample, Sampling
 from rollout import models
-from rollout.client.api import RolloutClient
 from rollout.client.texts import text_of
+from rollout.commands.connecting import connected
 from rollout.config import Config, InputError
 from rollout.process import service_process
 
@@ -38,7 +38,7 @@ class Line(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def run(prompts: str, out: str, sampling: Sampling, address: str | None, config: Config, tokenizer: str | None = None) -> int:
-    """Returns the exit status: 0, or 1 if a sample ended in an error.
+    """Sample the prompts of a file. Returns the exit status: 0, or 1 if a sample ended in an error.
 
     address: a running service; None starts one with `config` for this run. tokenizer: a model as `models.resolve` takes
     it; None = the service's own. Raises InputError before anything is started.
@@ -50,7 +50,7 @@ def run(prompts: str, out: str, sampling: Sampling, address: str | None, config:
         if address is None:
             models.resolve(config.engine.model)  # a download or conversion belongs to this terminal
             address = stack.enter_context(service_process(config)).endpoint
-        client = stack.enter_context(RolloutClient(address, name="rollout generate"))
+        client = stack.enter_context(connected(address, "rollout generate"))
         coder = models.load_tokenizer(models.resolve(tokenizer or client.info.model))
         tokens = [encode(coder, line, number) for number, line in enumerate(lines, 1)]
         bar = stack.enter_context(tqdm(total=len(tokens) * sampling.n, unit="sample", disable=None))
@@ -65,7 +65,7 @@ def run(prompts: str, out: str, sampling: Sampling, address: str | None, config:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """Raises InputError naming the file and the line."""
+    """Read the prompts. Raises InputError naming the file and the line."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -130,7 +130,7 @@ def record(sample: Sample, tokenizer: Any) -> dict[str, Any]:
 
 @contextmanager
 def open_out(out: str) -> Iterator[TextIO]:
-    """Raises InputError if the file cannot be written."""
+    """Open the file of samples, or standard output. Raises InputError if the file cannot be written."""
     if out == "-":
         yield sys.stdout
         return

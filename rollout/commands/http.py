@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rollout.client.api import RolloutClient
 from rollout.commands.arguments import HttpArgs
+from rollout.commands.connecting import connected
 from rollout.config import InputError
 from rollout.process import write_atomically
 
@@ -43,7 +43,7 @@ def run(args: HttpArgs) -> int:
         if args.ready_file:
             write_atomically(Path(args.ready_file), f"{url}\n{admin}\n")
 
-    with RolloutClient(args.address, name="rollout http") as client:
+    with connected(args.address, "rollout http") as client:
         tokenizer = models.load_tokenizer(models.resolve(args.tokenizer or client.info.model))
         gc.collect()
         gc.freeze()  # a tokenizer's library has half a million objects: walking them takes longer than a hundred requests

@@ -10,6 +10,9 @@ from transport.keys import files
 from transport.keys.curve import check_libzmq
 from transport.sockets import check_bind
 
+TAKES = {"init": ("address",), "add": ("address", "role", "out"), "revoke": (), "show": ()}
+"""flags of each action, beside --file"""
+
 
 def run(args: KeysArgs) -> int:
     """Do what was asked for. Returns the exit status. Raises InputError, BadKeys."""
@@ -19,6 +22,9 @@ def run(args: KeysArgs) -> int:
         raise InputError(f"rollout keys {args.action} {args.name}: takes no name")
     if args.action in ("add", "revoke") and not args.name:
         raise InputError(f"rollout keys {args.action}: give the name of the client")
+    for flag in ("address", "role", "out"):
+        if getattr(args, flag) and flag not in TAKES[args.action]:
+            raise InputError(f"rollout keys {args.action}: takes no --{flag}")
     match args.action:
         case "init":
             init(file, args.address)

@@ -26,7 +26,8 @@ from rollout.commands.arguments import (
     StatusArgs,
     TopArgs,
 )
-from rollout.config import CannotServe, InputError
+from rollout.commands.connecting import connected
+from rollout.config import CannotServe, Config, InputError
 from rollout.models import ModelNotFound
 from rollout.process import ServiceFailed
 from transport.errors import RequestTimeout, RolloutError, ServiceLost
@@ -69,6 +70,8 @@ def run(args: Command) -> int:
         case GenerateArgs():
             from rollout.commands import generate
 
+            if args.address is not None and args.settings != Config():
+                raise InputError("--address with settings of a service, which are for one started here: leave one of them out")
             config = arguments.with_model(args.settings, args.model)
             tokenizer = args.model if args.address else None
             return generate.run(args.prompts, args.out, args.sampling, args.address, config, tokenizer=tokenizer)
@@ -93,14 +96,12 @@ def run(args: Command) -> int:
 
 
 def status(args: StatusArgs) -> int:
-    """Print what a running service answers; until `args.wait` is over say why it does not, and ask again. Raises ServiceLost,
-    RequestTimeout."""
-    from rollout.client.api import RolloutClient
-
+    """Print what a running service answers; until `args.wait` is over say why it does not, and ask again. Raises InputError,
+    ServiceLost, RequestTimeout."""
     until, told = time.monotonic() + args.wait, ""
     while True:
         try:
-            with RolloutClient(args.address, name="rollout status", connect_timeout_s=args.timeout) as client:
+            with connected(args.address, "rollout status", args.timeout) as client:
                 print(json.dumps(client.status(timeout=args.timeout), indent=2))
             return 0
         except (RequestTimeout, ServiceLost) as error:
@@ -113,11 +114,13 @@ def status(args: StatusArgs) -> int:
 
 def fleet(args: FleetArgs) -> int:
     """Change the replicas of a running fleet. Raises InputError, InvalidRequest, ServiceLost, RequestTimeout."""
-    from rollout.client.api import RolloutClient
-
     if args.action == "scale" and not args.what.isdecimal():
         raise InputError(f"scale {args.what!r}: say how many replicas, as in `rollout fleet scale 4`")
-    with RolloutClient(args.address, name="rollout fleet", connect_timeout_s=args.timeout) as client:
+    if args.action == "drain" and not args.what:
+        raise InputError("drain: say which replica, as in `rollout fleet drain 2`; `rollout top` shows their names")
+    if args.action == "roll" and args.what:
+        raise InputError(f"roll {args.what!r}: restarts all replicas, so leave {args.what!r} out")
+    with connected(args.address, "rollout fleet", args.timeout) as client:
         count = int(args.what) if args.action == "scale" else 0
         client.change_replicas(args.action, count=count, name=args.what, timeout=args.timeout)
     return 0

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout.client.api import RolloutClient
+from rollout.commands.connecting import connected
 from rollout.config import InputError
 from transport.errors import shown
 
@@ -190,12 +191,12 @@ def run(
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Draws until Ctrl-C, or with `once` two looks and one picture. Raises ServiceLost, RequestTimeout, InputError."""
+    """Draw until Ctrl-C, or with `once` two looks and one picture. Raises ServiceLost, RequestTimeout, InputError."""
     if not interval_s > 0:
         raise InputError(f"--interval {interval_s}: must be positive")
     console = console or Console()
     view = View(address)
-    with RolloutClient(address, name="rollout top", connect_timeout_s=timeout_s) as client:
+    with connected(address, "rollout top", timeout_s) as client:
         statuses = looks(client, interval_s, timeout_s)
         view.add(next(statuses), clock())
         if once:

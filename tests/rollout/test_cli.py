@@ -128,6 +128,12 @@ def test_generate_with_a_service_of_its_own(tiny_model: Path, tmp_path: Path) ->
         (["serve", "--engine.device", "cuda:99", "--model", "{model}"], 1, "CUDA"),
         (["bench", "fanout", "--json", "/nowhere/x", "--model", "{model}"], 1, "--json /nowhere/x: "),
         (["status", "--address", "tcp://127.0.0.1:9", "--timeout", "0.3"], 1, "127.0.0.1:9"),
+        (["status", "--address", "127.0.0.1:5655"], 1, "must be tcp://HOST:PORT or ipc://PATH"),
+        (["top", "--address", "tcp://10.0.0.5:5655"], 1, "is not on this host"),
+        (["fleet", "scale", "x"], 1, "say how many replicas"),
+        (["fleet", "drain"], 1, "say which replica"),
+        (["fleet", "roll", "2"], 1, "restarts all replicas"),
+        (["generate", "--prompts", "x", "--out", "-", "--address", "x", "--engine.kv-gib", "1"], 1, "leave one of them out"),
     ],
 )
 def test_mistakes_have_a_status_and_a_reason(

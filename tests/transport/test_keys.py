@@ -94,6 +94,8 @@ def test_one_kind_of_file_is_not_taken_for_the_other(service: Path) -> None:
         (["add"], "give the name"),
         (["revoke", "two"], "no key of 'two'"),
         (["show", "one"], "takes no name"),
+        (["show", "--role", "read"], "takes no --role"),
+        (["revoke", "one", "--out", "one.json"], "takes no --out"),
         (["init", "--address", ADDRESS], "File exists"),
         (["init", "--address", "tcp://*:5655"], "give the address at which clients reach"),
         (["init"], "give the address at which clients reach"),
