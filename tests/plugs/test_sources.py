@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.adapter import adapter
+from tests.support import adapters
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.plugs
@@ -66,7 +66,8 @@ def test_prime_rl_s_orchestrator_client(live: Any, prime_rl: Any, tmp_path: Path
         await pool.update_weights(folder, step=version)
         with pytest.raises(httpx.HTTPStatusError, match="400"):  # at once: prime-rl repeats 5xx only
             await pool.update_weights(tmp_path / "step_nothing", step=version + 1)
-        await pool.update_weights(adapter(tmp_path / f"step_{version + 4}"), lora_name="r4-a8", step=version + 4)
+        adapter = adapters.write(tmp_path / f"step_{version + 4}", width=32)
+        await pool.update_weights(adapter, lora_name="r4-a8", step=version + 4)
         pool.update_model_name("r4-a8")
         await prime_rl.maybe_check_has_model(pool._admin_clients, "r4-a8")
         await prime_rl.unload_lora_adapter(pool._admin_clients, "r4-a8")

@@ -20,7 +20,7 @@ from engine.engine import Engine
 from engine.types import Limits, Sampling
 from rollout.client.api import RolloutClient
 from rollout.config import Config
-from tests.support.adapter import adapter
+from tests.support import adapters
 from tests.support.facade import Facade, facade
 from tests.support.waiting import until
 from tests.support.wire import serving
@@ -702,7 +702,7 @@ def test_an_adapter_is_loaded_by_name_and_unloaded(stack: Stack, tmp_path: Path,
     """As prime-rl sends it (a folder step_N), SGLang and vLLM."""
     live, base = stack.client.status()["version"], stack.client.weights_status()["base_digest"]
     before = stack.complete(return_token_ids=True, logprobs=0)["choices"][0]
-    folder = adapter(tmp_path / f"step_{live + 3}")
+    folder = adapters.write(tmp_path / f"step_{live + 3}", width=32)
     body = {"lora_name": "policy", "lora_path": folder.as_posix()}
     assert error_of(stack.post("/v1/completions", {"model": "policy", "prompt": PROMPT}))["code"] == 404
     answer = stack.ok(f"{prefix}/load_lora_adapter", body)
@@ -726,7 +726,7 @@ def test_an_adapter_is_loaded_by_name_and_unloaded(stack: Stack, tmp_path: Path,
 
 
 def test_whole_weights_end_an_adapter(stack: Stack, tmp_path: Path) -> None:
-    folder = adapter(tmp_path / "adapter")
+    folder = adapters.write(tmp_path / "adapter", width=32)
     stack.ok("/load_lora_adapter", {"lora_name": "policy", "lora_path": folder.as_posix()})
     stack.ok("/update_weights", {"weight_dir": str(stack.client.info.model)})
     assert stack.post("/unload_lora_adapter", {"lora_name": "policy"}).status_code == 404
