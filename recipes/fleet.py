@@ -10,7 +10,6 @@ Samples groups, kills a replica in the middle (--kill), and shows that the same 
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import socket
@@ -20,33 +19,54 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
+import tyro
 
 from engine.config import EngineConfig
-from engine.types import Sampling
-from rollout.client import RolloutClient
+from rollout import RolloutClient, Sampling
 from rollout.config import Config, FleetConfig, dump
 from rollout.process import service_process
 
 GROUPS, PROMPT_TOKENS = 8, 64
 
 
+@dataclass(frozen=True)
+class Options:
+    """Which fleet, and what to sample there."""
+
+    address: str | None = None
+    """of a fleet that runs on this host; without it one is started"""
+    launcher: Literal["host", "join", "ray"] = "host"
+    """what starts the replicas"""
+    replicas: int = 2
+    model: str = "smollm2"
+    """smollm2, a folder, or a hub id"""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    n: int = 4
+    """samples of each prompt"""
+    max_tokens: int = 64
+    kill: bool = True
+    """kill a replica in the middle; --no-kill is the control"""
+
+
 @contextmanager
-def address_of(args: argparse.Namespace) -> Iterator[str]:
+def address_of(options: Options) -> Iterator[str]:
     """Use the fleet at --address, or run one until the block ends."""
-    if args.address:
-        yield args.address
+    if options.address is not None:
+        yield options.address
         return
-    config = Config(engine=EngineConfig(model=args.model, dtype=args.dtype))
-    if args.launcher == "join":
-        with joined_fleet(config, args.replicas) as address:
+    config = Config(engine=EngineConfig(model=options.model, dtype=options.dtype))
+    if options.launcher == "join":
+        with joined_fleet(config, options.replicas) as address:
             yield address
         return
-    ray = "local" if args.launcher == "ray" else None
-    with service_process(msgspec.structs.replace(config, fleet=FleetConfig(replicas=args.replicas, ray=ray))) as service:
+    ray = "local" if options.launcher == "ray" else None
+    with service_process(msgspec.structs.replace(config, fleet=FleetConfig(replicas=options.replicas, ray=ray))) as service:
         yield service.endpoint
 
 
@@ -88,12 +108,12 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def sample(client: RolloutClient, args: argparse.Namespace, kill: bool) -> list[list[int]]:
+def sample(client: RolloutClient, options: Options, kill: bool) -> list[list[int]]:
     """Sample all groups. kill: SIGKILL to a replica once the first sample is here. Returns the tokens, by group and child."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, client.info.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(GROUPS)]
     handles = [
-        client.submit(prompt, Sampling(n=args.n, max_tokens=args.max_tokens, seed=i)) for i, prompt in enumerate(prompts)
+        client.submit(prompt, Sampling(n=options.n, max_tokens=options.max_tokens, seed=i)) for i, prompt in enumerate(prompts)
     ]
     if kill:
         next(handles[0].samples(timeout=600))
@@ -103,24 +123,15 @@ def sample(client: RolloutClient, args: argparse.Namespace, kill: bool) -> list[
     return [one.token_ids.tolist() for handle in handles for one in handle.result(600)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--address", help="of a fleet that runs on this host")
-    parser.add_argument("--launcher", choices=["host", "join", "ray"], default="host", help="of the replicas")
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--n", type=int, default=4, help="samples of each prompt")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--kill", action=argparse.BooleanOptionalAction, default=True)
-    args = parser.parse_args()
-    with address_of(args) as address, RolloutClient(address, connect_timeout_s=60) as client:
-        first = sample(client, args, kill=False)
-        again = sample(client, args, kill=args.kill)
+def main(options: Options) -> None:
+    """Sample twice with the same seeds, the second time with a death in the middle, and print whether all is equal."""
+    with address_of(options) as address, RolloutClient(address, connect_timeout_s=60) as client:
+        first = sample(client, options, kill=False)
+        again = sample(client, options, kill=options.kill)
         fleet = client.status()["fleet"]
     same = "equal" if first == again else "NOT equal"
     print(f"{len(again)} samples, {same} to the first run's; {fleet['moved']} children moved")
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Options))
