@@ -9,6 +9,6 @@ special.py     what is measured in its own way: one row a way
 """
 
 from rollout.bench.command import run
-from rollout.bench.runner import BenchFailed
+from rollout.bench.errors import BenchFailed
 
 __all__ = ["BenchFailed", "run"]

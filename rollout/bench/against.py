@@ -14,14 +14,11 @@ from typing import IO, Any
 
 import numpy as np
 
+from rollout.bench.errors import PeerFailed
 from rollout.config import InputError
 
 DRIVERS = Path(__file__).with_name("peers")
 SCRIPTS = {"vllm": "vllm_peer.py", "transformers_cb": "transformers_cb_peer.py", "transformers": "transformers_peer.py"}
-
-
-class PeerFailed(RuntimeError):
-    """A peer ended or said what is no result; its own words are on standard error."""
 
 
 def parse(text: str) -> dict[str, str]:
@@ -77,15 +74,20 @@ def read(name: str, back: IO[str], limit_s: float | None = None) -> dict[str, An
 
 @contextmanager
 def peer(name: str, python: str, setup: dict[str, Any], limit_s: float | None = None) -> Iterator[Peer]:
-    """Starts a peer, within `limit_s` seconds, and ends it with the block."""
+    """Start a peer, within `limit_s` seconds, and end it with the block. Raises PeerFailed."""
     theirs, back = os.pipe()[::-1]
     command = [python, str(DRIVERS / SCRIPTS[name])]
     inherited = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}  # ours, not theirs
-    child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=sys.stderr, pass_fds=[theirs], text=True, cwd=DRIVERS,
-        env={**inherited, "RESULTS_FD": str(theirs)},
-    )  # fmt: skip
-    os.close(theirs)
+    try:
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=sys.stderr, pass_fds=[theirs], text=True, cwd=DRIVERS,
+            env={**inherited, "RESULTS_FD": str(theirs)},
+        )  # fmt: skip
+    except OSError as error:
+        os.close(back)
+        raise PeerFailed(f"{name}: {python} does not start ({error.strerror}); name its interpreter, {name}=PYTHON") from None
+    finally:
+        os.close(theirs)
     assert child.stdin is not None
     try:
         with os.fdopen(back) as results:

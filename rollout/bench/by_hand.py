@@ -34,7 +34,8 @@ def batch_of(
     shared: np.ndarray | None = None,
     seed: int = 0,
 ) -> Batch:
-    """R rows that compute the last `count` of their `context` tokens, random ids, and want the last one's logits.
+    """Build a batch of R rows that compute the last `count` of their `context` tokens, random ids, and want the last one's
+    logits.
 
     context, count: of all rows, or [R] of each. table [R, M] int32, M blocks that hold the longest. shared: as in `Batch`."""
     rows, size = len(table), engine.config.block_size
@@ -49,8 +50,8 @@ def batch_of(
 
 
 def own_blocks(rows: int, context: int | np.ndarray, block_size: int) -> np.ndarray:
-    """[rows, blocks] int32: a table in which nobody shares anything, scattered over the first blocks of the pool. context: of
-    all rows, or [rows] of each; 0 behind the blocks of shorter ones."""
+    """Make a table [rows, blocks] int32 in which nobody shares anything, scattered over the first blocks of the pool. context:
+    of all rows, or [rows] of each; the table is 0 behind the blocks of shorter ones."""
     blocks = -(-np.broadcast_to(context, rows) // block_size)
     table = np.zeros((rows, int(blocks.max())), np.int32)
     table[np.arange(table.shape[1]) < blocks[:, None]] = np.random.default_rng(0).permutation(int(blocks.sum()))
@@ -59,14 +60,14 @@ def own_blocks(rows: int, context: int | np.ndarray, block_size: int) -> np.ndar
 
 @torch.inference_mode()
 def prepared(engine: Engine, batch: Batch) -> Batch:
-    """With what the attention wants. On a device the arrays lie where the next batch's will lie."""
+    """Return a batch with what the attention wants. On a device the arrays lie where the next batch's will lie."""
     return replace(batch, attention=engine.backend.prepare(batch, engine.kv))
 
 
 @torch.inference_mode()
 def forward_of(engine: Engine, batch: Batch) -> torch.Tensor:
-    """[S, vocabulary] logits of a prepared batch, as a step of the engine computes them: replayed where it would be. The next
-    call may write over them."""
+    """Compute the logits [S, vocabulary] of a prepared batch as a step of the engine does: replayed where that would be. The
+    next call may write over them."""
     run = engine.graphs if replayed(engine, batch) else engine.model
     assert run is not None
     return run.forward(batch, engine.kv, engine.backend)
@@ -77,13 +78,13 @@ def forward(engine: Engine, batch: Batch) -> torch.Tensor:
 
 
 def replayed(engine: Engine, batch: Batch) -> bool:
-    """Its forward runs from a CUDA graph."""
+    """Whether the forward of a batch runs from a CUDA graph."""
     return engine.graphs is not None and engine.graphs.covers(batch)
 
 
 @torch.inference_mode()
 def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Tensor]:
-    """What runs the attention of all layers for a prepared batch like this one: from a CUDA graph where decode is."""
+    """Return what runs the attention of all layers for a prepared batch like this one: from a CUDA graph where decode is."""
     geometry, device = engine.model.geometry, engine.model.device
 
     def random(heads: int, width: int) -> torch.Tensor:
@@ -106,7 +107,7 @@ def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Ten
 
 
 def fill(kv: PagedKV) -> None:
-    """Random numbers for the whole pool, always the same ones."""
+    """Fill the pool with random numbers, always the same ones."""
     generator = torch.Generator(kv.data.device).manual_seed(0)
     base = kv.data.new_empty((PATTERN, *kv.data.shape[1:])).normal_(generator=generator)
     for start in range(0, len(kv.data), PATTERN):
@@ -117,7 +118,8 @@ def fill(kv: PagedKV) -> None:
 def in_turn(
     engine: Engine, batches: Mapping[str, Batch], work: Callable[[Batch], object], repeat: int
 ) -> dict[str, list[float]]:
-    """Milliseconds of `work` for each batch, `repeat` times, in turn. That it is prepared for the attention does not count."""
+    """Time `work` for each batch, `repeat` times, in turn: milliseconds. That a batch is prepared for the attention does not
+    count."""
     ready: dict[str, Batch] = {}
 
     def prepare(name: str) -> None:
@@ -135,7 +137,8 @@ def milliseconds(
     repeat: int,
     before: Callable[[str], object] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Each work `repeat` times, in turn, after one round that does not count. `before` each of them, off the clock."""
+    """Time each work `repeat` times, in turn, after one round that does not count: milliseconds. `before` runs before each of
+    them, off the clock."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(repeat + 1):
         for name, work in works.items():
@@ -159,12 +162,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def free_on(device: torch.device) -> int:
-    """Bytes that a pool on this device may take."""
+    """Return the bytes that a pool on this device may take."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
 
 
 def release(device: torch.device) -> None:
-    """Engines hold on to themselves in cycles; call this before the next one asks for memory."""
+    """Free what dropped engines hold, before the next one asks for memory: they refer to themselves in cycles."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

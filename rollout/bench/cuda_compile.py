@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.cuda.launches import KNOWN, Launch, choose, power_of_two
+from rollout.bench.errors import BenchFailed
 
 ARCHITECTURES = tuple(KNOWN)
 BF16, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "i64"
@@ -58,8 +59,8 @@ SHAPES = (PRODUCTION, Heads(dim=64, group=7, kv_heads=2), Heads(dim=256, group=2
 def compiled(
     kernel: Any, capability: int, constants: dict[str, Any], options: dict[str, Any], wide: bool = False
 ) -> dict[str, Any]:
-    """Figures of one kernel. `wide`: numbers in fp32, not bf16. Pointers, strides and sizes of rows are multiples of 16,
-    as they are at a launch."""
+    """Compile one kernel and return its figures. `wide`: numbers in fp32, not bf16. Pointers, strides and sizes of rows are
+    multiples of 16, as they are at a launch."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -86,7 +87,7 @@ def compiled(
 
 
 def usage(cubin: bytes, cuobjdump: Path) -> tuple[int, int]:
-    """Registers, and bytes of stack, of a thread: what does not fit into registers lies there."""
+    """Return the registers, and the bytes of stack, of a thread: what does not fit into registers lies on the stack."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -99,7 +100,7 @@ def usage(cubin: bytes, cuobjdump: Path) -> tuple[int, int]:
 
 
 def attention(capability: int, heads: Heads) -> Iterator[dict[str, Any]]:
-    """`attend` for both kinds of tiles as the device would launch it."""
+    """Yield the figures of `attend` for both kinds of tiles, as the device would launch it."""
     from engine.cuda import attention_kernels as triton_kernels
     from engine.cuda.attention import EXACT
 
@@ -126,7 +127,7 @@ def constants(heads: Heads, launch: Launch) -> dict[str, Any]:
 
 
 def others(capability: int) -> Iterator[dict[str, Any]]:
-    """The kernels beside `attend`."""
+    """Yield the figures of the kernels beside `attend`."""
     from engine.cuda import attention_kernels as triton_kernels
     from engine.cuda import digest_kernels, exact_kernels, fused_kernels
     from engine.cuda.attention import EXACT
@@ -155,19 +156,19 @@ def others(capability: int) -> Iterator[dict[str, Any]]:
 
 
 def rows(capability: int, everything: bool) -> Iterator[dict[str, Any]]:
-    """`everything`: all shapes of heads; else those of Qwen3-8B."""
+    """Yield the figures of all kernels. `everything`: for all shapes of heads; else for those of Qwen3-8B."""
     for heads in SHAPES if everything else (PRODUCTION,):
         yield from attention(capability, heads)
     yield from others(capability)
 
 
 def in_a_process(capability: int, everything: bool, timeout_s: float) -> list[dict[str, Any]]:
-    """`rows` by a process without the interpreter. Raises RuntimeError with what it printed where it fails."""
+    """Have `rows` made by a process without the interpreter. Raises BenchFailed with what that printed where it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", f"import {__name__} as c; c.main()", str(capability), "all" if everything else "short"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
-        raise RuntimeError(f"kernels for compute capability {capability / 10} do not compile:\n{done.stderr[-2000:]}")
+        raise BenchFailed(f"kernels for compute capability {capability / 10} do not compile:\n{done.stderr[-2000:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

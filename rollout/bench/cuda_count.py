@@ -61,8 +61,8 @@ class Operators(TorchDispatchMode):
 
 
 def launches_per_layer() -> dict[str, Any]:
-    """`launches_per_layer` of a decode step with a prefix in common, of which nothing can be left out; `unshared`: without;
-    `transformers`: of the module's own operators around our attention."""
+    """Count the kernels that one layer of a decode step launches: `launches_per_layer` where rows have a prefix in common, so
+    that none can be left out; `unshared` without; `transformers` with the module's own operators around our attention."""
     shared, unshared, plain = (_of_a_layer(fused, share) for fused, share in ((True, True), (True, False), (False, True)))
     return {
         "launches_per_layer": len(shared), "kernels": shared, "unshared": len(unshared), "transformers": len(plain),
@@ -98,7 +98,8 @@ def _of_a_step(layers: int, fused: bool, share: bool) -> list[str]:
 
 
 def _decode(columns: int, share: bool) -> Any:
-    """As much of a `Batch` as that takes: ROWS rows that decode, all of whose blocks but the last are the same if `share`."""
+    """Make as much of a `Batch` as that takes: ROWS rows that decode, all of whose blocks but the last are the same if
+    `share`."""
     own = np.arange(ROWS * columns, dtype=np.int32).reshape(ROWS, columns)
     table = np.concatenate([own[:1, :-1].repeat(ROWS, 0), own[:, -1:]], 1) if share else own
     return SimpleNamespace(

@@ -79,7 +79,7 @@ def measure(architectures: tuple[int, ...] = cuda_compile.ARCHITECTURES, everyth
 
 
 def title(row: dict[str, Any]) -> str:
-    """Of a kernel, among those of an architecture."""
+    """Name a kernel among those of an architecture."""
     if "tile" in row:
         kind = "fp32" if row["itemsize"] == 4 else "bf16"
         return f"attend {row['tile']} {row['rows']} x {row['keys']}, head {row['dim']} {kind}"

@@ -27,7 +27,8 @@ from rich.console import Console
 
 from engine.config import EngineConfig
 from engine.types import Sampling
-from rollout.bench.runner import BenchFailed
+from rollout.bench.errors import BenchFailed
+from rollout.bench.tiny import save_tiny
 from rollout.bench.workloads import Workload, find
 from rollout.client.api import RolloutClient
 from rollout.config import Config, FleetConfig
@@ -66,7 +67,7 @@ def measure(folder: Path, engine: EngineConfig, scale: float, repeat: int, repli
                 speeds.append(together)
         takeovers = [takeover(many, workload, run) for run in range(repeat)]
     with tempfile.TemporaryDirectory(prefix="rollout-bench-") as temporary:
-        fractions = front_core_fractions(tiny_model(Path(temporary)), replicas)
+        fractions = front_core_fractions(save_tiny(Path(temporary), 32, TINY_VOCAB, "float32"), replicas)
     yield {
         "workload": NAME,
         "summary": True,
@@ -154,18 +155,6 @@ def front_core_fractions(model: Path, replicas: int) -> dict[int, float]:
             after = process.cpu_times()
             fractions[n] = float(after.user + after.system - before.user - before.system) * 1000 / count
     return fractions
-
-
-def tiny_model(folder: Path) -> Path:
-    """Save a Llama of 2 layers with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=TINY_VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, dtype="float32",
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def wait_for(client: RolloutClient, condition: Any) -> dict[str, Any]:

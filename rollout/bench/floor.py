@@ -48,7 +48,7 @@ class Machine:
         self._products: dict[int, float] = {}
 
     def products(self, rows: int) -> float:
-        """Seconds of all matrix products of a forward of so many rows."""
+        """Return the seconds of all matrix products of a forward of so many rows."""
         if rows not in self._products:
             self._products[rows] = sum(count * product(rows, *shape, self.dtype) for shape, count in self.matrices.items())
         return self._products[rows]
@@ -109,7 +109,7 @@ def matrices(folder: Path) -> dict[tuple[int, int], int]:
 
 
 def product(rows: int, n: int, k: int, dtype: torch.dtype) -> float:
-    """Seconds of [rows, k] · [n, k]ᵀ, the weights out of DRAM."""
+    """Return the seconds of [rows, k] · [n, k]ᵀ, the weights out of DRAM."""
     count = max(1, min(64, int(CACHE_BYTES / (n * k * dtype.itemsize))))
     weights = [torch.randn(n, k, dtype=dtype) for _ in range(count)]
     x = torch.randn(max(rows, 2), k, dtype=dtype)  # a lone row runs as two
@@ -118,7 +118,7 @@ def product(rows: int, n: int, k: int, dtype: torch.dtype) -> float:
 
 
 def bandwidth() -> float:
-    """Bytes a second that all threads read together."""
+    """Return the bytes a second that all threads read together."""
     data = torch.ones(256 << 20, dtype=torch.float32)
     return data.nbytes / best(data.sum, 1.0)
 

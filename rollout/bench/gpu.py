@@ -41,7 +41,7 @@ def measure(bench: Bench, parts: dict[str, Callable[[Bench], Iterator[dict[str, 
 
 
 def check(args: Args, known: dict[str, Any]) -> list[str]:
-    """Names of the parts. Raises InputError."""
+    """Return the names of the parts. Raises InputError."""
     if args.model not in MODELS:
         raise InputError(f"--model {args.model!r}: must be one of {', '.join(MODELS)}")
     names = [name for name in args.parts.split(",") if name] or list(known)
@@ -56,7 +56,7 @@ def check(args: Args, known: dict[str, Any]) -> list[str]:
 
 
 def run(args: Args, out: TextIO) -> int:
-    """Returns the exit status: 1 if a part failed or was left out."""
+    """Measure, and write a JSON object a row. Returns the exit status: 1 if a part failed or was left out."""
     names = check(args, PARTS)
     failed = False
     for row in measure(Bench(args), {name: PARTS[name] for name in names}):

@@ -120,7 +120,7 @@ class Bench:
 
     @property
     def module(self) -> Any:
-        """Random weights, made on the device."""
+        """Return the model with random weights, made on the device when it is first asked for."""
         if self._module is None:
             torch.manual_seed(0)
             with self.device:
@@ -129,7 +129,7 @@ class Bench:
         return self._module
 
     def forget_module(self) -> None:
-        """The next part makes another one."""
+        """Drop the module: the next part makes another one."""
         self._module = None
         release(self.device)
 
@@ -144,7 +144,7 @@ class Bench:
 
     @property
     def read_bytes(self) -> int:
-        """Of the weights that a decode step reads: all but an embedding that is only looked up in."""
+        """Return the bytes of the weights that a decode step reads: all but an embedding that is only looked up in."""
         total: int = sum(parameter.nbytes for parameter in self.module.parameters())
         tied = self.config.tie_word_embeddings
         return total - (0 if tied else int(self.module.get_input_embeddings().weight.nbytes))
@@ -161,15 +161,16 @@ class Bench:
         return Engine(self.settings(**config), self.model())
 
     def folder(self) -> tempfile.TemporaryDirectory[str]:
-        """The model's configuration, without weights, for another process."""
+        """Write the model's configuration, without weights, into a temporary folder for another process."""
         folder = tempfile.TemporaryDirectory(prefix="rollout-bench-")
         self.config.save_pretrained(folder.name)
         return folder
 
 
 def rates(device: torch.device, size: int, dtype: torch.dtype) -> dict[str, float]:
-    """Operations a second of a large product in `dtype`. Bytes a second: read and written in the device's memory, by whichever
-    of a copy and a sum is faster; copied from pinned host memory to the device, and back."""
+    """Measure the machine: operations a second of a large product in `dtype`; bytes a second read and written in the device's
+    memory, by whichever of a copy and a sum is faster; bytes a second copied from pinned host memory to the device, and
+    back."""
     on_device, other = (torch.zeros(size // 4, device=device) for _ in range(2))
     on_host = torch.zeros(size // 4, pin_memory=device.type == "cuda")
     side = 8192 if device.type == "cuda" else 256

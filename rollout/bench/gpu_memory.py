@@ -22,8 +22,8 @@ TRAINER_S = 240.0
 
 
 def ipc(bench: Bench) -> Rows:
-    """Whole refreshes from another process while sequences run: staged beside the live weights, and, after a sleep that dropped
-    them, straight into place. On a CPU by shared memory: that it runs."""
+    """Measure whole refreshes from another process while sequences run: staged beside the live weights, and, after a sleep that
+    dropped them, straight into place. On a CPU they go by shared memory, which only shows that this runs."""
     sizes = bench.sizes
     engine = bench.engine(kv_tokens=sizes.rows * 1024, max_num_seqs=sizes.rows)
     service = Service(engine, "tcp://127.0.0.1:*")
@@ -52,7 +52,8 @@ def ipc(bench: Bench) -> Rows:
 
 
 def naps(bench: Bench) -> Rows:
-    """Seconds of `sleep` and `wake`, and what both leave behind: bytes of the device and of the process, first and last."""
+    """Measure the seconds of `sleep` and `wake`, and what both leave behind: bytes of the device and of the process, first and
+    last."""
     engine = bench.engine(kv_tokens=bench.sizes.rows * 1024, max_num_seqs=bench.sizes.rows)
     process, taken = psutil.Process(), []
     for _ in range(bench.sizes.naps):

@@ -25,13 +25,14 @@ from engine.kv.copies import Copied
 from engine.types import Group, Sampling
 from engine.weights.offload import Streamed
 from rollout.bench import sharing as sharing_by_hand
-from rollout.bench.against import PeerFailed, parse, peer
+from rollout.bench.against import parse, peer
 from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed
+from rollout.bench.errors import BenchFailed
 from rollout.bench.gpu_bench import Bench
 from rollout.bench.gpu_limit import Work, beside_limit
 from rollout.bench.gpu_memory import ipc, naps
 from rollout.bench.lengths import lognormal
-from rollout.bench.runner import BenchFailed, one_run, peer_run, peer_setup
+from rollout.bench.runner import one_run, peer_run, peer_setup
 from rollout.bench.target import EngineTarget
 from rollout.bench.workloads import Workload
 
@@ -43,7 +44,7 @@ PEER_START_S, PEER_RUN_S = 120.0, 150.0
 
 
 def machine(bench: Bench) -> Rows:
-    """What everything else is compared with."""
+    """Describe the machine and the model: what everything else is compared with."""
     cuda = bench.device.type == "cuda"
     yield {
         "device": torch.cuda.get_device_name(bench.device) if cuda else "cpu",
@@ -57,8 +58,8 @@ def machine(bench: Bench) -> Rows:
 
 
 def decode(bench: Bench) -> Rows:
-    """A decode step of many sequences: the forward alone at some lengths, and whole steps of the engine, overlapped and one
-    after the other; beside the time that reading the weights and the KV takes."""
+    """Measure a decode step of many sequences: the forward alone at some lengths, and whole steps of the engine, overlapped and
+    one after the other; beside the time that reading the weights and the KV takes."""
     for overlap in (True, False):
         engine = bench.engine(kv_tokens=pool_tokens(bench), overlap_steps=overlap)
         if overlap:
@@ -69,7 +70,7 @@ def decode(bench: Bench) -> Rows:
 
 
 def kept(rows: Rows) -> Rows:
-    """The rows. What goes wrong is one with an `error`, and ends nothing that comes after."""
+    """Yield the rows. What goes wrong is one with an `error`, and ends nothing that comes after."""
     try:
         yield from rows
     except Exception as error:
@@ -78,14 +79,14 @@ def kept(rows: Rows) -> Rows:
 
 
 def contexts_of(bench: Bench) -> dict[int | str, np.ndarray]:
-    """Contexts of the rows of a decode step: all the same, and as rollouts have them."""
+    """Return contexts [rows] of a decode step, by name: all the same, and as rollouts have them."""
     rows = bench.sizes.rows
     same: dict[int | str, np.ndarray] = {context: np.full(rows, context, np.int32) for context in bench.sizes.contexts}
     return {**same, bench.mixture: bench.mixed(rows)}
 
 
 def pool_tokens(bench: Bench) -> int:
-    """Tokens of KV that hold the rows of any of these contexts."""
+    """Return the tokens of KV that hold the rows of any of these contexts."""
     return max(int(blocks_of(contexts, 32).sum()) for contexts in contexts_of(bench).values()) * 32
 
 
@@ -117,7 +118,8 @@ def forwards(bench: Bench, engine: Engine) -> Rows:
 
 
 def exact(bench: Bench) -> Rows:
-    """What `exact` costs: the same forwards as in `decode`, by transformers' own layers, by fused ones and by exact ones."""
+    """Measure what `exact` costs: the same forwards as in `decode`, by transformers' own layers, by fused ones and by exact
+    ones."""
     if bench.device.type == "cpu":
         yield {"left_out": "exact is an option of CUDA"}
         return
@@ -145,12 +147,13 @@ def exact(bench: Bench) -> Rows:
 
 
 def sample_of(engine: Engine, logits: torch.Tensor, batch: Batch) -> object:
-    """The draws of a step, waited for."""
+    """Draw as a step does, and wait for the draws."""
     return engine.device.sample(logits, batch.sampling).read()
 
 
 def whole_steps(bench: Bench, engine: Engine) -> Rows:
-    """Sequences with a prompt each, of lengths up to `prompt`, `Engine.step` until all decode, then `steps` of those."""
+    """Measure whole steps: sequences with a prompt each, of lengths up to `prompt`, run until all decode, then `steps` of
+    those."""
     rows, prompt, wanted = bench.sizes.rows, bench.sizes.prompt, bench.sizes.steps
     longest, lengths = max(bench.sizes.contexts) - prompt, lognormal(rows, prompt // 2, prompt)
     for i, (ids, length) in enumerate(zip(bench.text.slices(0, rows, prompt), lengths.tolist(), strict=True)):
@@ -193,7 +196,7 @@ def whole_steps(bench: Bench, engine: Engine) -> Rows:
 
 
 def prefill(bench: Bench) -> Rows:
-    """Forwards of whole prompts, alike and of mixed lengths: from graphs where these are, without graphs, and with the prompts
+    """Measure forwards of whole prompts, alike and of mixed lengths: from graphs where these are, without graphs, and with the prompts
     of large steps left to `varlen_attn`."""
     prompts = {f"{rows} x {tokens}": np.full(rows, tokens, np.int32) for rows, tokens in bench.sizes.prompts}
     prompts[f"{bench.sizes.mixed_prompts} x {bench.mixture}"] = bench.mixed(bench.sizes.mixed_prompts)
@@ -236,7 +239,7 @@ def prefills(bench: Bench, prompts: dict[str, np.ndarray], options: dict[str, An
 
 
 def sharing(bench: Bench) -> Rows:
-    """`rollout bench sharing` for these shapes, each step beside its limit."""
+    """Measure as `rollout bench sharing` does, for these shapes, each step beside its limit."""
     for shape in bench.sizes.shapes:
         rows = sharing_by_hand.measure(bench.model(), bench.settings(), shape, bench.sizes.turns)
         prefixes, contexts = shape.lengths(32)
@@ -250,7 +253,7 @@ def sharing(bench: Bench) -> Rows:
 
 
 def workloads(bench: Bench) -> Rows:
-    """Named workloads through the engine, as they are and with mixed lengths, in turn with another one in a process of its
+    """Run named workloads through the engine, as they are and with mixed lengths, in turn with another one in a process of its
     own."""
     for workload in bench.sizes.workloads:
         yield from kept(in_turn(bench, [workload, workload.mixture()]))
@@ -272,7 +275,7 @@ def in_turn(bench: Bench, kinds: list[Workload]) -> Rows:
                 speed = speeds[workload.name] / theirs["tokens_per_second"]
                 yield {"workload": workload.name, "summary": True, f"ratio_to_{name}": speed, "peer": version}
                 done += 1
-        except (PeerFailed, BenchFailed, OSError) as error:
+        except (BenchFailed, OSError) as error:
             yield from ({"workload": workload.name, "error": f"{name}: {error}"} for workload in kinds[done:])
 
 
@@ -291,7 +294,8 @@ def other_engine(bench: Bench, kinds: list[Workload], name: str, python: str) ->
 def run_workload(
     bench: Bench, workload: Workload, change: Callable[[Engine], None] = lambda engine: None, **config: Any
 ) -> dict[str, Any]:
-    """One run in an engine of its own, warm: captures are no part of it. `change`: something else about the engine."""
+    """Run a workload in a warm engine of its own: captures are no part of the figures. `change`: something else about the
+    engine."""
     engine = bench.engine(**config)
     change(engine)
     target = EngineTarget(engine)
@@ -304,9 +308,9 @@ def run_workload(
 
 
 def offload(bench: Bench) -> Rows:
-    """KV for half of the need, the rest in host memory. Beside it the same without the copies, over blocks that hold anything:
-    if the schedule is the same, which `steps` and `offloads` show, the difference is what the copies cost. Then a roomy pool,
-    no copies ahead of need, no offload. The first two with mixed lengths besides."""
+    """Measure KV for half of the need, the rest in host memory. Beside it the same without the copies, over blocks that hold
+    anything: if the schedule is the same, which `steps` and `offloads` show, the difference is what the copies cost. Then a
+    roomy pool, no copies ahead of need, no offload. The first two with mixed lengths besides."""
     yield from offloaded(bench, bench.sizes.pressure, ("offload", "no_copies", "roomy", "not_ahead", "no_offload"))
     yield from offloaded(bench, bench.sizes.pressure.mixture(), ("offload", "no_copies"))
 
@@ -344,7 +348,7 @@ def offloaded(bench: Bench, workload: Workload, variants: tuple[str, ...]) -> Ro
 
 
 def without_copies(engine: Engine) -> None:
-    """The pools move nothing but the copies of forks; what is drawn means nothing."""
+    """Let the pools move nothing but the copies of forks; what is drawn means nothing."""
     move = engine.kv.move
 
     def some(moves: Moves, spans: Spans | None = None) -> Copied:
@@ -354,7 +358,7 @@ def without_copies(engine: Engine) -> None:
 
 
 def refresh(bench: Bench) -> Rows:
-    """New weights from a state dict on the device, while sequences run."""
+    """Measure refreshes from a state dict on the device, while sequences run."""
     engine = bench.engine(kv_tokens=bench.sizes.rows * 1024, max_num_seqs=bench.sizes.rows)
     new = {name: tensor.detach().clone() for name, tensor in bench.module.named_parameters()}
     plain = plain_copy_ms(bench.device, list(new.values()))
@@ -381,7 +385,7 @@ def refresh(bench: Bench) -> Rows:
 
 
 def step_ms(engine: Engine, steps: int = 8) -> float:
-    """Mean of the next ones, as they follow each other."""
+    """Return the mean milliseconds of the next steps, as they follow each other."""
     counters = engine.counters
     began, done = counters.step_seconds, counters.steps
     for _ in range(steps):
@@ -390,7 +394,7 @@ def step_ms(engine: Engine, steps: int = 8) -> float:
 
 
 def plain_copy_ms(device: torch.device, tensors: list[torch.Tensor]) -> float:
-    """Of all tensors into others of the same kind, on the device."""
+    """Return the milliseconds of copying all tensors into others of the same kind, on the device."""
     targets = [torch.empty_like(tensor) for tensor in tensors]
 
     def work() -> None:
@@ -401,8 +405,8 @@ def plain_copy_ms(device: torch.device, tensors: list[torch.Tensor]) -> float:
 
 
 def weights(bench: Bench) -> Rows:
-    """Some layers in host memory: decode steps and prefills, of equal lengths and of mixed ones, beside what bounds them: the
-    forward with all layers on the device, or the copies, whichever takes longer."""
+    """Measure decode steps and prefills, of equal lengths and of mixed ones, with some layers in host memory. Beside them stands
+    what bounds them: the forward with all layers on the device, or the copies, whichever takes longer."""
     rows, (prefills, tokens) = bench.sizes.rows, bench.sizes.prefill
     decodes = {"decode": np.full(rows, bench.sizes.contexts[0], np.int32), "decode, mixed lengths": bench.mixed(rows)}
     prompts = {

@@ -20,6 +20,7 @@ from transport.weights import Via
 
 
 def row(what: str, refreshed: Refreshed, via: Via) -> dict[str, Any]:
+    """Describe one refresh. via: the way that was asked for."""
     return {"what": what, "asked": via, **msgspec.to_builtins(refreshed)}
 
 

@@ -90,7 +90,8 @@ def beside_device(config: EngineConfig) -> Engine:
 
 
 def measure(sequences: int, scale: float = 1.0, threads: int | None = None) -> dict[str, Any]:
-    """Medians over the steps in which all `sequences` decode. `scale`: factor on the tokens that each makes, at least 32."""
+    """Return medians over the steps in which all `sequences` decode. `scale`: factor on the tokens that each makes, at least
+    32."""
     config = EngineConfig(
         dtype="float32", kv_tokens=sequences * 1024, max_num_seqs=sequences, cpu_offload_gib=0, threads=threads, drafts=0
     )
@@ -117,7 +118,7 @@ def _median_ms(steps: list[dict[str, float]], part: str) -> float:
 
 
 def _decode(engine: Engine, scale: float) -> list[dict[str, float]]:
-    """Seconds of the parts of each step in which all sequences decode."""
+    """Return the seconds of the parts of each step in which all sequences decode."""
     sequences = engine.config.most_seqs
     new = max(32, round(NEW_TOKENS * scale))  # enough that the first group still runs when the last one forks
     random = np.random.default_rng(0)
@@ -134,7 +135,7 @@ def _decode(engine: Engine, scale: float) -> list[dict[str, float]]:
 
 
 def _seconds(engine: Engine) -> dict[str, float]:
-    """What the engine has spent so far. `host` is more than the sum of the parts: `Engine.step` itself."""
+    """Return the seconds that the engine has spent so far. `host` is more than the sum of the parts: `Engine.step` itself."""
     model: Any = engine.model
     counters, index = engine.counters, model.index_seconds
     return {

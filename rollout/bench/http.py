@@ -31,9 +31,11 @@ from rich.console import Console
 
 from engine.config import EngineConfig
 from engine.types import Sampling
+from rollout.bench.errors import BenchFailed
 from rollout.bench.text import Prompts, PromptText, RandomText
+from rollout.bench.tiny import save_tiny
 from rollout.client.api import RolloutClient
-from rollout.config import Config, InputError
+from rollout.config import Config
 from rollout.process import service_process
 
 NAME = "http"
@@ -46,11 +48,12 @@ VOCABULARY = 1024
 
 
 def measure(folder: Path, engine: EngineConfig, scale: float, repeat: int, text: PromptText) -> Iterator[dict[str, Any]]:
-    """Yield one object for each pair of runs and a summary for each model. Raises InputError without the extra `http`."""
+    """Yield one object for each pair of runs and a summary for each model. Raises BenchFailed where the facade does not start,
+    as without the extra `http`, or answers otherwise than it was asked."""
     scaled = max(WARM_UP_TOKENS, round(NEW_TOKENS * scale))
     with tempfile.TemporaryDirectory(prefix="rollout-") as temporary:
         tiny = Path(temporary)
-        save_tiny(tiny)
+        save_tiny(tiny, 64, VOCABULARY, "bfloat16")
         models: list[tuple[str, Path, Prompts, int]] = [
             ("tiny", tiny, RandomText(VOCABULARY), NEW_TOKENS),
             (folder.name, folder, text, scaled),
@@ -63,23 +66,6 @@ def measure(folder: Path, engine: EngineConfig, scale: float, repeat: int, text:
             for row in runs:
                 yield {"workload": NAME, "model": name, **row}
             yield summarise(name, new_tokens, runs)
-
-
-def save_tiny(folder: Path) -> None:
-    """Write a Llama of two tiny layers with random weights."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    rest = {"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "eos_token_id": 2, "dtype": "bfloat16"}
-    LlamaForCausalLM(LlamaConfig(**sizes, **rest)).save_pretrained(folder)
 
 
 def turns(config: Config, tokenizer: Path, text: Prompts, new_tokens: int, repeat: int) -> Iterator[dict[str, Any]]:
@@ -134,7 +120,7 @@ def run_http(sockets: list[socket.socket], prompts: list[np.ndarray], new_tokens
 
 def check(tokens: int, new_tokens: int) -> None:
     if tokens != PROMPTS * N * new_tokens:
-        raise InputError(f"{NAME}: {tokens} tokens came of {PROMPTS * N * new_tokens}, so the time means nothing")
+        raise BenchFailed(f"{NAME}: {tokens} tokens came of {PROMPTS * N * new_tokens}, so the time means nothing")
 
 
 def request(body: bytes) -> bytes:
@@ -143,7 +129,7 @@ def request(body: bytes) -> bytes:
 
 
 def answers(sockets: list[socket.socket]) -> list[bytes]:
-    """Return the body of one answer from each connection. Raises InputError for one that is not served in WAIT_S."""
+    """Return the body of one answer from each connection. Raises BenchFailed for one that is not served in WAIT_S."""
     received = {connection: bytearray() for connection in sockets}
     bodies: dict[socket.socket, bytes] = {}
     deadline = time.monotonic() + WAIT_S
@@ -160,37 +146,37 @@ def answers(sockets: list[socket.socket]) -> list[bytes]:
                     bodies[ready] = body
                     selector.unregister(ready)
                 elif not part:
-                    raise InputError(f"{NAME}: the facade hung up: {bytes(received[ready][:200])!r}")
+                    raise BenchFailed(f"{NAME}: the facade hung up: {bytes(received[ready][:200])!r}")
             if time.monotonic() > deadline:
-                raise InputError(f"{NAME}: {len(bodies)} of {len(sockets)} answers after {WAIT_S} s")
+                raise BenchFailed(f"{NAME}: {len(bodies)} of {len(sockets)} answers after {WAIT_S} s")
     return [bodies[connection] for connection in sockets]
 
 
 def whole(data: bytearray) -> bytes | None:
-    """Return the body of an answer, None if more is to come. Raises InputError for one that is not 200."""
+    """Return the body of an answer, None if more is to come. Raises BenchFailed for one that is not 200."""
     end = data.find(b"\r\n\r\n")
     if end < 0:
         return None
     head = bytes(data[:end]).lower()
     if not head.startswith(b"http/1.1 200"):
-        raise InputError(f"{NAME}: {bytes(data[:500])!r}")
+        raise BenchFailed(f"{NAME}: {bytes(data[:500])!r}")
     length = int(head.split(b"content-length:")[1].split(b"\r\n")[0])
     return bytes(data[end + 4 :]) if len(data) - end - 4 >= length else None
 
 
 @contextmanager
 def facade_process(endpoint: str, tokenizer: Path) -> Iterator[tuple[int, psutil.Process]]:
-    """Run `rollout http` on a free port until the block ends. Raises InputError if it does not start."""
+    """Run `rollout http` on a free port until the block ends. Raises BenchFailed if it does not start."""
     with tempfile.TemporaryDirectory(prefix="rollout-") as folder:
         ready = Path(folder) / "ready"
         command = [sys.executable, "-m", "rollout", "http", "--address", endpoint, "--port", "0", "--tokenizer", str(tokenizer)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        child = subprocess.Popen([*command, "--ready-file", str(ready)], stderr=subprocess.DEVNULL, env=environment)
+        child = subprocess.Popen([*command, "--ready-file", str(ready)], env=environment)
         try:
             deadline = time.monotonic() + WAIT_S
             while not ready.exists():
                 if child.poll() is not None or time.monotonic() > deadline:
-                    raise InputError(f"{NAME}: rollout http did not start; pip install 'rollout[http]'")
+                    raise BenchFailed(f"{NAME}: rollout http did not start; what it said is on standard error")
                 time.sleep(0.05)
             yield int(ready.read_text().split()[0].rsplit(":", 1)[1]), psutil.Process(child.pid)
         finally:

@@ -22,6 +22,7 @@ import numpy as np
 from rich.console import Console
 
 from engine.types import Limits, Sample, Sampling
+from rollout.bench.errors import BenchFailed
 from rollout.service.journal import Journal
 from transport import messages as m
 from transport.frames import Frame, frame_bytes, pack
@@ -33,10 +34,6 @@ NAME = "keys"
 SAMPLE_TOKENS = 2048
 SAMPLES, CHUNKS, TURNS = 4000, 64, 400
 WAIT_S = 60.0
-
-
-class Failed(RuntimeError):
-    """A connection did not come about, or broke."""
 
 
 class Pair:
@@ -56,7 +53,7 @@ class Pair:
         self.peer = self._introduced()
 
     def _introduced(self) -> bytes:
-        """Send something each way. Returns what the service calls the client. Raises Failed."""
+        """Send something each way. Returns what the service calls the client. Raises BenchFailed."""
         until, peer = time.monotonic() + WAIT_S, b""
         while time.monotonic() < until:
             self.client.receive(0.01)
@@ -65,7 +62,7 @@ class Pair:
                 peer = next((peer for peer, _ in self.service.receive(0.1)), b"")
             if peer and self.service.send(peer, [b"hello"]):
                 return peer
-        raise Failed("the two ends did not meet")
+        raise BenchFailed("the two ends did not meet")
 
     def close(self) -> None:
         self.client.close()
@@ -123,7 +120,7 @@ def samples_per_second(pair: Pair, scale: float) -> float:
     seconds = time.perf_counter() - started
     thread.join(WAIT_S)
     if got < count:
-        raise Failed(f"{got} of {count} samples came")
+        raise BenchFailed(f"{got} of {count} samples came")
     return count * frame_bytes(frames) / seconds / 1e6
 
 
@@ -153,7 +150,7 @@ def weights_per_second(pair: Pair, scale: float) -> float:
     seconds = time.perf_counter() - started
     thread.join(WAIT_S)
     if got < count:
-        raise Failed(f"{got} of {count} chunks came")
+        raise BenchFailed(f"{got} of {count} chunks came")
     return count * CHUNK_BYTES / seconds / 1e6
 
 

@@ -17,7 +17,7 @@ TOKENS, DEVICE, HOST, OFFLOAD, RESET, REFRESH = "#1f6feb", "#2da44e", "#bf8700",
 
 
 def check(path: str | Path) -> None:
-    """Raises InputError, before a minute of measuring, for a picture that could not be drawn or written."""
+    """Raise InputError, before a minute of measuring, for a picture that could not be drawn or written."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -40,7 +40,7 @@ class Recording(msgspec.Struct):
 
     @property
     def due(self) -> bool:
-        """The last point is INTERVAL_S old."""
+        """Whether the last point is INTERVAL_S old."""
         return not self.points or time.perf_counter() - self.began - self.points[-1].seconds >= INTERVAL_S
 
     def add(self, status: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class Recording(msgspec.Struct):
 
 @contextmanager
 def watching(recording: Recording, status: Callable[[], dict[str, Any]]) -> Iterator[None]:
-    """Adds a status to the recording every INTERVAL_S, in a thread, until the block ends. An error of `status` ends the
+    """Add a status to the recording every INTERVAL_S, in a thread, until the block ends. An error of `status` ends the
     watching and is raised at the end of the block."""
     stop, failed = threading.Event(), []
 

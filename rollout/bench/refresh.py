@@ -66,7 +66,8 @@ class Groups:
         self._handles: list[Any] = []
 
     def restart(self) -> None:
-        """All from their prompts: every refresh meets sequences of the same lengths. Returns when they decode."""
+        """Start all groups from their prompts, so that every refresh meets sequences of the same lengths. Returns when they
+        decode."""
         for handle in self._handles:
             handle.cancel()
             handle.result(60)
@@ -86,7 +87,7 @@ class PlainCopy:
         self._pairs = [(torch.empty_like(tensor), tensor) for tensor in weights.values()]
 
     def seconds(self, client: RolloutClient) -> float:
-        """Median of seven."""
+        """Return the median seconds of seven copies."""
         client.pause()
         seconds = []
         for _ in range(8):
@@ -116,7 +117,7 @@ def one_refresh(client: RolloutClient, groups: Groups, weights: Any, folder: Pat
 
 
 def mark(client: RolloutClient) -> tuple[float, int]:
-    """(the service's clock, tokens generated), both of one moment between two steps."""
+    """Return (the service's clock in seconds, tokens generated), both of one moment between two steps."""
     status = client.status()
     return status["service"]["uptime_s"], status["generated_tokens"]
 
@@ -142,7 +143,7 @@ def summarise(runs: list[dict[str, Any]], engine: EngineConfig, status: dict[str
 def print_summaries(console: Console, summaries: list[dict[str, Any]]) -> None:
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("refresh via", no_wrap=True)
-    for name in ("MB", "copy_ ms", "staged ms", "paused ms", "total ms", "pause/copy", "total/copy", "tokens/s around/steady"):
+    for name in ("MB", "copy ms", "staged ms", "paused ms", "total ms", "pause/copy", "total/copy", "tokens/s around/steady"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in summaries:
         seconds = (row["copy_seconds"], row["staged_seconds"], row["paused_seconds"], row["seconds"])

@@ -16,6 +16,7 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.types import Sample, Sampling
 from rollout.bench.against import Peer, peer
+from rollout.bench.errors import BenchFailed
 from rollout.bench.record import Recording
 from rollout.bench.target import OpenTarget, Target
 from rollout.bench.text import Prompts, PromptText
@@ -27,10 +28,6 @@ COUNTERS = (
     "restored_blocks", "drafted_tokens", "accepted_tokens", "bytes_to_host", "bytes_to_device", "move_seconds", "soft_resets",
     "steps",
 )  # fmt: skip
-
-
-class BenchFailed(RuntimeError):
-    """A run did not do the work it was given, so its speed means nothing."""
 
 
 def measure(
@@ -144,7 +141,7 @@ def peer_run_arguments(
 
 
 def peer_run(workload: Workload, text: Prompts, one: Peer, run: int, limit_s: float | None = None) -> dict[str, Any]:
-    """Raises BenchFailed if the peer did less than it was asked for; PeerFailed."""
+    """Run a workload in a peer. Raises PeerFailed, BenchFailed if the peer did less than it was asked for."""
     new_tokens = workload.lengths()[1].tolist() if workload.mixed else workload.new_tokens
     row = one.run(*peer_run_arguments(workload, text, run, new_tokens), limit_s=limit_s)
     if row["generated_tokens"] != workload.total_new_tokens:
@@ -183,6 +180,7 @@ def warm_up(target: Target, text: PromptText, length: int) -> None:
 
 
 def one_run(workload: Workload, text: Prompts, target: Target, run: int, recording: Recording | None = None) -> dict[str, Any]:
+    """Run a workload once, with the prompts of that run, and return its figures. Raises BenchFailed."""
     prompts, sampling = prompts_of(workload, text, run), sampling_of(workload, run)
     before = target.status()
     with nullcontext() if recording is None else target.watch(recording):
@@ -214,7 +212,7 @@ def sampling_of(workload: Workload, run: int) -> Sampling | list[Sampling]:
 
 
 def decode_speed(before: dict[str, Any], after: dict[str, Any]) -> float:
-    """Tokens/s of the steps that did nothing but decode, 0 if there was none."""
+    """Return the tokens/s of the steps that did nothing but decode, 0 if there was none."""
     seconds = after["decode_seconds"] - before["decode_seconds"]
     return round((after["decode_tokens"] - before["decode_tokens"]) / seconds, 2) if seconds > 0 else 0.0
 

@@ -24,8 +24,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.forward.model import module_of
 from engine.types import Begun, Group, Sample, Sampling
+from rollout.bench.errors import BenchFailed
 from rollout.bench.longer import of_vocabulary
-from rollout.bench.runner import BenchFailed
 from rollout.bench.text import PromptText
 from rollout.models import hide_progress_bars
 
@@ -114,13 +114,13 @@ def rounded(row: dict[str, float]) -> dict[str, float]:
 
 
 def as_prompts(name: str, prompts: list[np.ndarray], completions: list[np.ndarray]) -> list[Group]:
-    """The sequences, each to prefill and to end after a token."""
+    """Make a group of each sequence, to prefill and to end after a token."""
     whole = [np.concatenate([prompts[i // N], tokens]) for i, tokens in enumerate(completions)]
     return [Group(f"{name}/{i}", tokens, Sampling(max_tokens=1, seed=0)) for i, tokens in enumerate(whole)]
 
 
 def as_given(name: str, prompts: list[np.ndarray], completions: list[np.ndarray]) -> list[Group]:
-    """The sequences, their completions to score: a group for each prompt."""
+    """Make a group for each prompt, whose completions are to be scored."""
     groups = []
     for i, prompt in enumerate(prompts):
         mine = completions[i * N : (i + 1) * N]
@@ -130,7 +130,7 @@ def as_given(name: str, prompts: list[np.ndarray], completions: list[np.ndarray]
 
 
 def given(index: int, tokens: np.ndarray) -> Begun:
-    """Tokens to score."""
+    """Make a child whose tokens are to be scored."""
     zeros = np.zeros(len(tokens), np.float32)
     return Begun(index=index, token_ids=tokens, logprobs=zeros, weight_versions=[(0, 0)])
 

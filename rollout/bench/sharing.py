@@ -36,9 +36,9 @@ from rollout.bench.by_hand import (
     release,
     replayed,
 )
+from rollout.bench.errors import BenchFailed
 from rollout.bench.lengths import lognormal
 from rollout.bench.longer import long_enough
-from rollout.bench.runner import BenchFailed
 from rollout.models import hide_progress_bars
 
 NAME = "sharing"
@@ -153,7 +153,7 @@ def tables(shape: Shape, block_size: int, copies: bool) -> dict[str, np.ndarray]
 
 
 def copy_prefixes(engine: Engine, shape: Shape, own: np.ndarray) -> None:
-    """Every child's copy gets what the group's first one holds."""
+    """Fill every child's copy with what the group's first one holds."""
     data, (prefixes, _) = engine.kv.data, shape.lengths(engine.config.block_size)
     for row, blocks in enumerate(prefixes.repeat(shape.children).tolist()):
         first = row - row % shape.children

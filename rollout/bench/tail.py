@@ -28,7 +28,7 @@ from rich.console import Console
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.types import Group, Sample, Sampling
-from rollout.bench.runner import BenchFailed
+from rollout.bench.errors import BenchFailed
 from rollout.bench.text import PromptText
 from rollout.models import hide_progress_bars, load_tokenizer
 

@@ -18,6 +18,8 @@ from rollout.process import RunningService, service_process
 
 
 class Target(Protocol):
+    """What a benchmark drives."""
+
     name: str
 
     def generate(self, prompts: list[np.ndarray], sampling: Sampling | list[Sampling]) -> Iterator[Sample]:
@@ -31,7 +33,7 @@ class Target(Protocol):
     def peak_rss_bytes(self) -> int: ...
 
     def watch(self, recording: Recording) -> AbstractContextManager[None]:
-        """Records statuses while the block runs."""
+        """Record statuses while the block runs."""
         ...
 
 
@@ -88,7 +90,7 @@ class EngineTarget:
 
     @contextmanager
     def watch(self, recording: Recording) -> Iterator[None]:
-        """Between two steps, without a thread: the engine has none beside its own."""
+        """Record statuses between two steps, without a thread: the engine has none beside its own."""
         self.recording = recording
         recording.add(self.engine.status())
         try:

@@ -9,6 +9,8 @@ import numpy as np
 
 
 class Prompts(Protocol):
+    """Where the prompts of a run come from."""
+
     def slices(self, start: int, count: int, length: int) -> list[np.ndarray]:
         """Return `count` prompts of [length] int32 ids; others for another `start`."""
         ...

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from engine.config import EngineConfig
 from engine.types import Sampling
-from rollout.bench.runner import BenchFailed
+from rollout.bench.errors import BenchFailed
 from rollout.bench.text import PromptText
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
@@ -46,7 +46,7 @@ class Sizes:
 
     @classmethod
     def scaled(cls, factor: float, text: PromptText) -> Sizes:
-        """At least 8 tokens each."""
+        """Scale the sizes by `factor`, to at least 8 tokens each."""
         prompt, tool, new = (max(8, round(each * factor)) for each in (PROMPT_TOKENS, TOOL_TOKENS, NEW_TOKENS))
         return cls(prompt, tool, new, text)
 
@@ -54,7 +54,7 @@ class Sizes:
         return self.text.slices(0, CONVERSATIONS, self.prompt)
 
     def answers(self, turn: int) -> list[np.ndarray]:
-        """Of the tools, before this turn."""
+        """Return the answers of the tools before this turn."""
         return self.text.slices(CONVERSATIONS * (self.prompt + turn * self.tool), CONVERSATIONS, self.tool)
 
 

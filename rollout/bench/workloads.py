@@ -36,12 +36,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tight(self) -> bool:
-        """Its KV pool is too small for all children at once, so it is compared with a roomy one and with offload off."""
+        """Whether the KV pool is too small for all children at once; the workload is compared then with a roomy pool and with
+        offload off."""
         return self.kv_share is not None or self.kv_groups is not None
 
     @property
     def tokens(self) -> int:
-        """Of its longest sequence."""
+        """Return the tokens of the longest sequence."""
         return self.prompt_tokens + self.new_tokens
 
     def scaled(self, factor: float, block_size: int, temperature: float = 1.0) -> Workload:
@@ -80,7 +81,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return int((shared + self.n * (whole - shared)).sum()) * block_size
 
     def kv_tokens(self, block_size: int) -> int:
-        """Return the size of the pool to run it in."""
+        """Return the tokens of the KV pool to run the workload in."""
         needed = self.needed_kv_tokens(block_size)
         if self.kv_groups is not None:
             return min(self.kv_groups, self.prompts) * needed // self.prompts
@@ -89,7 +90,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return int(needed * ROOM) + (64 + ROOM_BLOCKS * self.prompts * self.n) * block_size
 
     def roomy(self) -> Workload:
-        """The same work with KV for all."""
+        """Return the same work with KV for all."""
         return msgspec.structs.replace(self, kv_share=None, kv_groups=None)
 
 
@@ -113,7 +114,7 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def find(name: str) -> Workload:
-    """Raises InputError listing the names."""
+    """Return the workload of this name. Raises InputError listing the names."""
     if name not in WORKLOADS:
         raise InputError(f"no workload {name!r}; there are: {', '.join(WORKLOADS)}")
     return WORKLOADS[name]

@@ -13,8 +13,9 @@ import torch
 from engine.config import EngineConfig
 from rollout import models
 from rollout.bench import against, fidelity
+from rollout.bench.errors import BenchFailed, PeerFailed
 from rollout.bench.floor import Machine, matrices
-from rollout.bench.runner import BenchFailed, measure, peer_run
+from rollout.bench.runner import measure, peer_run
 from rollout.bench.target import open_engine
 from rollout.bench.text import PromptText
 from rollout.bench.workloads import Workload
@@ -82,8 +83,14 @@ def test_a_peer_that_does_less_or_dies_is_no_result(drivers: Path, tiny_model: P
         assert peer_run(TINY, text, one, 0)["generated_tokens"] == 32
         with pytest.raises(BenchFailed, match="made 1 tokens"):
             peer_run(TINY, text, one, 7)
-        with pytest.raises(against.PeerFailed):
+        with pytest.raises(PeerFailed):
             one.run([np.arange(4)], 1, 1, 8)
+
+
+def test_an_interpreter_that_is_not_there_is_told(drivers: Path) -> None:
+    with pytest.raises(BenchFailed, match="vllm: /nowhere/python does not start .No such file or directory."):
+        with against.peer("vllm", "/nowhere/python", {}):
+            raise AssertionError("it has started")
 
 
 def test_the_floor_counts_the_matrices(tiny_model: Path) -> None:

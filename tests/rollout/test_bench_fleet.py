@@ -8,6 +8,7 @@ import pytest
 
 from engine.config import EngineConfig
 from rollout.bench import fleet, run
+from rollout.bench.tiny import save_tiny
 from rollout.config import InputError
 
 
@@ -15,7 +16,7 @@ from rollout.config import InputError
 @pytest.mark.timeout(600)
 def test_the_row_has_the_figures(tmp_path: Path) -> None:
     """Of a tiny model; what is measured are real processes, one of them killed."""
-    model = fleet.tiny_model(tmp_path / "model")
+    model = save_tiny(tmp_path / "model", 32, fleet.TINY_VOCAB, "float32")
     engine = EngineConfig(dtype="float32", threads=1, cpu_offload_gib=0)
     (row,) = fleet.measure(model, engine, scale=0.1, repeat=1, replicas=2)
     assert row["ratio_to_one"] > 0 and row["front_core_fraction"] > 0 and 0 < row["takeover_seconds"] < 60

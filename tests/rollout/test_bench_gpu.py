@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from rollout.bench import against, gpu, gpu_parts, runner
-from rollout.bench.against import PeerFailed
+from rollout.bench.errors import PeerFailed
 from rollout.bench.gpu import main, measure
 from rollout.bench.gpu_bench import QUICK, Args, Bench, Sizes
 from rollout.bench.gpu_limit import Work, beside_limit

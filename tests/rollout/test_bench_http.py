@@ -12,8 +12,8 @@ import pytest
 
 from engine.config import EngineConfig
 from rollout.bench import http
+from rollout.bench.errors import BenchFailed
 from rollout.bench.text import PromptText
-from rollout.config import InputError
 from rollout.models import load_tokenizer
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nContent-Length: 4\r\n\r\nbody"
@@ -45,13 +45,13 @@ def test_what_is_no_answer_ends_the_run(pairs: list[tuple[socket.socket, socket.
     for _, end in pairs:
         end.sendall(sent)
         end.shutdown(socket.SHUT_WR)
-    with pytest.raises(InputError):
+    with pytest.raises(BenchFailed):
         http.answers([one for one, _ in pairs])
 
 
 def test_fewer_tokens_than_asked_for_are_no_result() -> None:
     http.check(http.PROMPTS * http.N * 5, 5)
-    with pytest.raises(InputError, match="means nothing"):
+    with pytest.raises(BenchFailed, match="means nothing"):
         http.check(http.PROMPTS * http.N * 5 - 1, 5)
 
 

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.forward.model import Model, open_model
 from engine.memory import HostMemory
 from rollout.bench import by_hand, run, sharing
-from rollout.bench.runner import BenchFailed
+from rollout.bench.errors import BenchFailed
 from rollout.bench.sharing import Shape, measure, tables
 from rollout.config import InputError
 
