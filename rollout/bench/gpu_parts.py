@@ -196,8 +196,8 @@ def whole_steps(bench: Bench, engine: Engine) -> Rows:
 
 
 def prefill(bench: Bench) -> Rows:
-    """Measure forwards of whole prompts, alike and of mixed lengths: from graphs where these are, without graphs, and with the prompts
-    of large steps left to `varlen_attn`."""
+    """Measure forwards of whole prompts, alike and of mixed lengths: from graphs where these are, without graphs, and with the
+    prompts of large steps left to `varlen_attn`."""
     prompts = {f"{rows} x {tokens}": np.full(rows, tokens, np.int32) for rows, tokens in bench.sizes.prompts}
     prompts[f"{bench.sizes.mixed_prompts} x {bench.mixture}"] = bench.mixed(bench.sizes.mixed_prompts)
     most = max(int(lengths.sum()) for lengths in prompts.values())
@@ -405,8 +405,8 @@ def plain_copy_ms(device: torch.device, tensors: list[torch.Tensor]) -> float:
 
 
 def weights(bench: Bench) -> Rows:
-    """Measure decode steps and prefills, of equal lengths and of mixed ones, with some layers in host memory. Beside them stands
-    what bounds them: the forward with all layers on the device, or the copies, whichever takes longer."""
+    """Measure decode steps and prefills, of equal lengths and of mixed ones, with some layers in host memory. Beside them is what
+    bounds them: the forward with all layers on the device, or the copies, whichever takes longer."""
     rows, (prefills, tokens) = bench.sizes.rows, bench.sizes.prefill
     decodes = {"decode": np.full(rows, bench.sizes.contexts[0], np.int32), "decode, mixed lengths": bench.mixed(rows)}
     prompts = {

@@ -42,7 +42,7 @@ def account(model: TestModel) -> Account:
 
 
 def sample(index: int = 0, **options: object) -> Sample:
-    """One of PROMPT under version 1."""
+    """Make a sample of PROMPT under version 1."""
     fields = {
         "group_id": "g",
         "index": index,
@@ -131,7 +131,7 @@ def test_weights_that_break_are_refused(model: TestModel) -> None:
 
 
 def series(more_mib: float, noise: float = 2.0) -> list[tuple[float, leaks.Held]]:
-    """Ten minutes of a process that holds so much more at their end, with bursts."""
+    """Make ten minutes of a process that holds so much more at their end, with bursts."""
     rng = random.Random(0)
     held = lambda i: 500 + more_mib * i / 300 + rng.uniform(0, noise) + 40 * (rng.random() < 0.2)  # noqa: E731
     return [(2.0 * i, leaks.Held(held(i), 40 + rng.randrange(3), 12, 0.0)) for i in range(300)]

@@ -100,7 +100,7 @@ class Parent:
         return result
 
     def _tell(self, session: pytest.Session) -> None:
-        """Hands on the lines that are there; a last one may be half written."""
+        """Hand on the lines that are there; a last one may be half written."""
         *lines, self._unread = (self._unread + self._told.read()).split("\n")
         for kind, data in map(json.loads, lines):
             self._hand_on(session, kind, data)
@@ -119,7 +119,7 @@ class Parent:
             self._config.hook.pytest_runtest_logreport(report=report)
 
     def _say_how_it_ended(self, output: str) -> None:
-        """As a test that failed: the run is red, and the end of the child's output is shown."""
+        """Report a test that failed: the run is red, and the end of the child's output is shown."""
         text = f"the tests beside ended with exit status {self._child.returncode}:\n{output}"
         name = f"beside: {self._config.option.beside}"
         report = pytest.TestReport(name, (name, 0, name), {}, "failed", text, "call")

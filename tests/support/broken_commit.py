@@ -30,7 +30,7 @@ class Failing:
 
 
 def fail_commit(monkeypatch: pytest.MonkeyPatch, k: int, where: str) -> None:
-    """The next commit fails at slice k of the model."""
+    """Let the next commit fail at slice k of the model. where: one of PLACES."""
     slices, count = Weights._slices, iter(range(10_000))
 
     def failing(self: Weights, name: str) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from engine.types import Sampling
 
 
 def batch(samplings: list[Sampling], position: int = 0) -> SamplingBatch:
-    """One draw from one row of logits for each; draw i is child i."""
+    """Make one draw from one row of logits for each sampling; draw i is child i."""
     n = len(samplings)
     u = uniform(*(np.array(x, np.uint64) for x in ([s.seed or 0 for s in samplings], range(n), [position] * n)))
     return SamplingBatch(

@@ -46,7 +46,7 @@ Samples = dict[tuple[str, int], Sample]
 
 
 def assert_same(one: Samples, other: Samples) -> None:
-    """To the bit, and the same endings."""
+    """Assert that samples are the same to the bit, and end the same way."""
     assert one.keys() == other.keys()
     for key, sample in one.items():
         theirs = other[key]

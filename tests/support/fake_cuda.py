@@ -79,12 +79,12 @@ class FakeCuda:
         self.current = before
 
     def work_on(self, stream: FakeStream) -> None:
-        """All that one stream can do while the others stand still."""
+        """Do all that one stream can do while the others stand still."""
         while stream.ready():
             stream.queue.pop(0)[1]()
 
     def work(self, most: int) -> None:
-        """Up to so many pieces of work, on whichever stream has one that may run."""
+        """Do up to so many pieces of work, on whichever stream has one that may run."""
         for _ in range(most):
             ready = [stream for stream in self.streams if stream.ready()]
             if not ready:

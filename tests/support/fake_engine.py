@@ -130,15 +130,14 @@ class FakeEngine:
 
 
 def main() -> None:
+    from rollout.process import write_atomically
     from rollout.service.loop import Service
 
     endpoint, ready, *rest = sys.argv[1:]
     step_s, grace_s = [float(text) for text in rest] + [0.0, 10.0][len(rest) :]
     service = Service(FakeEngine(step_s=step_s), endpoint, client_grace_s=grace_s)
     signal.signal(signal.SIGTERM, lambda number, frame: service.stop("SIGTERM"))
-    temporary = Path(ready + ".tmp")
-    temporary.write_text(service.endpoint)
-    temporary.rename(ready)
+    write_atomically(Path(ready), service.endpoint)
     service.run()
 
 

@@ -87,7 +87,7 @@ class Outcome(NamedTuple):
 
 
 def sizes(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a family's configuration; one that is put together of others gets a small one in each place."""
+    """Return the arguments of a family's configuration; one that is put together of others gets a small one in each place."""
     options = {**COMMON, **OVERRIDES.get(name, {}), **overrides}
     for part in getattr(CONFIG_MAPPING[name], "sub_configs", {}):
         options.setdefault(part, {**COMMON, **OVERRIDES.get(f"{name}_text", {})} if "text" in part else dict(COMMON))
@@ -95,8 +95,8 @@ def sizes(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, scale: float = 4.0, **overrides: Any) -> PreTrainedModel:
-    """A model of a family with random weights: distributions far from flat, norms, biases and what the initialisation leaves
-    at zero such that they count. Raises whatever transformers does, ValueError for one that is not tiny."""
+    """Make a model of a family with random weights: distributions far from flat, norms, biases and what the initialisation
+    leaves at zero such that they count. Raises whatever transformers does, ValueError for one that is not tiny."""
     config = AutoConfig.for_model(name, **sizes(name, overrides))
     with torch.device("meta"):
         count = sum(each.numel() for each in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters())
@@ -123,9 +123,9 @@ def build(name: str, dtype: torch.dtype = torch.float32, scale: float = 4.0, **o
 
 
 def outcome(model: PreTrainedModel, name: str, prompts: tuple[int, ...] = PROMPTS, **config: Any) -> Outcome:
-    """Samples of an engine over the model against the model's plain forward: to 1e-5 in fp32, or within rounding. That is where
-    the engine is at most 3 times as far as the plain forward from the same weights in a finer format: fp32 for bf16, fp64 for
-    fp32."""
+    """Compare samples of an engine over the model with the model's plain forward: to 1e-5 in fp32, or within rounding. That is
+    where the engine is at most 3 times as far as the plain forward from the same weights in a finer format: fp32 for bf16, fp64
+    for fp32."""
     plain = copy.deepcopy(model)
     options = {"block_size": 8, "kv_tokens": 4096, "max_num_seqs": 16, "max_batch_tokens": 64, "cpu_offload_gib": 0, **config}
     dtype = str(model.dtype).removeprefix("torch.")
@@ -160,7 +160,7 @@ def outcome(model: PreTrainedModel, name: str, prompts: tuple[int, ...] = PROMPT
 
 
 def both(name: str) -> dict[str, Outcome]:
-    """What becomes of a family, by dtype."""
+    """Return what becomes of a family, by dtype."""
     try:
         model = build(name)
         with torch.inference_mode():
@@ -180,7 +180,7 @@ def both(name: str) -> dict[str, Outcome]:
 
 
 def both_in_a_child(name: str, timeout_s: int = 120) -> dict[str, Outcome]:
-    """The same in a process of its own, so that a crash or a hang is an outcome."""
+    """Return the same from a process of its own, so that a crash or a hang is an outcome."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -173,7 +173,7 @@ class Adversary:
         self._stopped: list[tuple[float, int]] = []
 
     def torment(self, seconds: float, enough: str = "") -> None:
-        """`enough`: it is over as soon as this was found."""
+        """Kill, stop and cut for so many seconds. `enough`: the end comes as soon as this was found."""
         end = time.monotonic() + seconds
         while (now := time.monotonic()) < end and not self.accounts.counts[enough]:
             self.act(self.rng.choices(["kill", "stop", "cut"], [3, 1, 3])[0], str(self.rng.randrange(self.front.replicas)), now)
@@ -273,7 +273,7 @@ class Pusher:
             accounts.add("mixed", note="broken weights are live")
 
     def refused(self, broken: bool, error: Exception, killed: bool) -> None:
-        """`killed`: the front was, meanwhile."""
+        """Judge a refusal. `killed`: the front was, meanwhile."""
         self.whole = "all tensors must come first" in str(error)
         self.accounts.add("broken_refreshes", broken)
         if not (broken or killed or self.whole):
@@ -372,7 +372,7 @@ class Chaos:
 
 
 def broken_weights(rng: random.Random, content: int) -> Weights:
-    """Weights that must be refused: by all, or by one replica alone, if it is there."""
+    """Make weights that must be refused: by all, or by one replica alone, if it is there."""
     weights, name = weights_of(content), f"w{rng.randrange(TENSORS)}"
     match rng.randrange(4):
         case 0:

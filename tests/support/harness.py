@@ -34,7 +34,7 @@ Cell = tuple[int, int, int]
 
 
 def cell(before: Cell | None, token: int, version: int) -> Cell:
-    """KV of a token that `version` computed behind `before`."""
+    """Make the KV of a token that `version` computed behind `before`."""
     return token, version, hash((before and before[2], token, version))
 
 
@@ -55,7 +55,7 @@ VOCABULARY = Vocabulary([b"abc"[token % 3 :][: 1 + token % 2] for token in range
 
 
 def stop_of(group: Group, tokens: list[int]) -> tuple[int, str] | None:
-    """Where the first stop string begins in the text of these tokens, and which, by plain search."""
+    """Find where the first stop string begins in the text of these tokens, and which that is, by plain search."""
     text = VOCABULARY.text(tokens).decode()
     return min(((text.find(string), string) for string in group.sampling.stop if string in text), default=None)
 
@@ -66,7 +66,7 @@ def ended_by(group: Group, tokens: list[int]) -> bool:
 
 
 def rules_of(group: Group, output: list[int]) -> Rules:
-    """What a child with this output must be drawn by."""
+    """Return what a child with this output must be drawn by."""
     sampling, prompt = group.sampling, group.prompt.tolist()
     if not sampling.changes_logits:
         return ()
@@ -77,7 +77,7 @@ def rules_of(group: Group, output: list[int]) -> Rules:
 
 
 def rules_by_draw(plan: Plan) -> dict[int, Rules]:
-    """The same as a plan has it, by draw."""
+    """Return the rules that a plan has, by draw."""
     found: dict[int, Rules] = {}
     for each in plan.adjustments:
         counts = sorted(zip(each.counted.tolist(), each.counts.tolist(), strict=True))
@@ -87,7 +87,7 @@ def rules_by_draw(plan: Plan) -> dict[int, Rules]:
 
 
 def logprob(ids: tuple[int, ...], token: int) -> float:
-    """Of a token behind these."""
+    """Return the log-prob of a token behind these."""
     return -float(hash((ids, token)) % 1000)
 
 
@@ -96,7 +96,7 @@ def eos_of(group: Group) -> frozenset[int]:
 
 
 def expected(group: Group) -> list[list[int]]:
-    """What each child must be."""
+    """Return what each child must be."""
     children = []
     for index in range(group.sampling.n):
         tokens: list[int] = []
@@ -108,18 +108,18 @@ def expected(group: Group) -> list[list[int]]:
 
 
 def top_of(tokens: list[int], k: int) -> np.ndarray:
-    """[tokens, k] ids that stand for the most probable ones where these were drawn."""
+    """Return [tokens, k] ids that stand for the most probable ones where these were drawn."""
     return (np.add.outer(tokens, np.arange(k)) % VOCAB).astype(np.int32)
 
 
 def most_probable(tokens: list[int], plan: Plan) -> Top | None:
-    """What a step gives that drew `tokens`: in as many columns as one of its draws asks for."""
+    """Return what a step gives that drew `tokens`: in as many columns as one of its draws asks for."""
     ids = top_of(tokens, int(plan.sampling["top"].max(initial=0)))
     return Top(ids, -ids.astype(np.float32)) if ids.size else None
 
 
 def check_top(sample: Sample, k: int) -> None:
-    """Each token has the most probable ones of its own draw, and there are none where nobody asked."""
+    """Assert that each token has the most probable ones of its own draw, and that there are none where nobody asked."""
     ids, logprobs = sample.top_ids, sample.top_logprobs
     if not k:
         assert ids is None and logprobs is None
@@ -215,7 +215,7 @@ class Harness:
         return True
 
     def history(self, child: tuple[str, int]) -> list[int]:
-        """Prompt and output of a child that has ended."""
+        """Return prompt and output of a child that has ended."""
         return [*self.groups[child[0]].prompt.tolist(), *self.got[child].token_ids.tolist()]
 
     def take(self, samples: list[Sample]) -> None:
@@ -238,7 +238,7 @@ class Harness:
                 self.oldest[id] = max(oldest, version - state.group.sampling.max_kv_lag)
 
     def step(self, fail_copy: int | None = None) -> None:
-        """`fail_copy`: the copies stop after that many of them."""
+        """Run a step. `fail_copy`: the copies stop after that many of them."""
         self.take(self.scheduler.expire())
         if self.flight and (self.scheduler.must_preempt or self.scheduler.would_draft):
             self.land()
@@ -342,7 +342,7 @@ class Harness:
         )
 
     def check(self) -> None:
-        """Every invariant: the store's, and that what the index finds is there, on the device and in host memory."""
+        """Assert every invariant: the store's, and that what the index finds is there, on the device and in host memory."""
         check(self.scheduler)
         store = self.scheduler.store
         for block in {*store.device.holder, *store.host.holder} - {None}:
@@ -388,7 +388,7 @@ class Harness:
         assert store.device.free == store.device.size and store.host.free == store.host.size and not len(store.index)
 
     def check_cut(self, group: Group, samples: list[Sample]) -> None:
-        """Siblings are cut once enough have ended by themselves, and none is without that."""
+        """Assert that siblings are cut once enough have ended by themselves, and not before."""
         ended, enough = [sample.finish_reason for sample in samples], group.sampling.finish_after
         by_themselves = ended.count("stop") + ended.count("length")
         if enough is None:
@@ -402,7 +402,7 @@ class Harness:
 
 
 def with_begun(group: Group, begun: dict[int, int]) -> Group:
-    """The same group whose children have so many of their tokens already, as far as that leaves one to draw."""
+    """Return the same group whose children have so many of their tokens already, as far as that leaves one to draw."""
     children = []
     for index, tokens in enumerate(expected(group)):
         have = min(begun.get(index, 0), len(tokens) - 1)
@@ -417,7 +417,7 @@ def with_begun(group: Group, begun: dict[int, int]) -> Group:
 
 
 def with_given(group: Group) -> Group:
-    """The same group, to score: of each child as many tokens as it may have, stop tokens in the middle among them."""
+    """Return the same group, to score: of each child as many tokens as it may have, stop tokens in the middle among them."""
     children, seed = [], group.sampling.seed or 0
     for index in group.wanted:
         length = 1 + hash((seed, index)) % group.sampling.max_tokens
@@ -448,12 +448,12 @@ def random_harness(r: random.Random, foreground_s: float, order: OrderName, draf
 
 
 def order_of(seed: int) -> OrderName:
-    """Each of them in turn, for schedules with group policies and for those without."""
+    """Return each order in turn, for schedules with group policies and for those without."""
     return get_args(OrderName)[seed // 2 % len(get_args(OrderName))]
 
 
 def policies(r: random.Random, n: int) -> dict[str, Any]:
-    """Some children only, some that have begun, a group that ends with its first ones, and a priority."""
+    """Draw policies: some children only, some that have begun, a group that ends with its first ones, and a priority."""
     wanted = sorted(r.sample(range(n), r.randrange(1, n + 1)))
     some = r.random() < 0.3
     return {
@@ -548,7 +548,7 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
 
 
 def conversations(seed: int) -> Harness:
-    """Turns, many of them over refreshes and with tools that say much, to the end."""
+    """Run turns to the end, many of them over refreshes and with tools that say much."""
     r = random.Random(seed)
     h = Harness(
         r.choice([24, 48, 128]),
@@ -582,7 +582,7 @@ def conversations(seed: int) -> Harness:
 
 
 def tight_schedule(seed: int) -> None:
-    """Groups of up to 32 children over a pool that hardly holds one of them, to the end."""
+    """Run groups of up to 32 children to the end over a pool that hardly holds one of them."""
     r = random.Random(seed)
     size = r.choice([2, 4, 8])
     longest = r.randrange(8, 60)

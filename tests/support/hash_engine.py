@@ -38,7 +38,7 @@ Weights = dict[str, np.ndarray]
 
 
 def weights_of(version: int) -> Weights:
-    """[ROWS] float32 each; those of different versions differ everywhere."""
+    """Return the weights of a version, [ROWS] float32 each; those of different versions differ everywhere."""
     return {f"w{i}": np.full(ROWS, 100.0 * version + i, np.float32) for i in range(TENSORS)}
 
 
@@ -65,7 +65,7 @@ def after(state: int, token: int) -> int:
 
 
 def expected(prompt: np.ndarray, sample: Sample, keys: dict[int, int]) -> list[int]:
-    """What the tokens of a sample must be, by its spans. keys: `key_of` the weights of each version."""
+    """Return what the tokens of a sample must be, by its spans. keys: `key_of` the weights of each version."""
     state, tokens = start(prompt, sample.seed, sample.index), []
     spans = dict(sample.weight_versions)
     version = -1
@@ -346,6 +346,7 @@ class HashEngine:
 
 
 def main() -> None:
+    from rollout.process import write_atomically
     from rollout.service.loop import Service
     from rollout.service.watchdog import Watch
 
@@ -362,14 +363,9 @@ def main() -> None:
 
     if not float(alone_s):
         threading.Thread(target=stop_at_end_of_input, daemon=True).start()
-    temporary = Path(ready + ".tmp")
-    temporary.write_text(service.endpoint)
-    temporary.rename(ready)
+    write_atomically(Path(ready), service.endpoint)
     service.run()
 
 
 if __name__ == "__main__":
     main()
-
-
-__all__ = ["HashEngine", "expected", "key_of", "msgspec", "weights_of"]

@@ -41,7 +41,7 @@ class JoinedFleet:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def key(self, name: str, *roles: files.Role) -> Path:
-        """A connection file for the front's address for replicas."""
+        """Make a connection file for the front's address for replicas."""
         assert self.folder is not None and self.file is not None
         path = self.folder / f"{name}.json"
         files.add(self.file, name, roles, path, self.joins.endpoint)
@@ -59,7 +59,7 @@ class JoinedFleet:
         return child
 
     def replica(self, name: str) -> dict[str, Any]:
-        """As the status has it; {} for one that the fleet does not know."""
+        """Return what the status has of a replica; {} for one that the fleet does not know."""
         found = [one for one in self.fleet.status()["replicas"] if one["name"] == name]
         return found[0] if found else {}
 
@@ -82,7 +82,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def joined_fleet(folder: Path | None, *names: str, step_s: float = 0.0) -> Iterator[JoinedFleet]:
-    """A fleet of replicas of these names, all of them serving. `folder`: for its keys; None = without."""
+    """Open a fleet of replicas of these names, all of them serving. `folder`: for its keys; None = without."""
     joined = JoinedFleet(folder)
     try:
         for name in names:

@@ -40,7 +40,7 @@ class Keyed:
             yield self
 
     def add(self, name: str, *roles: Role, at: str | None = None) -> Path:
-        """A connection file; `at`: another address than the service's, e.g. a relay's."""
+        """Make a connection file; `at`: another address than the service's, e.g. a relay's."""
         path = self.folder / f"{name}.json"
         keys = files.add(self.file, name, roles, path)
         files._write(path, msgspec.structs.replace(keys, address=at or self.service.endpoint), replace=True)
@@ -71,7 +71,7 @@ class RawDealer:
             self.sock.send_multipart(pack(message), copy=True)
 
     def receive(self, seconds: float, wanted: int = 1000) -> list[Any]:
-        """What comes, heartbeats left out: so much of it, or until so many seconds were silent."""
+        """Return what comes, heartbeats left out: so many messages, or until so many seconds were silent."""
         got: list[Any] = []
         while len(got) < wanted and self.sock.poll(int(seconds * 1000)):
             message = self._decoder.unpack(self.sock.recv_multipart(copy=True))

@@ -82,6 +82,7 @@ class Process:
 
 
 def main() -> None:
+    from rollout.process import write_atomically
     from rollout.service.journal import Journal
     from rollout.service.loop import Service
 
@@ -93,9 +94,7 @@ def main() -> None:
 
     signal.signal(signal.SIGUSR1, refresh)
     service = Service(engine, endpoint, journal=None if journal == "-" else Journal(journal, "seeded"))
-    temporary = Path(ready + ".tmp")
-    temporary.write_text(service.endpoint)
-    temporary.rename(ready)
+    write_atomically(Path(ready), service.endpoint)
     service.run()
 
 

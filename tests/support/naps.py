@@ -17,7 +17,7 @@ def groups(count: int = 3) -> list[Any]:
 
 
 def run_with_naps(engine: Engine, naps: set[int], level: int = 1) -> dict[tuple[str, int], Sample]:
-    """All groups; before each step named in `naps` the engine sleeps and wakes."""
+    """Run all groups; before each step named in `naps` the engine sleeps and wakes."""
     for each in groups():
         engine.submit(each)
     samples, step = {}, 0

@@ -19,7 +19,7 @@ Samples = dict[tuple[str, int], Sample]
 
 
 def engine(**options: Any) -> Engine:
-    """Captures what comes up, so that a test of few steps starts at once."""
+    """Make an engine that captures what comes up, so that a test of few steps starts at once."""
     attention = "triton" if DEVICE == "cuda" else "reference"
     return tiny_engine(**{"device": DEVICE, "attention": attention, "warm_up": False, **options})
 
@@ -30,15 +30,15 @@ def module_of(engine: Engine) -> torch.nn.Module:
 
 
 def lockstep(tag: str = "", seed: int = 0) -> list[Group]:
-    """Sixteen children of one prompt that all make as many tokens. Every decode step has sixteen rows, a batch size that is
-    captured and that nobody pads: whatever else differs, the matrix products are the same, and so must the bits be."""
+    """Make sixteen children of one prompt that all draw as many tokens. Every decode step has sixteen rows, a batch size that
+    is captured and that nobody pads: whatever else differs, the matrix products are the same, and so must the bits be."""
     return [group(f"lockstep{tag}", [3 + i % 190 for i in range(41)], n=16, max_tokens=24, seed=seed, ignore_eos=True)]
 
 
 def agree(one: Samples, other: Samples, atol: float = 1e-4, alike: float = 0.9) -> None:
-    """The same samples up to the rounding of matrix products, whose kernels cuBLAS picks by the size of the batch: log-probs
-    within `atol` as far as the tokens are the same, which in nearly all samples they are to the end. (A draw whose number
-    falls within the rounding of an edge goes to the neighbour, and the sample goes another way from there.)"""
+    """Assert the same samples up to the rounding of matrix products, whose kernels cuBLAS picks by the size of the batch:
+    log-probs within `atol` as far as the tokens are the same, which in nearly all samples they are to the end. (A draw whose
+    number falls within the rounding of an edge goes to the neighbour, and the sample goes another way from there.)"""
     assert one.keys() == other.keys()
     same = 0
     for key, sample in one.items():

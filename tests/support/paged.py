@@ -37,7 +37,8 @@ Row = tuple[int, int, int]
 
 
 def tokens(shape: Shape, prefixes: list[tuple[int | None, int]], lengths: list[int], seed: int = 0) -> Tokens:
-    """Sequence i continues `prefixes[i]` = (an earlier sequence, how many of its first blocks) and is lengths[i] long."""
+    """Draw sequences: i continues `prefixes[i]` = (an earlier sequence, how many of its first blocks) and is lengths[i]
+    long."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(n: int, heads: int) -> torch.Tensor:
@@ -60,7 +61,7 @@ def pool(shape: Shape, blocks: int) -> torch.Tensor:
 
 
 def step_arrays(shape: Shape, made: Tokens, rows: list[Row]) -> dict[str, np.ndarray]:
-    """Index arrays of one step; `shared` holds the leading full blocks that neighbouring rows have in common."""
+    """Make the index arrays of one step; `shared` holds the leading full blocks that neighbouring rows have in common."""
     size = shape.block_size
     starts = np.cumsum([0, *(count for _, _, count in rows)]).astype(np.int32)
     lens = np.array([first + count for _, first, count in rows], np.int32)
@@ -94,12 +95,12 @@ def step_arrays(shape: Shape, made: Tokens, rows: list[Row]) -> dict[str, np.nda
 
 
 def whole(made: Tokens) -> list[list[Row]]:
-    """Every sequence in a step of its own, in one row: the canonical schedule."""
+    """Put every sequence in a step of its own, in one row: the canonical schedule."""
     return [[(i, 0, len(q))] for i, q in enumerate(made.q)]
 
 
 def oracle(shape: Shape, made: Tokens, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequence i in double precision: out [T, q_heads, D], lse [T, q_heads]."""
+    """Compute sequence i in double precision: out [T, q_heads, D], lse [T, q_heads]."""
     group = shape.q_heads // shape.kv_heads
     q, k, v = (x[i].double() for x in (made.q, made.k, made.v))
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -113,8 +114,9 @@ def oracle(shape: Shape, made: Tokens, i: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def assert_close(shape: Shape, got: torch.Tensor, want: torch.Tensor, rounding: float = 2**-8) -> None:
-    """fp32: 2e-6 of the largest value. bf16: one rounding of the output (2⁻⁸ of it) and one of each weight, whose errors add
-    up to at most 2⁻⁸ of the largest value and to far less than a third of it in practice. `rounding`: 2⁻⁷ if bits are cut."""
+    """Assert that errors are small. fp32: 2e-6 of the largest value. bf16: one rounding of the output (2⁻⁸ of it) and one of
+    each weight, whose errors add up to at most 2⁻⁸ of the largest value and to far less than a third of it in practice.
+    `rounding`: 2⁻⁷ if bits are cut."""
     error = (got.double() - want).abs()
     if shape.dtype == FP32:
         assert error.max() <= 2e-6 * want.abs().max()
@@ -123,7 +125,7 @@ def assert_close(shape: Shape, got: torch.Tensor, want: torch.Tensor, rounding: 
 
 
 def same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    """NaN where nothing was computed is no difference."""
+    """Whether all tensors are equal to the bit; NaN where nothing was computed is no difference."""
     return all(
         torch.equal(a[~a.isnan() & ~b.isnan()], b[~a.isnan() & ~b.isnan()]) and not b.isnan().all()
         for a, b in zip(one, other, strict=True)
@@ -145,13 +147,14 @@ def family(shape: Shape) -> Tokens:
 
 
 def chunked(made: Tokens, chunk: int) -> list[list[Row]]:
-    """All sequences side by side, `chunk` tokens of each a step; the prefixes in common are computed by each of them."""
+    """Put all sequences side by side, `chunk` tokens of each a step; the prefixes in common are computed by each of them."""
     longest = max(len(q) for q in made.q)
     return [[(i, a, min(chunk, len(q) - a)) for i, q in enumerate(made.q) if a < len(q)] for a in range(0, longest, chunk)]
 
 
 def decode_after(shape: Shape, made: Tokens, order: list[int]) -> list[list[Row]]:
-    """Prefixes in common once, in whole rows; then every sequence its other tokens one by one, beside each other."""
+    """Prefill common prefixes once, in whole rows; then decode the other tokens of every sequence one by one, beside each
+    other."""
     begin = {i: shared * shape.block_size for i, (_, shared) in enumerate(FAMILY)}
     begin |= {0: 3 * shape.block_size, 1: 5 * shape.block_size, 5: 2 * shape.block_size}
     prefill = [(0, 0, begin[0]), (5, 0, begin[5])]

@@ -26,14 +26,14 @@ class PlanRow(NamedTuple):
 
 
 def rows(scheduler: Scheduler, plan: Plan) -> list[PlanRow]:
-    """The rows of a plan that is not committed, in order."""
+    """Return the rows of a plan that is not committed, in order."""
     numbers = zip(plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist(), strict=True)
     children = [(seq.state.group.id, seq.index) for seq in scheduler.sequences_of(plan)]
     return [PlanRow(*child, *row) for child, row in zip(children, numbers, strict=True)]
 
 
 def encoded(plan: Plan) -> bytes:
-    """A plan as msgpack. Raises TypeError for whatever is neither a value of msgpack nor an array."""
+    """Write a plan as msgpack. Raises TypeError for whatever is neither a value of msgpack nor an array."""
     return msgspec.msgpack.encode(plan, enc_hook=_array_fields)
 
 
@@ -42,7 +42,7 @@ def decoded(data: bytes) -> Plan:
 
 
 def sent(plan: Plan) -> Plan:
-    """A plan as another process gets it."""
+    """Return a plan as another process gets it."""
     return decoded(encoded(plan))
 
 
@@ -60,7 +60,7 @@ def _array(kind: Any, fields: Any) -> Any:
 
 
 def small_scheduler(device_blocks: int = 16, host_blocks: int = 0, **config: Any) -> Scheduler:
-    """A scheduler of blocks of 4 tokens, steps of 8 tokens, 4 sequences; its clock stands still."""
+    """Make a scheduler of blocks of 4 tokens, steps of 8 tokens, 4 sequences; its clock stands still."""
     options = {"block_size": 4, "max_batch_tokens": 8, "max_num_seqs": 4, "lookahead_blocks": 1, "min_run_tokens": 0, **config}
     settings = EngineConfig(kv_tokens=4 * device_blocks, **options)
     blocks = {"device_blocks": device_blocks, "host_blocks": host_blocks, "max_blocks": device_blocks}
@@ -68,7 +68,7 @@ def small_scheduler(device_blocks: int = 16, host_blocks: int = 0, **config: Any
 
 
 def submit(scheduler: Scheduler, id: str, prompt: Sequence[int] | range, client: str = "", **sampling: Any) -> None:
-    """A group of one child that ends after 20 tokens, or at token 0."""
+    """Submit a group of one child that ends after 20 tokens, or at token 0."""
     options = {"max_tokens": 20, "seed": 1, **sampling}
     group = Group(id, np.array(prompt, np.int32), Sampling(**options))
     scheduler.submit(group, client, group.sampling.seed or 0, frozenset({0}))

@@ -36,7 +36,7 @@ class Pages(NamedTuple):
 
 
 def pages(heads: Heads, lengths: list[int], shared: int = 0) -> Pages:
-    """The first `shared` blocks are the same for all."""
+    """Make pages of sequences; the first `shared` blocks are the same for all."""
     generator = torch.Generator().manual_seed(0)
     needed = [-(-length // BLOCK) for length in lengths]
     ids = np.random.default_rng(0).permutation(shared + sum(n - shared for n in needed) + 3).astype(np.int32)
@@ -55,7 +55,7 @@ def pages(heads: Heads, lengths: list[int], shared: int = 0) -> Pages:
 def attend(
     made: Pages, counts: list[int], share: bool, processors: int | None = None, attends: VarlenAttend | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last `counts` tokens of every sequence in one step: queries and outputs [T, q_heads, dim]. attends: prompts."""
+    """Compute the last `counts` tokens of every sequence in one step: queries and outputs [T, q_heads, dim]. attends: prompts."""
     heads, rows = made.heads, len(counts)
     q_heads, columns = heads.kv * heads.group, max(map(len, made.tables))
     total = sum(counts)
@@ -82,7 +82,7 @@ def attend(
 
 
 def assert_right(made: Pages, counts: list[int], query: torch.Tensor, out: torch.Tensor) -> None:
-    """Each query against double precision, up to the rounding of its output and of its weights."""
+    """Compare each query with double precision, up to the rounding of its output and of its weights."""
     rounding = 2**-8 if made.heads.dtype == torch.bfloat16 else 2**-19
     at = 0
     for table, length, count in zip(made.tables, made.lengths, counts, strict=True):

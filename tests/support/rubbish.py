@@ -15,7 +15,7 @@ WAIT = 120.0
 
 
 def rubbish(endpoint: str, count: int, seed: int) -> int:
-    """Broken messages from a peer that reads none of the answers for long, and connects again when it is thrown out."""
+    """Send broken messages as a peer that reads none of the answers for long, and connects again when it is thrown out."""
     rng = random.Random(seed)
     valid = valid_frames([each for each in CLIENT_MESSAGES if not isinstance(each, m.Control | m.Sleep | m.Wake)])
     sent = 0

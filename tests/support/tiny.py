@@ -43,7 +43,8 @@ MODELS: dict[str, dict[str, object]] = {
 
 
 def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: object) -> PreTrainedModel:
-    """A model of the family `name` (see MODELS, or any other), weights scaled up so that distributions are far from flat."""
+    """Make a model of the family `name` (see MODELS, or any other), weights scaled up so that distributions are far from
+    flat."""
     torch.manual_seed(seed)
     options = {**COMMON, **MODELS.get(name, {}), **overrides}
     config = AutoConfig.for_model(name.split("-")[0], **options)
@@ -69,6 +70,6 @@ def tiny_engine(
 
 
 def plain_logprobs(model: PreTrainedModel, prompt: np.ndarray, sample: Sample, temperature: float = 1.0) -> np.ndarray:
-    """[tokens] log-probs of a sample by one full forward of the transformers model, as a trainer computes them."""
+    """Compute the log-probs [tokens] of a sample by one full forward of the transformers model, as a trainer computes them."""
     with torch.inference_mode():
         return sample_logprobs(model, [(prompt, sample.token_ids)], temperature)[0].cpu().numpy()

@@ -52,7 +52,7 @@ class ToyModel:
 
 
 def toy_logits(stored: np.ndarray) -> np.ndarray:
-    """[VOCAB] logits of a context whose ids + 1 are `stored`."""
+    """Return the logits [VOCAB] of a context whose ids + 1 are `stored`."""
     with np.errstate(over="ignore"):
         state = np.uint64(len(stored))
         for value in stored.astype(np.uint64):
@@ -62,7 +62,7 @@ def toy_logits(stored: np.ndarray) -> np.ndarray:
 
 
 def expected(group: Group) -> list[list[int]]:
-    """What the children of a seeded group must be, computed without an engine."""
+    """Compute what the children of a seeded group must be, without an engine."""
     from engine.cpu.kernels import choose
     from engine.forward.sampling import sample
     from tests.support.toy_batch import one_draw

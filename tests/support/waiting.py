@@ -9,7 +9,7 @@ POLL_S = 0.002
 
 
 def until(condition: Callable[[], object], what: str = "it came true", seconds: float = 60.0) -> None:
-    """Returns once `condition` is true. Raises AssertionError naming `what` after so many seconds: no test waits for ever."""
+    """Wait until `condition` is true. Raises AssertionError naming `what` after so many seconds: no test waits for ever."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"

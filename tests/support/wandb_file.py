@@ -34,7 +34,7 @@ def records(path: Path) -> list[bytes]:
 
 
 def history(folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """(rows of `run.log`, {metric or pattern: its step metric}) of the one run under `folder`."""
+    """Read the one run under `folder`: (rows of `run.log`, {metric or pattern: its step metric})."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     (path,) = (one for one in folder.rglob("run-*.wandb") if not one.parent.is_symlink())

@@ -47,7 +47,7 @@ class WatermarkModel:
         return logits
 
     def read(self) -> int:
-        """The token of the weights as they are: corners and middle of each tensor."""
+        """Return the token of the weights as they are: corners and middle of each tensor."""
         at = torch.tensor([0, ROWS * COLUMNS // 2, -1])
         seen = {value for tensor in self.module.state_dict().values() for value in tensor.view(-1)[at].tolist()}
         return token_of(int(seen.pop())) if len(seen) == 1 else MIXED
@@ -74,7 +74,7 @@ def watermark_engine(context: int = 4096, **config: object) -> Engine:
 
 
 def check_marks(samples: Iterable[Sample]) -> int:
-    """Every token is the one of the version that its span names. Returns how many tokens there were."""
+    """Assert that every token is the one of the version that its span names. Returns how many tokens there were."""
     tokens = 0
     for sample in samples:
         starts = [start for start, _ in sample.weight_versions]

@@ -51,7 +51,7 @@ def push(address: str, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def flip(where: float) -> None:
-    """After the digests were taken and before the bytes leave."""
+    """Flip a byte after the digests were taken and before the bytes leave."""
     offer = Pusher._offer
 
     def damaged(self: Pusher, named: Any, via: Any) -> Any:

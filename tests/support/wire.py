@@ -53,7 +53,7 @@ class Peer:
         return self.got
 
     def take(self, kind: type[T]) -> list[T]:
-        """Removes the messages of a kind from `got` and returns them."""
+        """Remove the messages of a kind from `got`, and return them."""
         found = [message for message in self.read() if isinstance(message, kind)]
         self.got = [message for message in self.got if not isinstance(message, kind)]
         return found
@@ -81,7 +81,7 @@ class Bench:
             self.service.turn()
 
     def settle(self) -> None:
-        """Until the engine has nothing to do and everything is sent that can be."""
+        """Run until the engine has nothing to do and everything is sent that can be."""
         for _ in range(10_000):
             self.turn()
             if not self.engine.has_work:
@@ -89,7 +89,7 @@ class Bench:
         raise AssertionError("the engine never ran dry")
 
     def connect(self, session: str | None = None) -> Peer:
-        """A new connection that has not said Hello; of a new session unless given."""
+        """Open a new connection that has not said Hello; of a new session unless given."""
         self._peers += 1
         return Peer(self, session or f"{self._peers:032x}")
 
@@ -101,14 +101,14 @@ class Bench:
 
 @contextmanager
 def serving(engine: Any, end: LoopbackService | None = None, **options: Any) -> Iterator[Service]:
-    """A service in a thread, at `end` or at a socket, which ends whatever happens."""
+    """Run a service in a thread, at `end` or at a socket, and end it whatever happens."""
     with serving_at(engine, None if end else "tcp://127.0.0.1:*", transport=end, **options) as service:
         yield service
 
 
 @contextmanager
 def serving_at(engine: Any, endpoint: str | None, **options: Any) -> Iterator[Service]:
-    """As `serving`, at an endpoint."""
+    """Run a service as `serving` does, at an endpoint."""
     service = Service(engine, endpoint, **options)
     thread = threading.Thread(target=service.run)
     thread.start()

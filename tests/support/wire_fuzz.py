@@ -158,7 +158,7 @@ UNIONS: list[tuple[Any, list[msgspec.Struct]]] = [
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equality that looks into arrays, dtype included; a NaN equals itself."""
+    """Whether two values are equal, arrays and their dtypes included; a NaN equals itself."""
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
     if isinstance(a, msgspec.Struct):
@@ -201,7 +201,7 @@ REFERENCES: list[Any] = [
 
 
 def mutate(rng: random.Random, valid: list[bytes]) -> list[bytes]:
-    """Frames that were a message, broken once or more. Some mutations leave a valid message."""
+    """Break frames that were a message, once or more. Some mutations leave a valid message."""
     frames = [bytearray(frame) for frame in valid]
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         at = rng.randrange(len(frames)) if frames else -1
@@ -233,7 +233,7 @@ def mutate(rng: random.Random, valid: list[bytes]) -> list[bytes]:
 
 
 def _other_values(rng: random.Random, header: bytes) -> bytes:
-    """A well-formed header with one value exchanged, a field more or a field less."""
+    """Make a well-formed header with one value exchanged, a field more or a field less."""
     try:
         fields = msgspec.msgpack.decode(header)
     except Exception:

@@ -98,7 +98,7 @@ class Account:
         self.close(group, "not among the samples of its group")
 
     def close(self, group: Group, why: str) -> None:
-        """What is still owed of a group is lost."""
+        """Count what is still owed of a group as lost."""
         with self._lock:
             self.waiting.pop(group.key, None)
             missing = [key for key in self._owed if key[0] == group.key]
@@ -108,7 +108,7 @@ class Account:
             self.found("lost", f"{group.key}: child {index}: {why}")
 
     def finish(self) -> None:
-        """Whatever nobody has settled is lost."""
+        """Count whatever nobody has settled as lost."""
         for group in {group.key: group for group in self._owed.values()}.values():
             self.close(group, "nobody took it")
 
@@ -188,7 +188,7 @@ class Judge:
         """version of the service whose weights our engine has"""
 
     def run(self, over: threading.Event) -> None:
-        """Until it is over and nothing is left to judge."""
+        """Judge until it is over and nothing is left."""
         try:
             while not (over.is_set() and self._account.to_judge.empty()):
                 self._some()

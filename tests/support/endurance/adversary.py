@@ -57,7 +57,8 @@ class Adversary:
         """their turns of the loop say nothing of the service"""
 
     def torment(self, until: float, storm: bool, alive: Callable[[], None]) -> None:
-        """Until a time of the monotonic clock. storm: nobody is spared, nor the front. alive: is called again and again."""
+        """Kill, stop and cut until a time of the monotonic clock. storm: nobody is spared, nor the front. alive: is called
+        again and again."""
         pace = PACE_S[self.account.model.kind]
         front_at = time.monotonic() + self.rng.uniform(1.0, 4.0)
         act_at = time.monotonic() + self.rng.uniform(0.5, 1.5) * pace

@@ -74,7 +74,7 @@ class Attacker:
                 return frames
 
     def send(self) -> None:
-        """One broken message, if the service takes it."""
+        """Send a broken message, if the service takes it."""
         if self.counts["messages"] % RECONNECT_EVERY == RECONNECT_EVERY - 1:
             self.dealer.close()
             self.dealer = self.connect()
@@ -101,7 +101,7 @@ class Attacker:
     # over TCP
 
     def raw(self) -> None:
-        """Bytes that are no ZMTP, or the beginning of one; or a handshake that stays half done."""
+        """Send bytes that are no ZMTP, or the beginning of one; or leave a handshake half done."""
         try:
             raw = socket.create_connection(("127.0.0.1", self.port), timeout=1.0)
         except OSError:

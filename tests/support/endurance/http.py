@@ -37,7 +37,7 @@ class HttpTrainer:
             )
 
     def run(self) -> None:
-        """In a thread."""
+        """Ask until it is over. For a thread."""
         try:
             deadline = time.monotonic() + START_S
             while not self.ready.exists():
@@ -58,7 +58,7 @@ class HttpTrainer:
             self.process.wait(60)
 
     def ask(self, client: httpx.Client) -> None:
-        """A group, as completions with ids; an answer that says that the service is away is one."""
+        """Ask for a group, as completions with ids; an answer that says that the service is away will do."""
         model = self.account.model
         n, count = int(self.rng.choice([1, 2, 4])), int(self.rng.integers(4, model.plan.longest))
         prompt = self.rng.integers(3, model.vocab_size, self.rng.integers(1, 40)).tolist()

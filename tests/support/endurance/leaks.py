@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import defaultdict
 from itertools import combinations
@@ -49,7 +48,7 @@ def held(pid: int) -> Held | None:
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """Theil-Sen: the median slope of all pairs, per second."""
+    """Return the median slope of all pairs (Theil-Sen), per second."""
     step = max(1, len(points) // MOST_POINTS)
     points = points[::step]
     return median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2) if x2 > x1)
@@ -80,21 +79,21 @@ def growths(who: str, series: list[tuple[float, Held]]) -> list[Growth]:
 
 
 class Watcher:
-    """Looks at processes every `every` seconds, in a thread."""
+    """Looks at processes, and keeps what was seen."""
 
-    def __init__(self, every: float = 2.0) -> None:
+    def __init__(self) -> None:
         self.series: dict[str, list[tuple[float, Held]]] = defaultdict(list)
-        """by what `pids` called it, and its pid"""
-        self._every = every
+        """by the name that `look` was given, and the pid"""
 
     def look(self, pids: dict[str, int]) -> None:
+        """Note what each process holds now, of those that are there. pids: by name."""
         now = time.monotonic()
         for name, pid in pids.items():
             if (one := held(pid)) is not None:
                 self.series[f"{name} {pid}"].append((now, one))
 
     def judge(self) -> list[Growth]:
-        """Of the processes that lived for most of the time that was watched."""
+        """Judge the processes that lived for most of the time that was watched."""
         ends = [series[-1][0] - series[0][0] for series in self.series.values()]
         longest = max(ends, default=0.0)
         found = []
@@ -103,12 +102,8 @@ class Watcher:
                 found += growths(who, series)
         return found
 
-    def run(self, pids: object, over: threading.Event) -> None:
-        while not over.wait(self._every):
-            self.look(pids())  # type: ignore[operator]
-
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
+    """List the names in /dev/shm."""
     folder = Path("/dev/shm")
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()

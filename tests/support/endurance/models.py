@@ -66,14 +66,14 @@ class TestModel:
         self.vocab_size = 259 if kind == "tiny" else 49152
 
     def config(self, seed: int) -> EngineConfig:
-        """Of a replica, and of the accountant's engine: the same arithmetic."""
+        """Make the configuration of a replica, and of the accountant's engine: the same arithmetic."""
         dtype = "float32" if self.kind == "tiny" else "bfloat16"
         return EngineConfig(
             model=str(self.folder), dtype=dtype, kv_tokens=KV_TOKENS, cpu_offload_gib=0, threads=1, max_num_seqs=64, seed=seed
         )
 
     def weights(self, version: int) -> Named:
-        """Those of a version; neighbours differ in every tensor."""
+        """Return the weights of a version; neighbours differ in every tensor."""
         if version == 0:
             return self.base
         if self.kind == "tiny":
@@ -85,7 +85,7 @@ class TestModel:
         return {name: tensor * factor for name, tensor in self.base.items()}
 
     def broken(self, version: int, how: str, rng: random.Random) -> Named:
-        """Weights that must be refused."""
+        """Make weights that must be refused. how: one of BROKEN."""
         weights = dict(self.weights(version))
         name = rng.choice([name for name, tensor in weights.items() if tensor.ndim == 2])
         tensor = weights[name]

@@ -42,7 +42,7 @@ class Pushing:
         )  # fmt: skip
 
     def run(self) -> None:
-        """In a thread."""
+        """Push until no group waits for weights any more. For a thread."""
         try:
             with RolloutClient(
                 self.address, name="pusher", connect_timeout_s=WAIT, link_timeout_s=WAIT, restart_timeout_s=WAIT

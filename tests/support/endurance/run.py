@@ -58,13 +58,8 @@ class Phase:
     """A model's turn."""
 
     def __init__(self, kind: Kind, seconds: float, seed: int, number: int, scratch: Path, trainers: int) -> None:
-        self.seconds, self.seed, self.number, self.scratch, self.trainers = (
-            seconds,
-            seed + 1000 * number,
-            number,
-            scratch,
-            trainers,
-        )
+        self.seconds, self.number, self.scratch, self.trainers = seconds, number, scratch, trainers
+        self.seed = seed + 1000 * number
         self.model = TestModel(kind, scratch)
         self.account = Account(self.model, self.seed)
         self.over, self.settled = threading.Event(), threading.Event()
@@ -79,7 +74,7 @@ class Phase:
             fleet=FleetConfig(replicas=2, replica_grace_s=WAIT),
         )
         self.front = Front(config, self.folder)
-        self.watcher = leaks.Watcher(LOOK_S)
+        self.watcher = leaks.Watcher()
         self.longest_turn_s = self.longest_turn_cpu_s = 0.0
         self.malformed = Counter[int]()
         """told by the service, by life of the front"""
@@ -153,7 +148,7 @@ class Phase:
             self.front.start()
 
     def _look(self) -> None:
-        """In a thread: what the processes hold, and what the service says of itself."""
+        """Note what the processes hold, and what the service says of itself. For a thread."""
         try:
             with RolloutClient(self.front.endpoint, name="watcher", connect_timeout_s=WAIT, link_timeout_s=WAIT) as client:
                 while not self.over.wait(LOOK_S):
@@ -200,7 +195,7 @@ class Phase:
     # the end
 
     def _quiet(self) -> None:
-        """When all have gone home, nothing may be left."""
+        """Wait until nothing is left after all clients have gone, and note what stays."""
         deadline = time.monotonic() + QUIET_S
         left = "it does not answer"
         while time.monotonic() < deadline:
@@ -233,7 +228,7 @@ class Phase:
             self.account.found("leaks", f"replicas outlive their front: {left}")
 
     def totals(self) -> Counter[str]:
-        """Everything that was counted, under the names of the last line."""
+        """Return everything that was counted, under the names of the last line."""
         counts = Counter(self.account.counts)
         counts["kills"] = sum(number for name, number in counts.items() if name.startswith("kills_of_"))
         counts["malformed"] = sum(self.malformed.values())
@@ -285,7 +280,7 @@ def commit() -> str:
 
 
 def run(hours: float, seed: int, kinds: list[Kind], trainers: int = 4, phase_s: float = PHASE_S) -> dict[str, Any]:
-    """Returns what the last line says."""
+    """Run phases for so many hours. Returns what the last line says."""
     torch.set_num_threads(1)
     shared = leaks.shared_memory()
     rounds = max(1, round(3600 * hours / phase_s / len(kinds)))

@@ -44,11 +44,11 @@ class Front:
 
     @property
     def log(self) -> Path:
-        """Of this life."""
+        """Return the log of this life."""
         return self.folder / f"service{self.lives}.log"
 
     def excuse(self) -> None:
-        """From here on it may tell of errors: its disk is full."""
+        """Let the front tell of errors from here on: its disk is full."""
         self.excused[self.lives] = self.log.stat().st_size
 
     def start(self) -> None:
@@ -76,18 +76,19 @@ class Front:
         return self.process is not None and self.process.poll() is None
 
     def replicas(self) -> dict[str, int]:
-        """Pid of each replica that has a process, by name, as far as the front has told; they outlive one that is killed."""
+        """Return the pid of each replica that has a process, by name, as far as the front has told; they outlive one that is
+        killed."""
         return {name: pid for name, pid in self.told.items() if is_replica(pid)}
 
     def kill(self) -> None:
-        """SIGKILL, if it has not ended."""
+        """Kill the front, if it has not ended."""
         assert self.process is not None and self.process.stdin is not None
         self.process.kill()
         self.process.wait(STOP_S)
         self.process.stdin.close()
 
     def left(self) -> dict[str, int]:
-        """Replicas that are still there though their front was stopped in order; they are killed."""
+        """Kill the replicas that are still there though their front was stopped in order. Returns their pids by name."""
         deadline = time.monotonic() + STOP_S
         while (left := self.replicas()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -96,7 +97,7 @@ class Front:
         return left
 
     def stop(self) -> int:
-        """SIGTERM. Returns the exit status."""
+        """Stop the front in order (SIGTERM). Returns the exit status."""
         assert self.process is not None and self.process.stdin is not None
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -109,7 +110,8 @@ class Front:
             self.process.stdin.close()
 
     def failures(self) -> list[str]:
-        """Lines of the logs that tell of what must not be: mistakes that came through, replicas that ended by themselves."""
+        """Return the lines of the logs that tell of what must not be: mistakes that came through, replicas that ended by
+        themselves."""
         lines: list[str] = []
         for life in range(1, self.lives + 1):
             text = (self.folder / f"service{life}.log").read_bytes()
