@@ -119,7 +119,7 @@ def calculate(text: str) -> str:
 
 
 def value_of(node: ast.AST) -> float:
-    """Raises ValueError for what is not arithmetic."""
+    """Compute an expression. Raises ValueError for what is not arithmetic."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return value
@@ -178,7 +178,8 @@ class Agents:
         return self.client.resume(sample, handle.group.prompt, self._sampling(conversation), append=more)
 
     def _sampling(self, conversation: Conversation) -> Sampling:
-        """Of the next turn. Its seed is its own: with the one of another turn it would draw by the same random numbers."""
+        """Make the sampling of the next turn. Each turn has a seed of its own: with that of another turn it would draw by the
+        same random numbers."""
         options, last = self.options, conversation.turns + 1 == self.options.turns
         return Sampling(
             max_tokens=options.max_tokens,

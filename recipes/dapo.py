@@ -55,11 +55,12 @@ class Asked:
 
     @property
     def spread(self) -> bool:
+        """Whether rewards differ, so that the group teaches something."""
         return len(set(self.rewards.values())) > 1
 
     @property
     def whole(self) -> bool:
-        """All children have ended by themselves."""
+        """Whether all children have ended by themselves."""
         return len(self.rewards) == self.handle.n
 
 
@@ -117,13 +118,13 @@ class Sampler:
 
 
 def policy_loss(now: torch.Tensor, then: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Clip-higher: PPO's surrogate with two bounds, summed over tokens; all [tokens]."""
+    """Compute PPO's surrogate with two bounds (clip-higher), summed over tokens; all [tokens]."""
     ratio = (now - then).exp()
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage).sum()
 
 
 def train(options: Options, client: RolloutClient, task: Any, model: torch.nn.Module) -> Iterator[dict[str, float]]:
-    """Yield the metrics of each step."""
+    """Train, and yield the metrics of each step."""
     learner, sampler = grpo.Learner(model, options.rate), Sampler(options, client, task)
     try:
         for step in range(options.steps):

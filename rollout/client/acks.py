@@ -16,7 +16,7 @@ ACK_S = 0.05
 
 
 class Acks:
-    """For the client's I/O thread. True while something waits to be acked."""
+    """Gathers what is to be acked, for the client's I/O thread. True while something waits."""
 
     def __init__(self) -> None:
         self.samples: list[tuple[str, int]] = []

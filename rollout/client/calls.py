@@ -14,7 +14,7 @@ from transport.errors import RolloutError
 
 
 class Calls:
-    """`wake`: makes the I/O thread come and `run` what waits."""
+    """Hands calls to the I/O thread. `wake`: makes the I/O thread come and `run` what waits."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.ended: RolloutError | None = None

@@ -13,7 +13,7 @@ HELLO_RETRY_S = 2.0
 
 
 class Connection:
-    """For one thread."""
+    """Keeps the state of one connection, and says what is due. For one thread."""
 
     def __init__(self, now: float) -> None:
         self.ready = False

@@ -56,24 +56,24 @@ class Handle:
 
     @property
     def keeps(self) -> bool:
-        """KV of its children may be kept after their end."""
+        """Whether KV of the group's children may be kept after their end."""
         return self.group.sampling.keep_s > 0
 
     @property
     def done(self) -> bool:
-        """All samples are here, or it failed."""
+        """Whether all samples are here, or the group failed."""
         return self._ended
 
     @property
     def in_flight(self) -> int:
-        """tokens that it may take in an engine: its prompt, and the most of each child that has not come back; see the
-        client's `budget`"""
+        """Return the tokens that the group may take in an engine: its prompt, and the most of each child that has not come
+        back; see the client's `budget`."""
         most = self.group.sampling.most_tokens
         return len(self.group.prompt) + sum(most(index) for index in self.group.wanted if index not in self._indices)
 
     @property
     def error(self) -> RolloutError | None:
-        """Why it failed, if it has."""
+        """Return why the group failed, None if it has not."""
         return self._error
 
     def result(self, timeout: float | None = None) -> list[Sample]:
@@ -136,13 +136,13 @@ class Handle:
 
     @property
     def seed(self) -> int | None:
-        """Of the group; None as long as only the engine knows it."""
+        """Return the seed of the group; None as long as only the engine knows it."""
         with self._changed:
             return self._samples[0].seed if self._samples else self._partials.seed
 
     @property
     def finished(self) -> list[Sample]:
-        """The samples that are here, in the order in which they came; also of a group that failed."""
+        """Return the samples that are here, in the order in which they came; also of a group that failed."""
         with self._changed:
             return self._samples.copy()
 

@@ -20,8 +20,8 @@ from transport.progress import unpack_progress
 
 
 class OpenGroups:
-    """For one thread. budget: tokens of groups that are sent and have not ended, at most, as `Handle.in_flight` counts them;
-    None = no bound."""
+    """Keeps the groups that somebody waits for. For one thread. budget: tokens of groups that are sent and have not ended, at
+    most, as `Handle.in_flight` counts them; None = no bound."""
 
     def __init__(self, budget: int | None = None) -> None:
         self.sent: dict[str, Handle] = {}

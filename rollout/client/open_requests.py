@@ -13,7 +13,7 @@ from transport.frames import Frame
 
 
 class OpenRequests:
-    """For one thread. True while somebody waits for an answer."""
+    """Keeps requests until they are answered. For one thread. True while somebody waits for an answer."""
 
     def __init__(self) -> None:
         self._open: dict[int, tuple[list[Frame], Future[Any]]] = {}

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Outgoing:
-    """For the client's I/O thread."""
+    """Queues messages, and lets them go as far ahead of the service as it allows. For the client's I/O thread."""
 
     def __init__(self) -> None:
         self._waiting: deque[list[Frame]] = deque()

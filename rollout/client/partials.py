@@ -12,7 +12,7 @@ from transport.begun import COLUMNS, joined
 
 
 class Partials:
-    """Of one group; `Handle` locks it."""
+    """Gathers what has come of the children of one group. `Handle` locks it."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -8,7 +8,7 @@ from transport.messages import Welcome
 
 
 class Patience(NamedTuple):
-    """Of one client."""
+    """How long one client waits, in seconds."""
 
     link_s: float
     """without a connection, to a service that would come back empty"""

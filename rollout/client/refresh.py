@@ -89,7 +89,8 @@ class Pusher:
         self._ways = ways(host)
 
     def start(self, named_tensors: NamedTensors, wanted: Wanted, via: Via, timeout: float) -> RefreshHandle:
-        """Read the tensors, then go on in a thread of its own. What is wrong with them is raised here already."""
+        """Read the tensors, then push them in a thread. Raises InvalidRequest and WeightsRefused for what can be told before
+        that, RequestTimeout where another refresh of this client takes too long."""
         wanted.check()
         if via not in self._ways:
             raise InvalidRequest(f"via={via!r}: must be one of {', '.join(self._ways)}")

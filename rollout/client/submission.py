@@ -142,7 +142,7 @@ def handle_of(group: Group, submit: Submit, limits: Limits) -> Handle:
 
 
 def check_budget(handle: Handle, budget: int | None) -> None:
-    """Raises LimitExceeded for a group that alone is over the client's budget, and could never be sent."""
+    """Raise LimitExceeded for a group that alone is over the client's budget, and could never be sent."""
     if budget is not None and handle.in_flight > budget:
         raise LimitExceeded(
             f"a prompt of {len(handle.group.prompt)} tokens and {handle.n} x max_tokens {handle.group.sampling.max_tokens} are "
@@ -160,7 +160,7 @@ def plain(sampling: Sampling) -> Sampling:
 
 
 def _plain_begun(child: Begun) -> Begun:
-    """Raises InvalidRequest for anything that is no Begun of arrays of numbers."""
+    """Return a child with plain arrays. Raises InvalidRequest for anything that is no Begun of arrays of numbers."""
     if not isinstance(child, Begun):
         raise InvalidRequest(f"begun has a {type(child).__name__}: give Begun.of(sample)")
     try:

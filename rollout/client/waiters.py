@@ -14,7 +14,7 @@ log = logger("rollout.client.api")
 
 
 class Waiters:
-    """For one thread. True while somebody waits for a group or a request."""
+    """Keeps everybody who waits. For one thread. True while somebody waits for a group or a request."""
 
     def __init__(self, budget: int | None = None) -> None:
         self.groups = OpenGroups(budget)

@@ -30,7 +30,7 @@ SHOWN = 4
 
 
 def run(model: str, n: int, max_tokens: int) -> int:
-    """Runs the demonstration and stops what it started. Returns the exit status."""
+    """Run the demonstration, and stop what it started. Returns the exit status."""
     console = Console(highlight=False)
     folder = models.resolve(model)
     tokenizer = models.load_tokenizer(folder)

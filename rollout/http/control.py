@@ -125,7 +125,7 @@ class Control:
         return json({"version": f"rollout {__version__}"})
 
     async def server_info(self, request: Request) -> Response:
-        """What vLLM (`vllm_config`) and SGLang (all else) say of a server. To whoever asks this is one engine, whatever lies
+        """Say what vLLM (`vllm_config`) and SGLang (all else) do of a server. To whoever asks this is one engine, whatever lies
         behind it."""
         status, info = await self.upstream.status(), self.upstream.info
         model = {
@@ -178,7 +178,7 @@ class Control:
         return json({"status": "aborted", "aborted": aborted})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Nothing to do: KV knows which weights made it, and none of others is used without being asked for."""
+        """Do nothing: KV knows which weights made it, and none of others is used without being asked for."""
         asked = await self.bodies.decode(request, self._reset)
         if asked.reset_running_requests:
             raise not_served("reset_running_requests", "POST /pause?mode=abort", "reset_running_requests")

@@ -16,7 +16,7 @@ Line = tuple[str, str, dict[str, str], float]
 
 
 def routes(upstream: Upstream, name: str) -> list[Route]:
-    """`name`: of the model, the label `model_name`."""
+    """Make the route. `name`: of the model, the label `model_name`."""
 
     async def metrics(request: Request) -> Response:
         text = exposition(lines(await upstream.status()), name)

@@ -282,7 +282,7 @@ class SGLang:
         return json({"loads": [load], "aggregate": total, "num_reqs": running + waiting, "num_total_reqs": running + waiting})
 
     async def flush_cache(self, request: Request) -> Response:
-        """Nothing to do: KV knows which weights made it, and none of others is used without being asked for."""
+        """Do nothing: KV knows which weights made it, and none of others is used without being asked for."""
         return json({"success": True})
 
     async def workers(self, request: Request) -> Response:
