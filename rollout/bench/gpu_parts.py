@@ -405,8 +405,8 @@ def plain_copy_ms(device: torch.device, tensors: list[torch.Tensor]) -> float:
 
 
 def weights(bench: Bench) -> Rows:
-    """Measure decode steps and prefills, of equal lengths and of mixed ones, with some layers in host memory. Beside them is what
-    bounds them: the forward with all layers on the device, or the copies, whichever takes longer."""
+    """Measure decode steps and prefills, of equal lengths and of mixed ones, with some layers in host memory. Beside them:
+    what bounds them, the forward with all layers on the device or the copies, whichever takes longer."""
     rows, (prefills, tokens) = bench.sizes.rows, bench.sizes.prefill
     decodes = {"decode": np.full(rows, bench.sizes.contexts[0], np.int32), "decode, mixed lengths": bench.mixed(rows)}
     prompts = {

@@ -55,7 +55,8 @@ def pages(heads: Heads, lengths: list[int], shared: int = 0) -> Pages:
 def attend(
     made: Pages, counts: list[int], share: bool, processors: int | None = None, attends: VarlenAttend | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the last `counts` tokens of every sequence in one step: queries and outputs [T, q_heads, dim]. attends: prompts."""
+    """Compute the last `counts` tokens of every sequence in one step: queries and outputs [T, q_heads, dim]. attends: stands in
+    for torch's `varlen_attn`."""
     heads, rows = made.heads, len(counts)
     q_heads, columns = heads.kv * heads.group, max(map(len, made.tables))
     total = sum(counts)
