@@ -15,8 +15,8 @@ from transport.errors import GroupFailed, InvalidRequest
 
 
 def scored_group(group_id: str, prompt: Prompt, completions: Sequence[Prompt], sampling: Sampling | None) -> Group:
-    """Make the group that scores the completions of a prompt, child i the i-th. `sampling`: how they were drawn, but for n and
-    numbers of tokens. Raises InvalidRequest."""
+    """Make the group that scores the completions of a prompt, child i the i-th. `sampling`: how they were drawn, but for n,
+    numbers of tokens, and what would end some of them early. Raises InvalidRequest."""
     tokens = [token_array(completion) for completion in completions]
     empty = [i for i, each in enumerate(tokens) if not len(each)]
     if not tokens or empty:
@@ -24,7 +24,7 @@ def scored_group(group_id: str, prompt: Prompt, completions: Sequence[Prompt], s
     sampling = plain(Sampling() if sampling is None else sampling)
     longest = max(map(len, tokens))
     own = {"n": len(tokens), "max_tokens": longest, "min_tokens": min(sampling.min_tokens, longest), "seed": sampling.seed or 0}
-    sampling = msgspec.structs.replace(sampling, finish_after=None, min_len_to_cut=0, lengths=None, **own)
+    sampling = msgspec.structs.replace(sampling, finish_after=None, min_len_to_cut=0, deadline_s=None, lengths=None, **own)
     begun = []
     for index, each in enumerate(tokens):
         zeros = np.zeros(len(each), np.float32)  # the service does not look at them

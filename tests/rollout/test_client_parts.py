@@ -15,6 +15,7 @@ from rollout.client.connection import HEARTBEAT_S, HELLO_RETRY_S, Connection
 from rollout.client.handle import Handle
 from rollout.client.open_groups import OpenGroups
 from rollout.client.open_requests import OpenRequests
+from rollout.client.scoring import scored_group
 from rollout.client.submission import check_budget, group_of, sendable
 from rollout.service.clock import LoopClock
 from transport.errors import ClientClosed, LimitExceeded, WeightsRefused
@@ -208,3 +209,12 @@ def test_acks_wait_for_each_other_but_not_for_long() -> None:
     assert acks.due(100.0), "the service waits for that"
     assert [(ack.samples, ack.progress) for ack in acks.take(Limits(), 100.0)] == [([("a", 1), ("b", 0)], 0), ([], 3)]
     assert not acks
+
+
+# scoring
+
+
+def test_what_would_end_a_group_early_ends_no_score() -> None:
+    drawn = Sampling(n=8, max_tokens=64, min_len_to_cut=2, finish_after=3, deadline_s=0.01, temperature=0.7, seed=5)
+    group = scored_group("g", [1, 2], [[3, 4, 5], [6]], drawn)
+    assert group.sampling == Sampling(n=2, max_tokens=3, temperature=0.7, seed=5)
