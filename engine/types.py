@@ -471,7 +471,7 @@ class Group(msgspec.Struct, frozen=True, eq=False):
             raise ValueError(f"finish_after={self.sampling.finish_after} with score: all children end; leave it out")
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaults=True):
+class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaults=True, gc=False):
     """One finished child.
 
     Example:

@@ -100,6 +100,8 @@ class Inflow:
         self._monitor = sock.context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # libzmq's I/O thread would wait for us
         self._monitor.connect(address)
+        self._poller = zmq.Poller()  # kept: the socket's own `poll` makes one each time
+        self._poller.register(self._monitor, zmq.POLLIN)
         self._thread = threading.Thread(target=self._watch, name="rollout-inflow", daemon=True)
         self._thread.start()
 
@@ -137,7 +139,7 @@ class Inflow:
 
     def _watch(self) -> None:
         while not self._closed:
-            if self._monitor.poll(TICK_MS):
+            if self._poller.poll(TICK_MS):
                 event = recv_monitor_message(self._monitor)
                 if event["event"] == zmq.EVENT_ACCEPTED:
                     self._accepted(int(event["value"]))

@@ -260,7 +260,7 @@ class SampleDone(msgspec.Struct, frozen=True, eq=False, tag="sample", forbid_unk
     sample: Sample
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Ended(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """What SamplesDone says of one child besides its columns: the fields of `Sample`, under their names."""
 
     group: Annotated[int, msgspec.Meta(ge=0)]

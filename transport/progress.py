@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from engine.types import SEED_LIMIT, Chunk, Sample
-from transport.begun import joined, pack_begun, unpack_begun
+from transport.begun import pack_begun, unpack_begun
 from transport.errors import InvalidRequest, ProtocolError
 from transport.messages import Ended, Progress, SamplesDone
 
@@ -102,6 +102,7 @@ def pack_samples(group_ids: Sequence[str], samples: Sequence[Sample]) -> Samples
     """Lay samples end to end: one at least, all of the same `columns_of`. group_ids: of each, in place of its own."""
     of_groups = dict(zip(group_ids, samples, strict=True))
     places = {group_id: place for place, group_id in enumerate(of_groups)}
+    names = [name for name in SAMPLE_COLUMNS if getattr(samples[0], name) is not None]
     return SamplesDone(
         group_ids=list(places),
         seeds=[sample.seed for sample in of_groups.values()],
@@ -121,11 +122,7 @@ def pack_samples(group_ids: Sequence[str], samples: Sequence[Sample]) -> Samples
             )
             for group_id, sample in zip(group_ids, samples, strict=True)
         ],
-        token_ids=np.concatenate([sample.token_ids for sample in samples]),
-        logprobs=np.concatenate([sample.logprobs for sample in samples]),
-        raw_logprobs=joined([sample.raw_logprobs for sample in samples]),
-        top_ids=joined([sample.top_ids for sample in samples]),
-        top_logprobs=joined([sample.top_logprobs for sample in samples]),
+        **{name: np.concatenate([getattr(sample, name) for sample in samples]) for name in names},
     )
 
 

@@ -75,5 +75,6 @@ class Generation:
         for handle in self._handles:
             yield handle.result(timeout)
 
-    def _arrive(self, handle: Handle, sample: Sample | None) -> None:
-        self._arrived.put((handle, sample))
+    def _arrive(self, handle: Handle, samples: Sequence[Sample] | None) -> None:
+        for sample in [None] if samples is None else samples:
+            self._arrived.put((handle, sample))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -14,8 +14,10 @@ from rollout.client.partials import Partials
 from transport.errors import InvalidRequest, RequestTimeout, RolloutError
 from transport.frames import Frame
 
-OnChange = Callable[["Handle", Sample | None], None]
+OnSample = Callable[["Handle", Sample | None], None]
 """called in the I/O thread with each sample of a group, with None when the group failed"""
+OnChange = Callable[["Handle", Sequence[Sample] | None], None]
+"""the same, called once with the samples that came together"""
 OnTokens = Callable[["Handle", Chunk], None]
 """called in the I/O thread with new tokens of a child that runs"""
 
@@ -51,6 +53,7 @@ class Handle:
         self._changed = threading.Condition()
         self._samples: list[Sample] = []
         self._indices: set[int] = set()
+        self._in_flight = len(group.prompt) + most_of(group)
         self._error: RolloutError | None = None
         self._ended = False
 
@@ -68,8 +71,7 @@ class Handle:
     def in_flight(self) -> int:
         """Return the tokens that the group may take in an engine: its prompt, and the most of each child that has not come
         back; see the client's `budget`."""
-        most = self.group.sampling.most_tokens
-        return len(self.group.prompt) + sum(most(index) for index in self.group.wanted if index not in self._indices)
+        return self._in_flight
 
     @property
     def error(self) -> RolloutError | None:
@@ -146,33 +148,46 @@ class Handle:
         with self._changed:
             return self._samples.copy()
 
-    def listen(self, tell: OnChange) -> None:
+    def listen(self, tell: OnSample) -> None:
         """Call `tell` with each sample, those that are here already included, and with None if the group fails: in this thread
         now, in the client's I/O thread later. One listener a group; it must return at once."""
+        on_change = one_by_one(tell)
         with self._changed:
             assert self.on_change is None, "somebody listens already"
-            self.on_change = tell
-            changes: list[Sample | None] = [*self._samples, *([None] if self._error is not None else [])]
-        for change in changes:
-            tell(self, change)
+            self.on_change = None if self._ended else on_change
+            samples, failed = self._samples.copy(), self._error is not None
+        on_change(self, samples)
+        if failed:
+            on_change(self, None)
 
     # called by the I/O thread only
 
     def add_sample(self, sample: Sample) -> None:
-        """Hand out a sample that has come; a repeated one changes nothing. Raises ValueError for one this group cannot have."""
-        if sample.index not in self.group.wanted:
-            raise ValueError(f"sample {sample.index} of a group of {self.n}")
+        """Hand out one sample, as `add_samples` does."""
+        self.add_samples([sample])
+
+    def add_samples(self, samples: Sequence[Sample]) -> None:
+        """Hand out samples that have come together; a repeated one changes nothing. Raises ValueError for one that this group
+        cannot have, and hands out none then."""
+        most = self.group.sampling.most_tokens
+        for sample in samples:
+            if sample.index not in self._indices and sample.index not in self.group.wanted:
+                raise ValueError(f"sample {sample.index} of a group of {self.n}")
         with self._changed:
-            if self._ended or sample.index in self._indices:
-                return
-            self._indices.add(sample.index)
-            self._samples.append(sample)
-            self._partials.end(sample.index)
-            self._ended = len(self._samples) == self.n
+            new = []
+            for sample in samples:
+                if self._ended or sample.index in self._indices:
+                    continue
+                self._indices.add(sample.index)
+                self._in_flight -= most(sample.index)
+                self._partials.end(sample.index)
+                new.append(sample)
+            self._samples += new
+            self._ended = self._ended or len(self._samples) == self.n
             self._changed.notify_all()
-            tell = self.on_change
-        if tell is not None:
-            tell(self, sample)
+            tell = self._listener()
+        if tell is not None and new:
+            tell(self, new)
 
     def add_chunk(self, chunk: Chunk, vocab_size: int) -> None:
         """Hand out tokens of a child that runs; those that are known change nothing. Raises ValueError for tokens that this
@@ -195,9 +210,17 @@ class Handle:
                 return
             self._error, self._ended = error, True
             self._changed.notify_all()
-            tell = self.on_change
+            tell = self._listener()
         if tell is not None:
             tell(self, None)
+
+    def _listener(self) -> OnChange | None:
+        """Return who is told. A group that has ended lets go of its listeners: they may hold it, and all its samples with it,
+        until garbage is looked for."""
+        tell = self.on_change
+        if self._ended:
+            self.on_change = self._on_tokens = None
+        return tell
 
     def abort_unsent(self, max_n: int) -> None:
         """End a group that the service never got, if it would have been served: aborted samples with the tokens that their
@@ -220,3 +243,22 @@ class Handle:
             seed=self.group.sampling.seed or 0,
             **{name: getattr(child, name) for name in child.__struct_fields__},
         )
+
+
+def most_of(group: Group) -> int:
+    """Return the tokens that the children of a group make at most. One without a length is no error here: the service refuses
+    its group."""
+    sampling, indices = group.sampling, group.indices
+    if sampling.lengths is None:
+        return sampling.max_tokens * (sampling.n if indices is None else len(indices))
+    return sum(sampling.lengths if indices is None else (sampling.lengths[i] for i in indices if i < len(sampling.lengths)))
+
+
+def one_by_one(tell: OnSample) -> OnChange:
+    """Have samples that come together told one after the other."""
+
+    def told(handle: Handle, samples: Sequence[Sample] | None) -> None:
+        for sample in [None] if samples is None else samples:
+            tell(handle, sample)
+
+    return told

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, groupby
+from operator import attrgetter
 
 import numpy as np
 
@@ -100,15 +101,16 @@ class OpenGroups:
         """Give samples to their groups, where they are wanted. Returns what is to be acked: (group id, index) of each. Raises
         ValueError for one that its group cannot have."""
         came = []
-        for sample in samples:
-            handle = self.sent.get(sample.group_id)
+        for group_id, some in groupby(samples, attrgetter("group_id")):
+            of_group = list(some)
+            handle = self.sent.get(group_id)
             if handle is not None:
                 before = handle.in_flight
-                handle.add_sample(sample)
+                handle.add_samples(of_group)
                 self._sent_tokens -= before - handle.in_flight
                 if handle.done:
                     self.remove(handle)
-            came.append((sample.group_id, sample.index))
+            came += [(group_id, sample.index) for sample in of_group]
         return came
 
     def add_progress(self, progress: Progress, limits: Limits, vocab_size: int) -> None:

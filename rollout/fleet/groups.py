@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -78,11 +78,6 @@ class Groups:
         """Whether samples have not been handed out, or groups wait though a replica serves."""
         return bool(self.ended) or (bool(self.waiting) and bool(self._serving()))
 
-    @property
-    def parts(self) -> set[Part]:
-        """All that is at replicas."""
-        return {part for one in self.open.values() for part in one.parts}
-
     def submit(self, group: Group, client: str, now: float) -> None:
         """Take a group, and send it if a replica serves."""
         if group.sampling.seed is None:
@@ -141,7 +136,7 @@ class Groups:
         handle.on_cancel = replica.link.cancel
         if group.sampling.stream_every:
             handle.on_tokens(lambda handle, chunk: self._inbox.post(lambda: None))  # so that the service looks
-        handle.on_change = lambda handle, sample: self._inbox.post(partial(self._arrived, part, sample))
+        handle.on_change = lambda handle, samples: self._inbox.post(partial(self._changed, part, samples), len(samples or ()))
         replica.link.submit(handle)
 
     def abort(self, group_id: str, index: int | None) -> list[Sample]:
@@ -191,12 +186,16 @@ class Groups:
         for one in first_of(self.waiting):
             self._end(one, sorted(one.unplaced), "error", reason)
 
-    def _arrived(self, part: Part, sample: Sample | None) -> None:
+    def _changed(self, part: Part, samples: Sequence[Sample] | None) -> None:
+        if samples is not None:
+            for sample in samples:
+                self._arrived(part, sample)
+            self._homes.tend()
+        elif part in part.open.parts:  # otherwise its replica was lost, and this is why
+            self._part_failed(part)
+
+    def _arrived(self, part: Part, sample: Sample) -> None:
         one = part.open
-        if sample is None:
-            if part in one.parts:  # otherwise its replica was lost, and this is why
-                self._part_failed(part)
-            return
         rivals = one.rivals(part, sample.index)
         if sample.index not in one.left:
             self._left(part, sample.index)
@@ -209,7 +208,8 @@ class Groups:
             if sample.finish_reason != "error":
                 part.replica.failing.clear()
             one.finished += sample.finish_reason in ("stop", "length")
-            self._homes.add(one.group.id, sample.index, part.replica, part.handle)
+            if part.handle.keeps:
+                self._homes.add(one.group.id, sample.index, part.replica, part.handle)
             self._left(part, sample.index)
             if rivals:
                 self.hedging.won(part, sample, rivals)

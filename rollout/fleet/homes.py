@@ -38,10 +38,13 @@ class Homes:
         self._homes: OrderedDict[str, dict[int, Home]] = OrderedDict()
 
     def add(self, group_id: str, index: int, replica: Replica, handle: Handle) -> None:
-        """Note where a child has ended."""
-        if replica.link is not None and handle.keeps:
+        """Note where a child has ended of which something is kept."""
+        if replica.link is not None:
             until = time.monotonic() + handle.group.sampling.keep_s
             self._homes.setdefault(group_id, {})[index] = Home(replica, replica.link, handle, until)
+
+    def tend(self) -> None:
+        """Forget the oldest, if they are too many or nothing is kept of them any more."""
         while len(self._homes) > MOST_HOMES or self._first_is_over():
             self._homes.popitem(last=False)
 

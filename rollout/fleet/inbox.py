@@ -17,21 +17,26 @@ class Inbox:
 
     def __init__(self) -> None:
         self.wake: Callable[[], None] = lambda: None
-        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[Callable[[], None], int]] = queue.SimpleQueue()
         self._woken = False
 
     def __bool__(self) -> bool:
         return not self._waiting.empty()
 
-    def post(self, call: Callable[[], None]) -> None:
-        """Have `call` made by the service's thread. For any thread."""
-        self._waiting.put(call)
+    def post(self, call: Callable[[], None], size: int = 1) -> None:
+        """Have `call` made by the service's thread; it is worth `size` of MOST_AT_ONCE. For any thread."""
+        self._waiting.put((call, size))
         if not self._woken:
             self._woken = True
             self.wake()
 
     def run(self) -> None:
-        """Make calls that wait, at most MOST_AT_ONCE. For the service's thread."""
+        """Make calls that wait, until they are MOST_AT_ONCE. For the service's thread."""
         self._woken = False  # before looking: what is posted from here on wakes again
-        for _ in range(min(MOST_AT_ONCE, self._waiting.qsize())):
-            self._waiting.get_nowait()()
+        made = 0
+        for _ in range(self._waiting.qsize()):
+            if made >= MOST_AT_ONCE:
+                return
+            call, size = self._waiting.get_nowait()
+            call()
+            made += max(1, size)

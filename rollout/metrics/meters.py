@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,9 @@ from engine.types import Group, Sample
 
 Row = dict[str, float]
 Counts = Mapping[str, Any]
+
+GRAIN_S = 0.1
+"""of the window: samples that end within it of each other are counted together, and leave the window together"""
 
 RATES: dict[str, Callable[[Counts], tuple[float, float]]] = {
     "rollout/tokens_per_s": lambda d: (d["generated_tokens"], d["elapsed"]),
@@ -147,19 +150,50 @@ class EngineMeter:
         return row
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class _Ended:
+    """Sums over the samples that ended in the GRAIN_S from `at` on."""
+
     at: float
-    tokens: int
-    reason: str
-    seconds: float
-    logprobs: float
-    """sum over its tokens"""
-    lag: int
-    """sum over its tokens of the versions between the weights that made it and those live at its end"""
-    lag_max: int
-    mixed: bool
-    """its tokens are of several versions"""
+    samples: int = 0
+    cut: int = 0
+    mixed: int = 0
+    """samples whose tokens are of several versions"""
+    tokens: int = 0
+    logprobs: float = 0.0
+    lag: int = 0
+    """sum over the tokens of the versions between the weights that made it and those live at its end"""
+    lag_max: int = 0
+    whole: int = 0
+    """samples that ended by themselves"""
+    clipped: int = 0
+    whole_tokens: int = 0
+    whole_seconds: float = 0.0
+    shortest: float = math.inf
+    longest: int = 0
+    """tokens of one that ended by itself"""
+
+    def add(self, samples: Sequence[Sample], version: int) -> None:
+        logprobs = np.concatenate([sample.logprobs for sample in samples])
+        self.logprobs += float(np.add.reduce(logprobs, dtype=np.float64))  # np.sum takes twice as long for few
+        self.samples += len(samples)
+        for sample in samples:
+            count, spans = len(sample.token_ids), sample.weight_versions
+            self.tokens += count
+            self.mixed += len(spans) > 1
+            end = count
+            for start, made in reversed(spans):
+                self.lag += (version - made) * (end - start)
+                self.lag_max = max(self.lag_max, version - made)
+                end = start
+            if sample.finish_reason in ("stop", "length"):
+                self.whole += 1
+                self.clipped += sample.finish_reason == "length"
+                self.whole_tokens += count
+                self.whole_seconds += sample.seconds
+                self.shortest, self.longest = min(self.shortest, count), max(self.longest, count)
+            else:
+                self.cut += sample.finish_reason in ("cut", "deadline")
 
 
 @dataclass(slots=True)
@@ -192,28 +226,25 @@ class SampleMeter:
         """Whether some children of this group have not been seen."""
         return group_id in self._live
 
-    def add(self, sample: Sample, version: int, now: float) -> None:
-        """Record a child that has ended while the weights were at `version`. What was scored is no rollout."""
-        if sample.finish_reason == "scored":
+    def add(self, samples: Sequence[Sample], version: int, now: float) -> None:
+        """Record children that have ended while the weights were at `version`. What was scored is no rollout."""
+        drawn = [sample for sample in samples if sample.finish_reason != "scored"]
+        if not drawn:
             return
-        count = len(sample.token_ids)
-        starts = [*(start for start, _ in sample.weight_versions), count]
-        lags = [version - made for _, made in sample.weight_versions]
-        lag = sum(behind * (end - start) for behind, start, end in zip(lags, starts, starts[1:], strict=False))
-        summed = float(np.add.reduce(sample.logprobs, dtype=np.float64))  # np.sum takes twice as long for few
-        self._ended.append(
-            _Ended(now, count, sample.finish_reason, sample.seconds, summed, lag, max(lags, default=0), len(lags) > 1)
-        )
-        self._samples += 1
-        self._tokens += count
-        live = self._live.get(sample.group_id)
-        if live is None:
-            return
-        live.seconds.append(sample.seconds)
-        if len(live.seconds) == live.n:
-            self._groups.append((now, max(live.seconds), spread(live.seconds)))
-            self._whole_groups += 1
-            del self._live[sample.group_id]
+        if not self._ended or now - self._ended[-1].at >= GRAIN_S:
+            self._ended.append(_Ended(now))
+        self._ended[-1].add(drawn, version)
+        self._samples += len(drawn)
+        self._tokens += sum(len(sample.token_ids) for sample in drawn)
+        for sample in drawn:
+            live = self._live.get(sample.group_id)
+            if live is None:
+                continue
+            live.seconds.append(sample.seconds)
+            if len(live.seconds) == live.n:
+                self._groups.append((now, max(live.seconds), spread(live.seconds)))
+                self._whole_groups += 1
+                del self._live[sample.group_id]
 
     def row(self, now: float) -> Row:
         while self._ended and self._ended[0].at < now - self._window_s:
@@ -227,19 +258,18 @@ class SampleMeter:
     def _sample_row(self) -> Row:
         row: Row = {}
         ended = self._ended
-        whole = [one for one in ended if one.reason in ("stop", "length")]
-        if ended:
-            row["rollout/unfinished_ratio"] = 1 - len(whole) / len(ended)
-            row["rollout/cut_ratio"] = sum(one.reason in ("cut", "deadline") for one in ended) / len(ended)
-            row["off_policy/mixed_ratio"] = sum(one.mixed for one in ended) / len(ended)
+        samples, whole = sum(one.samples for one in ended), sum(one.whole for one in ended)
+        if samples:
+            row["rollout/unfinished_ratio"] = 1 - whole / samples
+            row["rollout/cut_ratio"] = sum(one.cut for one in ended) / samples
+            row["off_policy/mixed_ratio"] = sum(one.mixed for one in ended) / samples
             row["off_policy/lag_max"] = float(max(one.lag_max for one in ended))
         if whole:
-            lengths = [one.tokens for one in whole]
-            row["rollout/length_mean"] = sum(lengths) / len(lengths)
-            row["rollout/length_min"] = float(min(lengths))
-            row["rollout/length_max"] = float(max(lengths))
-            row["rollout/clipped_ratio"] = sum(one.reason == "length" for one in whole) / len(whole)
-            row["rollout/sample_s"] = sum(one.seconds for one in whole) / len(whole)
+            row["rollout/length_mean"] = sum(one.whole_tokens for one in ended) / whole
+            row["rollout/length_min"] = float(min(one.shortest for one in ended))
+            row["rollout/length_max"] = float(max(one.longest for one in ended))
+            row["rollout/clipped_ratio"] = sum(one.clipped for one in ended) / whole
+            row["rollout/sample_s"] = sum(one.whole_seconds for one in ended) / whole
         tokens = sum(one.tokens for one in ended)
         if tokens:
             row["rollout/logprob_mean"] = sum(one.logprobs for one in ended) / tokens

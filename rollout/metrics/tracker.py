@@ -10,7 +10,7 @@ It never stops the service: a sink, an audit or a status that fails is reported 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -70,13 +70,16 @@ class Tracker:
         if self._audit is not None:
             self._groups[group.id] = group
 
-    def observe(self, sample: Sample, version: int) -> None:
-        """Record a child that has ended; `version`: of the live weights."""
-        self._samples.add(sample, version, self._clock())
-        if self._audit is not None and sample.group_id in self._groups:
-            self._audit.offer(self._groups[sample.group_id], sample)
-            if not self._samples.is_live(sample.group_id):
-                del self._groups[sample.group_id]
+    def observe(self, samples: Sequence[Sample], version: int) -> None:
+        """Record children that have ended; `version`: of the live weights."""
+        self._samples.add(samples, version, self._clock())
+        if self._audit is not None:
+            for sample in samples:
+                if (group := self._groups.get(sample.group_id)) is not None:
+                    self._audit.offer(group, sample)
+            for sample in samples:
+                if not self._samples.is_live(sample.group_id):
+                    self._groups.pop(sample.group_id, None)
 
     def forget(self, group_id: str) -> None:
         """Forget a group that was dropped: no more of its children will be seen."""

@@ -8,7 +8,7 @@ Ending a thousand samples takes time, and one turn of the loop has little of it:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 
 import msgspec
@@ -150,10 +150,9 @@ class Running:
         for session in sessions:
             session.stream(self._engine)
 
-    def deliver(self, samples: Iterable[Sample], sessions: Iterable[Session]) -> None:
+    def deliver(self, samples: Sequence[Sample], sessions: Iterable[Session]) -> None:
         """Hand samples to their sessions, and end the groups of those that do not read."""
-        for sample in samples:
-            self._deliver(sample)
+        self._deliver(samples)
         for session in sessions:
             if session.unacked_bytes > self._max_outbox_bytes:
                 for held in session.groups.values():
@@ -218,8 +217,7 @@ class Running:
     def _end_one(self) -> None:
         engine_id, index = next(iter(self._ending))
         try:
-            for sample in self._engine.abort(engine_id, index):
-                self._deliver(sample)
+            self._deliver(self._engine.abort(engine_id, index))
         finally:
             del self._ending[engine_id, index]
 
@@ -231,8 +229,7 @@ class Running:
             except Exception:
                 log.exception("engine.abort failed")
                 ended = []
-            for sample in ended:
-                self._deliver(msgspec.structs.replace(sample, finish_reason="error", error=reason))
+            self._deliver([msgspec.structs.replace(sample, finish_reason="error", error=reason) for sample in ended])
             if held.running:  # the engine has lost children of it
                 del self._groups[held.engine_id]
                 self._asked.discard(held.engine_id)
@@ -248,18 +245,21 @@ class Running:
             if index is None:
                 self._asked.add(held.engine_id)
 
-    def _deliver(self, sample: Sample) -> None:
-        if sample.group_id not in self._groups:
-            self._deliver_to_nobody(sample)
-            return
-        session, held = self._groups[sample.group_id]
-        self._tracker.observe(sample, self._engine.version)
-        if session.unacked_bytes > self._max_outbox_bytes:
-            sample = without_tokens(sample, f"over {self._max_outbox_bytes} bytes of samples wait for this client to read them")
-        session.deliver(held, sample)
-        if not held.running:
-            del self._groups[held.engine_id]
-            self._asked.discard(held.engine_id)
+    def _deliver(self, samples: Sequence[Sample]) -> None:
+        if wanted := [sample for sample in samples if sample.group_id in self._groups]:
+            self._tracker.observe(wanted, self._engine.version)
+        for sample in samples:
+            if sample.group_id not in self._groups:
+                self._deliver_to_nobody(sample)
+                continue
+            session, held = self._groups[sample.group_id]
+            if session.unacked_bytes > self._max_outbox_bytes:
+                why = f"over {self._max_outbox_bytes} bytes of samples wait for this client to read them"
+                sample = without_tokens(sample, why)
+            session.deliver(held, sample)
+            if not held.running:
+                del self._groups[held.engine_id]
+                self._asked.discard(held.engine_id)
 
     def _deliver_to_nobody(self, sample: Sample) -> None:
         left = self._dropped.pop(sample.group_id, 0)

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -55,7 +56,7 @@ class HeldGroup:
     """indices of its children"""
     ended: int = 0
     acked: int = 0
-    unacked: dict[int, Sample] = field(default_factory=dict)
+    unacked: dict[int, Kept] = field(default_factory=dict)
     """the ended children, by index, until the client has them"""
 
     @property
@@ -66,6 +67,15 @@ class HeldGroup:
     @property
     def running(self) -> bool:
         return self.ended < self.n
+
+
+class Kept(NamedTuple):
+    """A child that has ended, and that the client may not have."""
+
+    held: HeldGroup
+    sample: Sample
+    size: int
+    """bytes that it is counted for"""
 
 
 class Session:
@@ -97,7 +107,7 @@ class Session:
         self.unacked_bytes = 0
         self.batches = self.gathers = False
         """it takes many samples in one message; these may wait for each other"""
-        self._queue: deque[tuple[HeldGroup, Sample] | list[Frame]] = deque()
+        self._queue: deque[Kept | list[Frame]] = deque()
         """samples, and frames of replies"""
         self._packed: list[Frame] = []
         """the samples that are sent next, once the connection takes them"""
@@ -161,7 +171,7 @@ class Session:
         self.record.dropped(held.engine_id)
         self.streaming.drop(group_id)
         self.samples -= held.n
-        self.unacked_bytes -= sum(map(kept_bytes, held.unacked.values()))
+        self.unacked_bytes -= sum(kept.size for kept in held.unacked.values())
         held.unacked.clear()
 
     def reply(self, frames: list[Frame]) -> None:
@@ -181,9 +191,9 @@ class Session:
 
     def keep(self, held: HeldGroup, sample: Sample) -> None:
         """Queue a child that has ended."""
-        held.unacked[sample.index] = sample
-        self._queue.append((held, sample))
-        self.unacked_bytes += kept_bytes(sample)
+        kept = held.unacked[sample.index] = Kept(held, sample, kept_bytes(sample))
+        self._queue.append(kept)
+        self.unacked_bytes += kept.size
 
     def stream(self, engine: EngineLike) -> None:
         """Queue new tokens of children that run, if the client asks for them and reads."""
@@ -194,11 +204,11 @@ class Session:
         """Forget samples that have arrived, and a group with its last one. Acks of anything else are old: nothing to do."""
         for group_id, index in samples:
             held = self.groups.get(group_id)
-            sample = held.unacked.pop(index, None) if held else None
-            if held is None or sample is None:
+            kept = held.unacked.pop(index, None) if held else None
+            if held is None or kept is None:
                 continue
-            self.unacked_bytes -= kept_bytes(sample)
-            self._carried += kept_bytes(sample)
+            self.unacked_bytes -= kept.size
+            self._carried += kept.size
             held.acked += 1
             self.record.acked(held.engine_id, index)
             if held.acked == held.n:
@@ -212,7 +222,7 @@ class Session:
         self._queue, self._packed, self._carried = deque([welcome]), [], 0
         self._reply_bytes = frame_bytes(welcome)
         for held in self.groups.values():
-            self._queue.extend((held, sample) for sample in held.unacked.values())
+            self._queue.extend(held.unacked.values())
 
     def flush(self, send: Callable[[bytes, list[Frame]], bool], more_come: bool = False) -> bool:
         """Send what the connection takes now, at most MOST_AT_ONCE messages. Returns whether that was the reason to stop.
@@ -238,17 +248,18 @@ class Session:
 
     def _pack(self) -> list[Frame]:
         """Make one message of the samples that are next; none of those that were acked or dropped meanwhile."""
-        samples, names, size = list[Sample](), list[str](), 0
+        samples, names, size, first = list[Sample](), list[str](), 0, (False, 0)
         most, most_bytes = BATCH_SAMPLES if self.batches else 1, min(BATCH_BYTES, max(FIRST_BYTES, self._carried))
         while self._queue and len(samples) < most:
             entry = self._queue[0]
             if isinstance(entry, list):
                 break
-            held, sample = entry
+            held, sample, more = entry
             if sample.index in held.unacked:
-                size += kept_bytes(sample)
-                if samples and (size > most_bytes or columns_of(sample) != columns_of(samples[0])):
+                size, columns = size + more, columns_of(sample)
+                if samples and (size > most_bytes or columns != first):
                     break
+                first = columns
                 samples.append(sample)
                 names.append(held.group_id)
             self._queue.popleft()

@@ -181,6 +181,17 @@ def test_a_front_makes_so_many_calls_at_once() -> None:
     assert made == list(range(10_000))
 
 
+def test_samples_that_come_together_count_one_by_one() -> None:
+    """A call that brings many is worth as many: the turn is as long."""
+    box, made = Inbox(), []
+    for i in range(20):
+        box.post(lambda i=i: made.append(i), inbox.MOST_AT_ONCE // 4)  # type: ignore[misc]
+    for turn in range(1, 6):
+        box.run()
+        assert len(made) == 4 * turn
+    assert not box and made == list(range(20))
+
+
 def test_a_front_places_so_many_children_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     front = Groups(Inbox(), lambda: [], lambda: 0, lambda *_: None)
     for i in range(40):

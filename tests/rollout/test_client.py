@@ -708,7 +708,7 @@ def test_a_refused_hello_is_not_repeated_in_a_hurry(clock: Clock, played: Played
 def test_a_mistake_in_the_io_thread_leaves_nobody_waiting(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = played.client.submit([1], Sampling(), "g")
     played.get(m.Submit)
-    monkeypatch.setattr(Handle, "add_sample", lambda self, sample: 1 / 0)
+    monkeypatch.setattr(Handle, "add_samples", lambda self, samples: 1 / 0)
     played.send(played.sample("g", 0))
     assert "I/O thread failed: ZeroDivisionError" in str(failure(handle))
     assert "ZeroDivisionError" in str(failure(played.client.submit([1])))

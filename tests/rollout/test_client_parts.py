@@ -169,6 +169,29 @@ def test_groups_over_the_budget_wait_until_children_have_come_back() -> None:
     assert groups._sent_tokens == groups._sent_samples == 0
 
 
+@pytest.mark.parametrize("indices", [None, (1, 2)])
+@pytest.mark.parametrize("lengths", [None, (3, 5, 7)])
+def test_what_is_in_flight_is_the_prompt_and_the_most_of_each_child_that_is_missing(indices: Any, lengths: Any) -> None:
+    group = group_of("g", [5, 6], Sampling(n=3, max_tokens=10, lengths=lengths), indices)
+    one = sendable(group, serial=1, require_version=0, limits=Limits())
+    left = {index: 10 if lengths is None else lengths[index] for index in group.wanted}
+    for index in [None, *group.wanted]:
+        if index is not None:
+            one.add_sample(sample("g", index))
+            one.add_sample(sample("g", index))  # a repeated one changes nothing
+            del left[index]
+        assert one.in_flight == 2 + sum(left.values())
+
+
+@pytest.mark.parametrize("fields", [{"n": 10**12}, {"n": 10**12, "lengths": (1,)}, {"n": 3, "lengths": (1,)}])
+def test_what_the_service_will_refuse_costs_the_client_nothing(fields: dict[str, Any]) -> None:
+    """The children are not counted one by one; one that has no length is the service's to refuse."""
+    groups = OpenGroups()
+    group = group_of("g", [5, 6], Sampling(max_tokens=10, **fields))
+    groups.add(sendable(group, serial=1, require_version=0, limits=Limits()))
+    assert sent(groups) == ["g"]
+
+
 def test_without_a_budget_all_are_sent() -> None:
     groups = OpenGroups()
     for name in "abcd":

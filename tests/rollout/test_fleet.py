@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import os
 import signal
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +160,7 @@ def test_a_group_that_seems_to_kill_replicas_ends(monkeypatch: pytest.MonkeyPatc
             step_until(fleet, lambda: fleet._groups.open["g1"].parts, "it runs")
             (part,) = fleet._groups.open["g1"].parts
             threads.die(part.replica.name)
-            ended = step_until(fleet, lambda: part not in fleet._groups.parts, "it moved")  # noqa: B023
+            ended = step_until(fleet, lambda: part not in part.open.parts, "it moved")  # noqa: B023
         assert [sample.finish_reason for sample in ended] == ["error"] * 4 and "replicas were lost" in str(ended[0].error)
 
 
@@ -168,11 +170,11 @@ def repeat(fleet: Fleet) -> list[Sample]:
     (part,) = fleet._groups.open["g1"].parts
     tell, twice = part.handle.on_change, []
 
-    def say_twice(handle: Any, sample: Any) -> None:
+    def say_twice(handle: Any, samples: Any) -> None:
         if not twice:
-            twice.append(sample)
-            tell(handle, sample)
-        tell(handle, sample)
+            twice.append(samples)
+            tell(handle, samples[:1])
+        tell(handle, samples)
 
     part.handle.on_change = say_twice
     samples = step_until(fleet, lambda: not fleet._groups.open, "the group is done")
@@ -197,6 +199,21 @@ def test_a_repeat_that_is_not_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Groups, "_arrived", forgetful)
     with fleet_of(1, step_s=0.001) as (fleet, _):
         assert sorted(sample.index for sample in repeat(fleet)) != [0, 1]
+
+
+def test_a_group_that_has_ended_holds_nothing() -> None:
+    """Not even until garbage is looked for: its handle has all samples of it."""
+    with fleet_of(1) as (fleet, _):
+        gc.disable()
+        try:
+            fleet.submit(group(1))
+            (part,) = fleet._groups.open["g1"].parts
+            gone = weakref.ref(part.handle)
+            del part
+            assert len(collect(fleet, 4)) == 4
+            until(lambda: gone() is None, "the handle is gone", WAIT)
+        finally:
+            gc.enable()
 
 
 def test_a_replica_that_stops_hands_its_tokens_on() -> None:
