@@ -134,7 +134,7 @@ class Bench:
         release(self.device)
 
     def mixed(self, rows: int, seed: int = 0) -> np.ndarray:
-        """[rows] int32: contexts as rollouts have them."""
+        """Return contexts as rollouts have them: [rows] int32."""
         return lognormal(rows, *self.sizes.mixed, seed)
 
     @property

@@ -260,7 +260,7 @@ def workloads(bench: Bench) -> Rows:
 
 
 def in_turn(bench: Bench, kinds: list[Workload]) -> Rows:
-    """`kinds`: of one workload."""
+    """Run the kinds of one workload in our engine, then in the others."""
     speeds: dict[str, float] = {}
     for workload in kinds:
         at_once = min(bench.sizes.workload_rows, workload.prompts * workload.n)
@@ -280,8 +280,8 @@ def in_turn(bench: Bench, kinds: list[Workload]) -> Rows:
 
 
 def other_engine(bench: Bench, kinds: list[Workload], name: str, python: str) -> Iterator[tuple[Workload, dict[str, Any], str]]:
-    """Yield its row for each of `kinds` of a workload, and its version. Raises PeerFailed; BenchFailed for samples that are not
-    what was asked for; OSError."""
+    """Run a workload in another engine, and yield a row for each of its `kinds`, with the version of that engine. Raises
+    PeerFailed; BenchFailed for samples that are not what was asked for; OSError."""
     settings = bench.settings(kv_tokens=kinds[0].kv_tokens(32))
     with bench.folder() as folder:
         setup = peer_setup(kinds[0], msgspec.structs.replace(settings, model=folder), random_weights=True)
@@ -446,8 +446,8 @@ def streamed_rows(
     resident: dict[str, tuple[float, torch.Tensor]],
     limits: dict[str, dict[str, Any]],
 ) -> Rows:
-    """With layers in host memory. resident: milliseconds and logits with all on the device, limits: beside what the device
-    allows."""
+    """Measure with layers in host memory. resident: milliseconds and logits with all on the device, limits: beside what the
+    device allows."""
     streamed = Streamed(bench.module, bench.name, OFFLOAD, device_of(bench.settings()).memory)
     assert len(streamed.indices) > streamed.ring.slots, "each layer has a slot of its own"
     engine = Engine(bench.settings(**config, weight_offload=OFFLOAD), Model(bench.module, bench.name, streamed))

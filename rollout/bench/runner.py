@@ -136,7 +136,7 @@ def prompts_of(workload: Workload, text: Prompts, run: int) -> list[np.ndarray]:
 def peer_run_arguments(
     workload: Workload, text: Prompts, run: int, new_tokens: int | list[int]
 ) -> tuple[list[np.ndarray], int, int | list[int], int]:
-    """new_tokens: of all children, or of those of each prompt."""
+    """Return what `Peer.run` takes. new_tokens: of all children, or of those of each prompt."""
     return prompts_of(workload, text, run), workload.n, new_tokens, run
 
 

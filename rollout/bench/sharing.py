@@ -73,7 +73,7 @@ class Shape(NamedTuple):
         return prefixes // block_size, prefixes.repeat(self.children) + suffixes
 
     def scaled(self, factor: float, block_size: int) -> Shape:
-        """Prefix and suffix times `factor`, at least a block of each; the prefix in whole blocks."""
+        """Scale prefix and suffix by `factor`, to at least a block of each; the prefix in whole blocks."""
         prefix = max(1, round(self.prefix * factor / block_size)) * block_size
         return self._replace(prefix=prefix, suffix=max(block_size, round(self.suffix * factor)))
 
@@ -163,7 +163,7 @@ def copy_prefixes(engine: Engine, shape: Shape, own: np.ndarray) -> None:
 
 
 def compare(engine: Engine, batches: dict[str, Batch]) -> None:
-    """Raises BenchFailed unless all variants have the same logits, to the bit."""
+    """Raise BenchFailed unless all variants have the same logits, to the bit."""
     want = forward(engine, batches["shared"]).clone()
     for name in batches:
         if not torch.equal(forward(engine, batches[name]), want):

@@ -66,11 +66,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_new_tokens(self) -> int:
-        """Of all children."""
+        """Return the new tokens of all children."""
         return self.n * int(self.lengths()[1].sum())
 
     def mixture(self) -> Workload:
-        """The same with lognormal lengths."""
+        """Return the same workload with lognormal lengths."""
         return msgspec.structs.replace(self, name=f"{self.name}, mixed lengths", mixed=True)
 
     def needed_kv_tokens(self, block_size: int) -> int:
