@@ -216,7 +216,7 @@ class BlockStore:
     def move_failed(self) -> set[Block]:
         """Note that the step's copies stopped in the middle. Returns the blocks whose bytes on the device cannot be trusted any
         more. The scheduler soft-resets the sequences that use them and then calls `discard`."""
-        for block in self.homes.to_host:
+        for block in [*self.homes.to_host, *self.homes.stale_hosts]:  # these are outdated whether they were read or not
             self._drop_host(block)
             if block.owners == 0 and block.device is None:
                 self._destroy(block)

@@ -168,6 +168,24 @@ def test_blocks_whose_copies_failed_are_not_found_again() -> None:
     assert broken == {block} and not store.index.holds(block)
 
 
+def test_an_outdated_copy_goes_although_other_copies_failed() -> None:
+    """Its sequence goes on and writes the block on the device."""
+    store = BlockStore(2, 2)
+    partial, other = store.new(version=0), store.new(version=0)
+    for block in (partial, other):
+        store.unpin(block)
+        store.offload(block)
+    store.moved()
+    store.prefetch(partial)
+    store.moved()
+    store.pin(partial, full=False)
+    store.pin(other, full=True)
+    broken = store.move_failed()
+    store.unpin(other)
+    store.discard(broken)
+    assert broken == {other} and other.lost and partial.device is not None and partial.host is None and store.host.free == 2
+
+
 def test_check_finds_a_block_with_an_owner_too_many() -> None:
     """The negative control."""
     store = BlockStore(1, 0)
