@@ -126,7 +126,10 @@ class Drafts:
         """Return the rows of a step, all of which have one token to compute, with drafts where these pay: at most `budget`
         tokens, in blocks that nobody owns. step: its number, now: seconds, when it began."""
         self._matched.clear()
-        if not self.wanted([row[0] for row in rows]):
+        if not rows or not self.most:
+            return rows
+        if len(rows) > MOST_ROWS:
+            self._timed = step, len(rows), now  # what steps with more tokens take is known before any is drafted
             return rows
         self._steps += 1
         self._counters.draft_rows += len(rows)

@@ -9,7 +9,7 @@ from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
 from engine.scheduling.kept import KeptKV
-from engine.scheduling.order import ORDERS, longest_expected
+from engine.scheduling.order import ORDERS, longest_expected, longest_last
 from engine.scheduling.plan import Top
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
@@ -18,6 +18,7 @@ from engine.scheduling.stops import Stops
 from engine.scheduling.timers import Timers
 from engine.scheduling.turns import Turns
 from engine.scheduling.waiting import WaitingQueue
+from engine.scheduling.waves import Waves
 from engine.types import Begun, Chunk, FinishReason, Group, Sample
 
 CONTINUED = frozenset(("stop", "length", "cut", "deadline"))
@@ -51,7 +52,7 @@ class Groups:
         self.of_id: dict[str, GroupState] = {}
         self._clock = clock
         self._ranks = ORDERS[config.order]
-        self._submitted = 0
+        self._submitted, self._waves = 0, Waves()
         self._deadlines: Timers[GroupState] = Timers(lambda state: self.of_id.get(state.group.id) is state)
 
     def submit(self, group: Group, client: str, seed: int, eos: frozenset[int], stops: Stops | None) -> list[Sample]:
@@ -67,6 +68,9 @@ class Groups:
             )
         state = GroupState(group, client, self._submitted, seed, self._clock(), eos, stops)
         state.ranks = self._ranks
+        if self._ranks is longest_last:
+            wave = self._waves.join(client, state.number, self.counters.steps)
+            state.line = client, -group.sampling.priority, wave
         enough = group.sampling.finish_after
         if enough is not None and len(state.complete) >= enough:
             raise ValueError(f"finish_after={enough}: {len(state.complete)} of the begun children are complete; leave them out")
@@ -243,7 +247,8 @@ class Groups:
                 self.waiting.rank_again(state.sequences.values())
         if not state.sequences:
             del self.of_id[state.group.id]
-            self.shares.left(state.client, now)
+            if self.shares.left(state.client, now):
+                self._waves.left(state.client)
         self.counters.ended[reason] += 1
         return state.heard(seq.sample(reason, now - state.arrived, error))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
@@ -43,6 +43,9 @@ class GroupState:
         "ranks",
         "longest",
         "last",
+        "line",
+        "work",
+        "lead",
         "said",
         "texts",
     )
@@ -69,13 +72,7 @@ class GroupState:
         """strings that end a child with "stop", and how its logits are changed; None: there are none, and they are not"""
         self.sequences: dict[int, Sequence] = {}
         """the children not yet finished by index; before the fork only the one that prefills the prompt for all"""
-        begun = {child.index: child for child in group.begun}
-        self.complete = {index: how for index, child in begun.items() if (how := _ended_as(child, group, eos, stops))}
-        """how children ended that were complete when the group came"""
-        self.resumed: dict[int, Begun] = {index: child for index, child in begun.items() if index not in self.complete}
-        """what the other children had that had begun"""
-        self.fresh, self.last = _in_turn(group, self.resumed)
-        """the children that draw their first token where the prompt ends; the one that may draw most, None: not one alone"""
+        self._know_children(group, eos, stops)
         self.cancelled: set[int] = set()
         """children that are to end as "aborted" where the group forks"""
         self.begun = False
@@ -95,8 +92,26 @@ class GroupState:
         """version of the last refresh that had its KV computed again: what older weights computed is not read any more"""
         self.ranks: Order = first_come
         """ranks its sequences; see `engine.scheduling.order`"""
+        self.line = client, -group.sampling.priority, 0
+        """sorts lines of a client, the first one first: by priority, then by wave (`engine.scheduling.waves`)"""
         self.longest: int | None = None
         """tokens of the longest child that has ended by itself"""
+
+    def _know_children(self, group: Group, eos: frozenset[int], stops: Stops | None) -> None:
+        """Note which children there are, and how much each may draw."""
+        begun = {child.index: child for child in group.begun}
+        self.complete = {index: how for index, child in begun.items() if (how := _ended_as(child, group, eos, stops))}
+        """how children ended that were complete when the group came"""
+        self.resumed: dict[int, Begun] = {index: child for index, child in begun.items() if index not in self.complete}
+        """what the other children had that had begun"""
+        left = _tokens_left(group, begun, self.complete)
+        self.last = _beyond_most(group, left, len(self.complete))
+        """the children that may draw more than each of those that are waited for; without those that had to start in time"""
+        self.fresh = _in_turn(group, {index: tokens for index, tokens in left.items() if index not in begun}, self.last)
+        """the children that draw their first token where the prompt ends, in order; the first one runs on where the group
+        forks"""
+        self.work, self.lead = sum(left.values()), max(left.values(), default=0)
+        """tokens that all its children may draw, and the one that may draw most"""
 
     @property
     def expected(self) -> int:
@@ -110,9 +125,9 @@ class GroupState:
         return self.ranks is longest_last and self.group.sampling.lengths is not None
 
     def late(self, index: int) -> bool:
-        """True if a child starts when nobody else of its client and priority waits, fresh prompts included, and is preempted
-        first: the longest one, where the engine's order has these last."""
-        return self.by_length and index == self.last
+        """True if a child starts when nobody else of its line waits, fresh prompts included, and is preempted first: one of
+        `last`, where the engine's order has these last."""
+        return self.by_length and self.forked and index in self.last
 
     @property
     def races(self) -> bool:
@@ -131,18 +146,29 @@ class GroupState:
         return max(self.oldest_kv, version - self.group.sampling.max_kv_lag)
 
 
-def _in_turn(group: Group, resumed: dict[int, Begun]) -> tuple[list[int], int | None]:
-    """Return the children that have no token, and which one may draw more than each of its siblings. Where lengths are known
-    the longest stand first, since the first one runs on where the group forks, but the longest of all last."""
-    begun, lengths = {child.index for child in group.begun}, group.sampling.lengths
-    fresh = [index for index in group.wanted if index not in begun]
-    if lengths is None or group.score:
-        return fresh, None
-    left = {index: lengths[index] for index in fresh}
-    left |= {index: lengths[index] - len(child.token_ids) for index, child in resumed.items()}
-    order = sorted(left, key=left.__getitem__)
-    last = order[-1] if len(order) > 1 and left[order[-1]] > left[order[-2]] else None
-    return sorted(fresh, key=lambda index: (index == last, -left[index])), last
+def _tokens_left(group: Group, begun: Mapping[int, Begun], complete: Collection[int]) -> dict[int, int]:
+    """Return the tokens that each wanted child may still draw which is not complete."""
+    had = {index: len(child.token_ids) for index, child in begun.items()}
+    return {index: group.sampling.most_tokens(index) - had.get(index, 0) for index in group.wanted if index not in complete}
+
+
+def _beyond_most(group: Group, left: dict[int, int], complete: int) -> frozenset[int]:
+    """Return the children that may draw more tokens than each of those that are waited for: `finish_after`, so many of which
+    were complete when the group came, else all but one. Of two that are longest neither may."""
+    if group.sampling.lengths is None or group.score or len(left) < 2:
+        return frozenset()
+    enough = group.sampling.finish_after
+    most = len(left) - 1 if enough is None else max(1, enough - complete)
+    bound = sorted(left.values())[most - 1]
+    return frozenset(index for index, tokens in left.items() if tokens > bound)
+
+
+def _in_turn(group: Group, fresh: dict[int, int], last: Collection[int]) -> list[int]:
+    """Return the fresh children, with the tokens that each may draw: where lengths are known the longest first, but those that
+    go last behind the others."""
+    if group.sampling.lengths is None or group.score:
+        return list(fresh)
+    return sorted(fresh, key=lambda index: (index in last, -fresh[index]))
 
 
 def _ended_as(child: Begun, group: Group, eos: frozenset[int], stops: Stops | None) -> FinishReason | None:
@@ -249,11 +275,11 @@ class Sequence:
 
     @property
     def rank(self) -> Rank:
-        """Who goes first where slots or KV are scarce: the highest priority, whoever is not late, then as the engine's order
-        says. A turn is as old as its conversation."""
+        """Who goes first where slots or KV are scarce: the first line, whoever is not late, then as the engine's order says. A
+        turn is as old as its conversation."""
         state, drawn = self.state, len(self.output)
-        standing = Standing(state.order, drawn, self.index, state.expected, self.limit - self.num_prompt - drawn)
-        return -state.group.sampling.priority, state.late(self.index), *state.ranks(standing)
+        standing = Standing(state.order, drawn, self.index, state.expected, lead_of(self))
+        return *state.line[1:], state.late(self.index), *state.ranks(standing)
 
     @property
     def drew(self) -> bool:
@@ -401,6 +427,17 @@ class Sequence:
             seed=self.state.seed,
             **({} if self.tracked is None else self.tracked.columns() | self.tracked.stopped(reason, self.output)),
         )
+
+
+def lead_of(seq: Sequence) -> int:
+    """Return how many tokens a sequence may still draw; of a prompt whose children go by their lengths, the longest of them."""
+    state = seq.state
+    return state.lead if state.by_length and not state.forked else seq.limit - seq.num_prompt - len(seq.output)
+
+
+def work_of(seq: Sequence) -> int:
+    """Return how many tokens a sequence, and the children that are to fork from it, may still draw."""
+    return seq.limit - seq.num_prompt - len(seq.output) if seq.state.forked else seq.state.work
 
 
 Row = tuple[Sequence, int, int, int, tuple[int, ...]]

@@ -5,8 +5,11 @@ distributions of lengths, children a group and sizes of the KV pool. Two of thes
 
     tail      seconds from when nine tenths of the children have ended until all have (Seer, arXiv 2511.14617, calls it so)
     ratio     the first-come order's seconds over another's: above 1 it is shorter
-    most      seconds until all children but one of each group have ended, where the engine is told the lengths (`known`)
-"""
+    most      seconds until all children but one of each group have ended
+
+Some cases tell the engine the lengths (`known`), and have as few slots that most children wait. These are simulated with the
+costs of a device as well whose steps take nearly as long with one row as with 64 (`flat`), as a GPU's do. `bound`: how many
+times sooner than first-come any order could be, were there room for all KV."""
 
 from __future__ import annotations
 
@@ -26,20 +29,21 @@ from engine.engine import Engine
 from engine.forward.model import ModelLike
 from engine.kv.block import Moves
 from engine.types import Group, Sampling
-from rollout.bench.simulator import Costs, Ended, Work, follow, simulate
+from rollout.bench.simulator import Costs, Ended, Work, follow, least_seconds, simulate, waited_for
 from rollout.models import hide_progress_bars
 
 NAME = "policies"
 LENGTHS = ("lognormal", "bimodal", "long")
+KINDS = ("independent", *LENGTHS)
 CHILDREN, N, POOLS = 512, (8, 16, 64), (1.0, 0.5, 1 / 3, 0.2)
 """of all groups, of one, and the pool as a share of what all need at their longest"""
 MEAN_TOKENS, MOST_TOKENS, PROMPT_TOKENS = 128, 768, 64
 TIGHT = 1 / 3
 """pool at which orders are compared"""
-KNOWN = LENGTHS, N[:1], (1.0, 1 / 12), (True,)
-"""cases of which the engine is told the lengths; with so few slots only a far smaller pool is tight"""
-SLOTS = 64
-"""of these: most children wait"""
+SLOTS = 16, 64, 256
+"""of cases with few: most children wait"""
+FLAT = Costs(tokens=(1, 64), seconds=(0.9 * 0.01 + 0.1 * 0.01 / 64, 0.01), per_draw=0.0, per_kv_token=0.0, per_block=1e-6)
+"""nine tenths of a step of 64 rows are there with one"""
 REAL = ("lognormal", "bimodal")
 REAL_GROUPS, REAL_N, REAL_MEAN, REAL_SLOTS = 8, 8, 48, 32
 ROWS, CHUNKS = (1, 2, 4, 8, 16, 32), (64, 128, 256)
@@ -52,7 +56,8 @@ WORSE = 0.98
 
 def lengths(kind: str, groups: int, n: int, mean: int, most: int, seed: int) -> np.ndarray:
     """Draw [groups, n] lengths: "lognormal" with half of the variance between groups, since children of a hard question are all
-    long; "bimodal", a fifth of the groups eight times as long; "long", all nearly as long as they may be."""
+    long; "independent", lognormal as well, with none; "bimodal", a fifth of the groups eight times as long; "long", all nearly
+    as long as they may be."""
     random = np.random.default_rng(seed)
     if kind == "long":
         drawn = most * random.uniform(0.85, 1.0, (groups, n))
@@ -60,7 +65,8 @@ def lengths(kind: str, groups: int, n: int, mean: int, most: int, seed: int) -> 
         drawn = mean * np.where(random.random((groups, 1)) < 0.2, 3.4, 0.4) * np.exp(0.2 * random.normal(size=(groups, n)))
     else:
         shared, own = random.normal(size=(groups, 1)), random.normal(size=(groups, n))
-        drawn = mean * np.exp(0.9 * (shared + own) / 2**0.5 - 0.9**2 / 2)
+        alike = 0.0 if kind == "independent" else 0.5
+        drawn = mean * np.exp(0.9 * (alike**0.5 * shared + (1 - alike) ** 0.5 * own) - 0.9**2 / 2)
     return np.clip(drawn, 2, most).astype(int)
 
 
@@ -70,11 +76,28 @@ class Case(NamedTuple):
     lengths: str
     n: int
     pool: float
-    known: bool = False
+    known: float = 0.0
+    """the engine is told at most so many times the lengths; 0 = nothing"""
+    slots: int = 0
+    """0 = as many as the engine has"""
+    flat: bool = False
+    """with the costs FLAT"""
 
     def work(self, scale: float, seed: int) -> Work:
         mean, most = (max(4, round(tokens * scale)) for tokens in (MEAN_TOKENS, MOST_TOKENS))
-        return Work(PROMPT_TOKENS, most, lengths(self.lengths, CHILDREN // self.n, self.n, mean, most, seed), self.known)
+        drawn = lengths(self.lengths, CHILDREN // self.n, self.n, mean, most, seed)
+        factors = np.random.default_rng(seed).uniform(1.0, max(1.0, self.known), drawn.shape)
+        told = np.minimum(drawn * factors, most).astype(int) if self.known else None
+        return Work(PROMPT_TOKENS, most, drawn, told)
+
+
+def few_slots() -> list[Case]:
+    """Return the cases in which most children wait for a slot: lengths known, in a roomy pool and one that is tight even so;
+    known to a factor of two; and not known, but for what siblings show."""
+    whole = [Case(kind, N[0], 1.0, 1.0, slots, flat) for flat in (False, True) for kind in KINDS for slots in SLOTS]
+    tight = [Case(kind, N[0], 1 / 12, 1.0, SLOTS[1]) for kind in LENGTHS]
+    vague = [Case(KINDS[0], N[0], 1.0, known, SLOTS[1], flat) for known in (2.0, 0.0) for flat in (False, True)]
+    return [*whole, *tight, *vague]
 
 
 def measure(folder: Path, config: EngineConfig, scale: float, repeat: int) -> Iterator[dict[str, Any]]:
@@ -89,8 +112,8 @@ def measure(folder: Path, config: EngineConfig, scale: float, repeat: int) -> It
     costs = measure_costs(model, config)
     yield {"workload": NAME, "costs": msgspec.to_builtins(costs)}
     rows = []
-    for case in [*(Case(*each) for each in product(LENGTHS, N, POOLS)), *(Case(*each) for each in product(*KNOWN))]:
-        for row in compared(case, config, costs, scale, repeat):
+    for case in [*(Case(*each) for each in product(LENGTHS, N, POOLS)), *few_slots()]:
+        for row in compared(case, config, FLAT if case.flat else costs, scale, repeat):
             rows.append(row)
             yield row
     errors = []
@@ -167,18 +190,20 @@ def copy_seconds(engine: Engine, blocks: int = 16) -> float:
 def compared(case: Case, config: EngineConfig, costs: Costs, scale: float, repeat: int) -> list[dict[str, Any]]:
     """Simulate a case under every order. Returns a row for each."""
     ends: dict[str, list[Ended]] = {order: [] for order in get_args(OrderName)}
+    slots, bounds = case.slots or config.most_seqs, []
     for seed in range(repeat):
         work = case.work(scale, seed)
         need = work.needed_blocks(config.block_size)
         pool = max(round(need * case.pool), work.longest_blocks(config.block_size))
         for order in ends:
-            slots = SLOTS if case.known else config.max_num_seqs
             options = {"kv_tokens": pool * config.block_size, "max_num_seqs": slots, "order": order}
             ordered = msgspec.structs.replace(config, kv_gib=None, **options)
             ends[order].append(simulate(work, ordered, costs, pool, need))
+        bounds.append([getattr(ends["first_come"][-1], name) / bound(work, costs, ordered, name) for name in ("most", "total")])
     first = ends["first_come"]
+    most, total = (round(geometric([*each]), 4) for each in zip(*bounds, strict=True))
     return [
-        {"workload": NAME, **case._asdict(), "order": order}
+        {"workload": NAME, **case._asdict(), "order": order, "most_bound": most, "total_bound": total}
         | {f"{name}_seconds": round(mean([getattr(each, name) for each in runs]), 4) for name in FIGURES}
         | {
             f"{name}_ratio": round(
@@ -189,6 +214,15 @@ def compared(case: Case, config: EngineConfig, costs: Costs, scale: float, repea
         | {"steps": round(mean([each.steps for each in runs])), "offloads": round(mean([each.offloads for each in runs]))}
         for order, runs in ends.items()
     ]
+
+
+def bound(work: Work, costs: Costs, config: EngineConfig, name: str) -> float:
+    """Return the seconds below which no order ends all children, or "most": all but one of each group."""
+    groups, n = work.lengths.shape
+    drawn, steps = waited_for(work.lengths, n - 1 if name == "most" and n > 1 else n)
+    slots = min(config.most_seqs, work.lengths.size)
+    computed = drawn + groups * work.prompt_tokens
+    return costs.per_draw * drawn + least_seconds(costs.table(config.most_tokens), computed, max(steps, drawn / slots))
 
 
 def on_engine(kind: str, model: ModelLike, config: EngineConfig, costs: Costs, scale: float) -> dict[str, Any]:
@@ -225,8 +259,11 @@ def on_engine(kind: str, model: ModelLike, config: EngineConfig, costs: Costs, s
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Choose the best order: the shortest tail where the pool is a third of the need, by the geometric mean over lengths and n,
     of those whose total is no longer than first-come's."""
-    figures = ratios([row for row in rows if row["pool"] == TIGHT and not row["known"]], ("total_ratio", "tail_ratio"))
-    known = ratios([row for row in rows if row["known"]], ("total_ratio", "most_ratio"))
+    figures = ratios([row for row in rows if row["pool"] == TIGHT and not row["slots"]], ("total_ratio", "tail_ratio"))
+    known = {
+        flat: ratios([row for row in rows if row["known"] == 1 and row["flat"] == flat], ("total_ratio", "most_ratio"))
+        for flat in (False, True)
+    }
     best = max(
         (order for order in figures if figures[order]["total_ratio"] >= WORSE), key=lambda name: figures[name]["tail_ratio"]
     )
@@ -236,8 +273,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "best": best,
         "tail_ratio_to_first_come": round(figures[best]["tail_ratio"], 4),
         "total_ratio_to_first_come": round(figures[best]["total_ratio"], 4),
-        "orders": {order: {name: round(value, 4) for name, value in each.items()} for order, each in figures.items()},
-        "known_lengths": {order: {name: round(value, 4) for name, value in each.items()} for order, each in known.items()},
+        "orders": rounded(figures),
+        "known_lengths": rounded(known[False]),
+        "known_lengths_flat": rounded(known[True]),
     }
 
 
@@ -247,6 +285,10 @@ def ratios(rows: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, dict
         order: {name: geometric([row[name] for row in rows if row["order"] == order]) for name in names}
         for order in dict.fromkeys(row["order"] for row in rows)
     }
+
+
+def rounded(figures: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {order: {name: round(value, 4) for name, value in each.items()} for order, each in figures.items()}
 
 
 def ratio(first: float, other: float) -> float:
@@ -276,10 +318,21 @@ def print_row(console: Console, row: dict[str, Any]) -> None:
     elif "order" in row:
         console.print(
             f"  {row['lengths']}, n = {row['n']}, pool {row['pool']:.2f}, {row['order']}: {row['total_seconds']:.1f} s, "
-            f"tail {row['tail_seconds']:.1f} s ({row['tail_ratio']:.2f} ×)"
+            f"tail {row['tail_seconds']:.1f} s ({row['tail_ratio']:.2f} ×)" + of_few_slots(row)
         )
     else:
         console.print(f"{NAME}: a step of one token {1e3 * row['costs']['seconds'][0]:.1f} ms; {CHILDREN} children")
+
+
+def of_few_slots(row: dict[str, Any]) -> str:
+    """Return what a line says besides of a case with few slots; of others nothing."""
+    if not row["slots"]:
+        return ""
+    kind = " flat" if row["flat"] else ""
+    return (
+        f"; {row['slots']} slots{kind}, told {row['known']:.0f}: most {row['most_ratio']:.2f} of {row['most_bound']:.2f} ×, "
+        f"all {row['total_ratio']:.2f} of {row['total_bound']:.2f} ×"
+    )
 
 
 def draw(rows: list[dict[str, Any]], path: str) -> None:
@@ -291,7 +344,7 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
     FigureCanvasAgg(figure)
     for axis, kind in zip(figure.subplots(1, len(LENGTHS)), LENGTHS, strict=True):
         for order in get_args(OrderName):
-            mine = [row for row in rows if row.get("order") == order and row["lengths"] == kind and not row["known"]]
+            mine = [row for row in rows if row.get("order") == order and row["lengths"] == kind and not row["slots"]]
             tails = [geometric([row["tail_ratio"] for row in mine if row["pool"] == pool]) for pool in POOLS]
             axis.plot(POOLS, tails, marker="o", label=order)
         axis.set(title=kind, xlabel="KV pool / need", ylabel="tail, ratio to first come")

@@ -54,6 +54,12 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         copied = len(plan.moves.offloads) + len(plan.moves.restores)
         return seconds + self.per_draw * len(plan.sampling) + self.per_kv_token * read + self.per_block * copied
 
+    def table(self, most: int) -> np.ndarray:
+        """Return [most + 1] float64, seconds of a step of 0, 1 … tokens that draws nothing and reads no KV."""
+        tokens = np.arange(most + 1)
+        rate = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
+        return np.interp(tokens, self.tokens, self.seconds) + np.maximum(tokens - self.tokens[-1], 0) * rate
+
     @property
     def prefill_tokens_per_second(self) -> float:
         """at the largest step of the table"""
@@ -67,21 +73,21 @@ class Work(NamedTuple):
     max_tokens: int
     lengths: np.ndarray
     """[groups, n] int, each from 2 to max_tokens"""
-    known: bool = False
-    """the scheduler is told them (`Sampling.lengths`)"""
+    told: np.ndarray | None = None
+    """[groups, n] int, what the scheduler is told of them (`Sampling.lengths`), at least as much; None = nothing"""
 
     def groups(self) -> Iterator[Group]:
         """Yield the groups, with prompts that have nothing in common."""
         random = np.random.default_rng(7)
-        for number, lengths in enumerate(self.lengths):
+        for number in range(len(self.lengths)):
             prompt = random.integers(WORDS.start, WORDS.stop, self.prompt_tokens).astype(np.int32)
             sampling = Sampling(
-                n=len(lengths),
+                n=self.lengths.shape[1],
                 max_tokens=self.max_tokens,
                 stop_token_ids=(END,),
                 ignore_eos=True,
                 seed=number,
-                lengths=tuple(lengths.tolist()) if self.known else None,
+                lengths=None if self.told is None else tuple(self.told[number].tolist()),
             )
             yield Group(str(number), prompt, sampling)
 
@@ -122,16 +128,45 @@ class Ended(NamedTuple):
         return self.total - float(self.seconds[int(0.9 * len(self.seconds))])
 
 
+def least_seconds(costs: np.ndarray, tokens: int, steps: float) -> float:
+    """Return the seconds below which no schedule computes so many tokens in at least so many steps. costs: [most + 1] float64,
+    seconds of a step of 0, 1 … tokens. A step costs at least what the lower convex hull of these says, so all together cost at
+    least what that says of their mean."""
+    hull = [1]
+    for size in range(2, len(costs)):
+        while len(hull) > 1 and slope(costs, hull[-2], hull[-1]) >= slope(costs, hull[-1], size):
+            hull.pop()
+        hull.append(size)
+    mean = min(tokens / steps, hull[-1])
+    sizes = np.array([mean, *range(1, int(mean) + 1)])
+    return float((tokens / sizes * np.interp(sizes, hull, costs[hull])).min())
+
+
+def slope(costs: np.ndarray, one: int, other: int) -> float:
+    return float((costs[other] - costs[one]) / (other - one))
+
+
+def waited_for(lengths: np.ndarray, most: int) -> tuple[int, int]:
+    """Return the tokens that the `most` shortest children of each group draw behind their first, which comes with the prompt,
+    and the steps that the longest of them takes. lengths: [groups, n]"""
+    shortest = np.sort(lengths, axis=1)[:, :most] - 1
+    return int(shortest.sum()), max(1, int(shortest.max()))
+
+
+def word(group: int, index: int, position: int) -> int:
+    """Return the token at a position of a child that does not end it."""
+    return WORDS[(position * 31 + index * 17 + group * 7) % len(WORDS)]
+
+
 def script(scheduler: Scheduler, plan: Plan, lengths: np.ndarray) -> np.ndarray:
     """Return [draws] int32: what each draw of a plan has to be, so that children get as long as `lengths` says."""
     tokens = []
     for seq, draws in zip(scheduler.sequences_of(plan), plan.samples.tolist(), strict=True):
         state, group = seq.state, int(seq.state.group.id)
-        for index in (seq.index,) if state.forked else state.fresh:
-            if draws:
-                position = len(seq.output)
-                ends = position + 1 >= lengths[group, index]
-                tokens.append(END if ends else WORDS[(position * 31 + index * 17 + group * 7) % len(WORDS)])
+        for at in range(draws):
+            index, position = (seq.index, len(seq.output) + at) if state.forked else (state.fresh[at], 0)
+            ends = position + 1 >= lengths[group, index]
+            tokens.append(END if ends else word(group, index, position))
     return np.array(tokens, np.int32)
 
 

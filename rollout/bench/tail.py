@@ -6,7 +6,12 @@ ignored. The engine has 64 slots: as on a machine that is full, most children wa
     seconds_to_most   until 7 of 8 children of every group have ended
     seconds_to_all    until the last one has
     tokens_per_step   that a child makes in a step it takes part in, over the whole run
-    step_ms           of steps that decode, medians by their rows
+    steps             until the last one has ended
+    step_ms           of steps that decode, medians by their tokens
+
+Times on a machine that does other things too are noisy, the schedule is not. So the same is also counted: `counted_to_most` and
+`counted_to_all` have each step as long as the median step of so many tokens, over both variants. `bound_to_most` and
+`bound_to_all` are how many times sooner than first-come any order could be at these prices, without drafts.
 
 `tail_tokens_per_step`: of drafts alone. Four questions are each answered 16 times, four at a time, at temperature 1 up to the
 model's own end; counted from when the last four of a question run.
@@ -19,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,8 +32,10 @@ from rich.console import Console
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.scheduling.drafts import never_falling
 from engine.types import Group, Sample, Sampling
 from rollout.bench.errors import BenchFailed
+from rollout.bench.simulator import least_seconds, waited_for
 from rollout.bench.text import PromptText
 from rollout.models import hide_progress_bars, load_tokenizer
 
@@ -36,7 +43,8 @@ NAME = "tail"
 GROUPS, N, MOST, PROMPT_TOKENS = 64, 8, 7, 64
 MEDIAN, SPREAD, LONGEST = 64, 0.9, 1024
 """tokens of a child; standard deviation of their logarithm"""
-SLOTS = 64
+SLOTS, WARM = 64, 2
+"""children that run at once; groups that run before the first turn"""
 KNOWING: dict[str, Any] = {"order": "longest_last"}
 PLAIN: dict[str, Any] = {"order": "first_come", "drafts": 0}
 """how the engine goes by the lengths, and what that is compared with"""
@@ -60,22 +68,38 @@ def measure(text: PromptText, engine: EngineConfig, folder: Path, scale: float, 
     own = msgspec.structs.replace(engine, model=str(folder), kv_tokens=room, cpu_offload_gib=0, max_num_seqs=SLOTS)
     model = open_model(own, device_of(own).memory)
     engines = {name: Engine(msgspec.structs.replace(own, **how), model) for name, how in (("", KNOWING), ("_plain", PLAIN))}
-    turns: dict[str, list[dict[str, float]]] = {suffix: [] for suffix in engines}
-    costs = StepCosts()
+    for serving in engines.values():  # so that none of them has the first steps of all
+        one_turn(serving, text.slices(repeat * GROUPS * PROMPT_TOKENS, WARM, PROMPT_TOKENS), np.full((WARM, N), 4), repeat)
+    turns: dict[str, list[Turn]] = {suffix: [] for suffix in engines}
     for turn in range(repeat):
         prompts = text.slices(turn * GROUPS * PROMPT_TOKENS, GROUPS, PROMPT_TOKENS)
-        for suffix, serving in engines.items():
-            turns[suffix].append(one_turn(serving, prompts, lengths, turn, costs))
-            yield {"workload": NAME + suffix, "turn": turn} | {name: round(x, 4) for name, x in turns[suffix][-1].items()}
-    summary: dict[str, Any] = {"workload": NAME, "summary": True, "turns": repeat, "tokens": int(lengths.sum())}
-    for suffix, rows in turns.items():
-        summary |= {name + suffix: round(statistics.median(row[name] for row in rows), 4) for name in rows[0]}
-    for name in ("seconds_to_most", "seconds_to_all"):
-        summary[f"ratio_{name}"] = round(summary[f"{name}_plain"] / summary[name], 4)
+        for suffix, serving in list(engines.items())[:: 1 - 2 * (turn % 2)]:
+            turns[suffix].append(one_turn(serving, prompts, lengths, turn))
+            yield {"workload": NAME + suffix, "turn": turn} | rounded(turns[suffix][-1].figures)
+    summary = {"workload": NAME, "summary": True, "turns": repeat, "tokens": int(lengths.sum())} | compared(turns, lengths)
     few = Engine(msgspec.structs.replace(own, max_num_seqs=LAST), model)
     summary["tail_tokens_per_step"] = round(last_children(few, folder, scale), 4)
-    summary["step_ms"] = costs.medians()
     yield summary | {"arithmetic": engines[""].arithmetic, "dtype": engine.dtype, "model": str(folder)}
+
+
+def compared(turns: dict[str, list[Turn]], lengths: np.ndarray) -> dict[str, Any]:
+    """Return the medians of both variants' figures, measured and counted, their ratios and the bounds of these."""
+    prices = Prices([step for runs in turns.values() for run in runs for step in run.steps])
+    found: dict[str, float] = {}
+    for suffix, runs in turns.items():
+        figures = [run.figures | run.counted(prices) for run in runs]
+        found |= {name + suffix: statistics.median(each[name] for each in figures) for name in figures[0]}
+    for name in ("seconds_to_most", "seconds_to_all", "counted_to_most", "counted_to_all"):
+        found[f"ratio_{name}"] = found[f"{name}_plain"] / found[name]
+    for name, most in (("most", MOST), ("all", N)):
+        drawn, steps = waited_for(lengths, most)
+        least = least_seconds(prices.of(np.arange(SLOTS + 1)), drawn, max(steps, drawn / SLOTS)) + prices.prompts
+        found[f"bound_to_{name}"] = found[f"counted_to_{name}_plain"] / least
+    return rounded(found) | {"step_ms": prices.by_tokens()}
+
+
+def rounded(figures: dict[str, float]) -> dict[str, float]:
+    return {name: round(x, 4) for name, x in figures.items()}
 
 
 def child_lengths(scale: float) -> np.ndarray:
@@ -84,46 +108,103 @@ def child_lengths(scale: float) -> np.ndarray:
     return np.clip(np.rint(drawn), 2, max(2, round(LONGEST * scale))).astype(np.int64)
 
 
-class StepCosts:
-    """What steps took in which all that ran decoded."""
+class Step(NamedTuple):
+    """What one step of the engine did."""
 
-    def __init__(self) -> None:
-        self._seconds: dict[int, list[float]] = {}
+    tokens: int
+    """drawn and drafted, but the first ones of children"""
+    prefilled: int
+    """tokens"""
+    seconds: float
 
-    def step(self, engine: Engine) -> list[Sample]:
-        """Take a step of the engine and note what it took, by how many sequences ran before and after it."""
-        rows, prefilled, started = len(engine.scheduler.running), engine.counters.prefill_tokens, time.perf_counter()
-        samples = engine.step()
-        if rows and rows == len(engine.scheduler.running) + len(samples) and prefilled == engine.counters.prefill_tokens:
-            self._seconds.setdefault(rows, []).append(time.perf_counter() - started)
-        return samples
 
-    def medians(self) -> dict[int, float]:
-        """Return milliseconds by rows: of the numbers that are powers of two or closest below."""
+class Prices:
+    """What steps take by their tokens: medians over all that only decoded, nearest to which they never fall."""
+
+    def __init__(self, steps: list[Step]) -> None:
+        seconds: dict[int, list[float]] = {}
+        for step in steps:
+            if step.tokens and not step.prefilled:
+                seconds.setdefault(step.tokens, []).append(step.seconds)
+        self._seconds = dict(sorted(seconds.items()))
+        medians = [statistics.median(each) for each in self._seconds.values()]
+        self._known = list(self._seconds), never_falling(medians, [len(each) for each in self._seconds.values()])
+        filling = [step for step in steps if step.prefilled]
+        beside = float(self.of(np.array([step.tokens for step in filling])).sum())
+        self._token = max(0.0, sum(step.seconds for step in filling) - beside) / sum(step.prefilled for step in filling)
+        """seconds of a prefilled token, and of its share of the draws of its prompt"""
+
+    @property
+    def prompts(self) -> float:
+        """seconds of all prompts of a turn"""
+        return GROUPS * PROMPT_TOKENS * self._token
+
+    def of(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the seconds of steps that decode so many tokens, between what is known in proportion; none of none."""
+        seconds: np.ndarray = np.interp(tokens, *self._known)
+        return np.where(tokens > 0, seconds, 0.0)
+
+    def total(self, steps: list[Step]) -> float:
+        """Return the seconds of steps."""
+        decoding = self.of(np.array([step.tokens for step in steps])).sum()
+        return float(decoding) + self._token * sum(step.prefilled for step in steps)
+
+    def by_tokens(self) -> dict[int, float]:
+        """Return milliseconds by tokens: of the numbers that are powers of two or closest below."""
         near: dict[int, list[float]] = {}
-        for rows, seconds in sorted(self._seconds.items()):
-            near.setdefault(1 << rows.bit_length() - 1, []).extend(seconds)
-        return {rows: round(1e3 * statistics.median(seconds), 1) for rows, seconds in near.items()}
+        for tokens, seconds in self._seconds.items():
+            near.setdefault(1 << tokens.bit_length() - 1, []).extend(seconds)
+        return {tokens: round(1e3 * statistics.median(seconds), 1) for tokens, seconds in near.items()}
 
 
-def one_turn(engine: Engine, prompts: list[np.ndarray], lengths: np.ndarray, seed: int, costs: StepCosts) -> dict[str, float]:
-    """Run all groups to their end. Returns the figures. Raises BenchFailed if a child has another length."""
+class Turn(NamedTuple):
+    """A run of all groups."""
+
+    figures: dict[str, float]
+    steps: list[Step]
+    steps_to_most: int
+
+    def counted(self, prices: Prices) -> dict[str, float]:
+        """Return what its steps take at these prices."""
+        most = prices.total(self.steps[: self.steps_to_most])
+        return {"counted_to_most": most, "counted_to_all": prices.total(self.steps)}
+
+
+def one_turn(engine: Engine, prompts: list[np.ndarray], lengths: np.ndarray, seed: int) -> Turn:
+    """Run all groups to their end. Raises BenchFailed if a child has another length."""
     before, started = made(engine), time.perf_counter()
     for i, prompt in enumerate(prompts):
         own = tuple(lengths[i].tolist())
         engine.submit(Group(f"{seed}/{i}", prompt, Sampling(n=N, max_tokens=max(own), lengths=own, ignore_eos=True, seed=seed)))
-    ended, ends = Counter[str](), list[float]()
+    ended, steps, to_most, seconds_to_most = Counter[str](), list[Step](), 0, 0.0
     while engine.has_work:
-        for sample in costs.step(engine):
+        for sample in stepped(engine, steps):
             if len(sample.token_ids) != lengths[int(sample.group_id.split("/")[1]), sample.index]:
                 raise BenchFailed(f"child {sample.index} of group {sample.group_id} ended as {sample.finish_reason}")
             ended[sample.group_id] += 1
             if ended[sample.group_id] == MOST:
-                ends.append(time.perf_counter() - started)
-    if len(ends) != GROUPS or set(ended.values()) != {N}:
-        raise BenchFailed(f"{sum(ended.values())} children of {GROUPS * N} ended")
+                to_most = len(steps)
+                seconds_to_most = time.perf_counter() - started
+    if len(ended) != len(prompts) or set(ended.values()) != {N}:
+        raise BenchFailed(f"{sum(ended.values())} children of {len(prompts) * N} ended")
     seconds = time.perf_counter() - started
-    return {"seconds_to_most": max(ends), "seconds_to_all": seconds, "tokens_per_step": per_step(before, made(engine))}
+    figures = {"seconds_to_most": seconds_to_most, "seconds_to_all": seconds}
+    figures |= {"tokens_per_step": per_step(before, made(engine)), "steps": len(steps)}
+    return Turn(figures, steps, to_most)
+
+
+def stepped(engine: Engine, steps: list[Step]) -> list[Sample]:
+    """Take a step of the engine and note what it did. Returns the children that ended."""
+    counters = engine.counters
+    before = counters.generated_tokens, counters.drafted_tokens, counters.accepted_tokens, counters.forks
+    prefilled, started = counters.prefill_tokens, time.perf_counter()
+    samples = engine.step()
+    seconds = time.perf_counter() - started
+    after = counters.generated_tokens, counters.drafted_tokens, counters.accepted_tokens, counters.forks
+    drawn, drafted, accepted, forks = (now - then for now, then in zip(after, before, strict=True))
+    first = forks * N // (N - 1)
+    steps.append(Step(drawn - first + drafted - accepted, counters.prefill_tokens - prefilled, seconds))
+    return samples
 
 
 def last_children(engine: Engine, folder: Path, scale: float) -> float:
@@ -165,7 +246,8 @@ def print_row(console: Console, row: dict[str, Any]) -> None:
         return
     console.print(
         f"tail, {GROUPS} x {N} children, {row['tokens']} tokens: most {row['ratio_seconds_to_most']:.2f} x and all "
-        f"{row['ratio_seconds_to_all']:.2f} x as soon as plainly; the last {LAST} children of a question make "
-        f"{row['tail_tokens_per_step']:.2f} tokens a step; ms a step by rows: "
-        + ", ".join(f"{rows}: {ms:.0f}" for rows, ms in row["step_ms"].items())
+        f"{row['ratio_seconds_to_all']:.2f} x as soon as plainly, counted {row['ratio_counted_to_most']:.2f} and "
+        f"{row['ratio_counted_to_all']:.2f}, at most {row['bound_to_most']:.2f} and {row['bound_to_all']:.2f} by any "
+        f"order; the last {LAST} children of a question make {row['tail_tokens_per_step']:.2f} tokens a step; ms by tokens: "
+        + ", ".join(f"{tokens}: {ms:.0f}" for tokens, ms in row["step_ms"].items())
     )

@@ -12,6 +12,8 @@ import torch
 
 from engine.config import OrderName
 from engine.engine import Engine
+from engine.scheduling import admission, waves
+from engine.scheduling.invariants import check
 from engine.types import Begun, Chunk, Group, Limits, Sample, Sampling
 from rollout.client.partials import Partials
 from tests.support.equivalence import assert_same
@@ -507,9 +509,87 @@ def test_the_longest_child_of_each_group_goes_last_and_of_the_others_the_longest
         return ended
 
     groups = {"a": (9, 2, 3), "b": (2, 4, 8), "c": (5, 5), "d": (6,)}
-    assert ends(groups, 1) == ["d0", "c0", "c1", "b1", "a2", "a1", "b0", "a0", "b2"]
+    assert ends(groups, 1) == ["a2", "b1", "d0", "c0", "c1", "a1", "b0", "a0", "b2"], "a prompt goes by its longest child"
     assert ends(groups, 16)[-1] == "a0" and len(ends(groups, 16)) == 9
     assert ends(groups, 1, "least_far")[-2:] != ["a0", "b2"], "the negative control"
+
+
+def ends_by_steps(
+    groups: dict[str, tuple[int, ...]], order: str = "longest_last", slots: int = 2, **sampling: Any
+) -> dict[str, int]:
+    """When children end, in steps, of groups with these lengths that are all there at the start."""
+    scheduler, ended = small_scheduler(64, max_num_seqs=slots, max_batch_tokens=16, order=order), {}
+    for name, own in groups.items():
+        submit(scheduler, name, [1 + len(name)], n=len(own), max_tokens=max(own), lengths=own, **sampling)
+    for number in range(1000):
+        if not scheduler.has_work:
+            break
+        for sample in commit(scheduler, launch(scheduler)):
+            ended[f"{sample.group_id}/{sample.index}"] = number
+        check(scheduler)
+    return ended
+
+
+def test_a_longest_child_starts_in_time_to_end_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits only as long as little is lost: all end nearly as soon as with the longest first, and the others before that."""
+    short = {f"g{i}": (4, 5, 4) for i in range(12)}
+
+    def steps(order: str, longest: int) -> tuple[int, int]:
+        """Until all but the longest of each group have ended, and until all have: at least 55, and as many as the longest
+        has."""
+        groups = {**short, "a": (longest, 3, 2)}
+        ended = ends_by_steps(groups, order, slots=4)
+        last = {f"{name}/{own.index(max(own))}" for name, own in groups.items()}
+        return max(at for child, at in ended.items() if child not in last), max(ended.values())
+
+    most, all_of_them = steps("longest_last", 60)
+    first_most, first_all = steps("first_come", 60)
+    assert 60 <= all_of_them < 72 < first_all and most < 30 < first_most, (most, all_of_them, first_most, first_all)
+    early = steps("longest_last", 20)
+    monkeypatch.setattr(admission, "is_due", lambda *_: False)
+    assert steps("longest_last", 60)[1] > 75, "the negative control: it starts when nobody else waits"
+    assert steps("longest_last", 20) == early, "one that is in time anyway waits for all others"
+
+
+def test_who_is_not_waited_for_goes_last_with_finish_after_too() -> None:
+    """As many as are cut then, whatever their length: they never start where others wait."""
+    groups = {name: (9, 2, 30, 4) for name in "abc"}
+    ended = ends_by_steps(groups, slots=1, finish_after=2)
+    assert max(at for child, at in ended.items() if child[-1] in "13") < 3 * (2 + 4) + 3
+    scheduler = small_scheduler(64, max_num_seqs=1, max_batch_tokens=16, order="longest_last")
+    for name, own in groups.items():
+        submit(scheduler, name, [5], n=4, max_tokens=30, lengths=own, finish_after=2)
+    samples = []
+    while scheduler.has_work:
+        samples += commit(scheduler, launch(scheduler))
+    assert sum(len(sample.token_ids) for sample in samples if sample.finish_reason == "cut") == 2 * 3, "their first tokens"
+
+
+@pytest.mark.parametrize("steps", [8, 10**9])
+def test_nobody_waits_for_ever_in_a_stream(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More comes than can be computed. By waves the first group's longest child ends; were all that come one wave, it would
+    not: the control."""
+    monkeypatch.setattr(waves, "WAVE_STEPS", steps)
+    scheduler, ended = small_scheduler(256, max_num_seqs=2, max_batch_tokens=16, order="longest_last"), set()
+    for number in range(200):
+        for each in range(6 if not number else number % 4 == 0):
+            own = (9, 4, 4) if number or each else (6, 1, 2)
+            submit(scheduler, f"g{number}.{each}", [7], n=3, max_tokens=max(own), lengths=own)
+        ended |= {(sample.group_id, sample.index) for sample in commit(scheduler, launch(scheduler))}
+        scheduler.counters.steps += 1
+        check(scheduler)
+    assert (("g0.0", 0) in ended) == (steps == 8)
+    assert len({group for group, _ in ended}) > 5
+
+
+def test_a_client_without_groups_has_no_wave() -> None:
+    scheduler = small_scheduler(order="longest_last")
+    for name in "ab":
+        submit(scheduler, name, [1], client=name, max_tokens=2)
+    assert scheduler.groups["b"].line == ("b", 0, 1) and set(scheduler.children._waves._open) == {"a", "b"}
+    while scheduler.has_work:
+        step(scheduler)
+    assert not scheduler.children._waves._open
 
 
 def test_what_a_group_is_expected_to_get_follows_from_its_longest_child() -> None:

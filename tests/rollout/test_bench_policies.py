@@ -79,10 +79,37 @@ def test_known_lengths_bring_most_of_each_group_sooner() -> None:
     """Where rows cost their share and most children wait, in a roomy pool and in a tight one, at hardly longer a total."""
     share = Costs(tokens=(1, 1000), seconds=(0.015, 1.2), per_draw=0.0, per_kv_token=0.0, per_block=1e-5)
     for pool in (1.0, policies.TIGHT):
-        rows = policies.compared(policies.Case("lognormal", 8, pool, True), EngineConfig(block_size=16), share, 0.25, 1)
-        known = policies.ratios(rows, ("total_ratio", "most_ratio"))
-        assert known["longest_last"]["most_ratio"] > 1.3 and known["longest_last"]["total_ratio"] > 0.9
+        rows = policies.compared(policies.Case("lognormal", 8, pool, 1.0, 64), EngineConfig(block_size=16), share, 0.12, 1)
+        known = policies.ratios(rows, ("total_ratio", "most_ratio", "total_bound", "most_bound"))
+        last = known["longest_last"]
+        assert 1.2 < last["most_ratio"] < last["most_bound"] and 1.0 < last["total_ratio"] < last["total_bound"]
         assert known["least_far"]["most_ratio"] < 1.1, "which knows nothing of lengths"
+
+
+def test_on_a_device_of_flat_cost_all_end_sooner_too() -> None:
+    """With lengths that are known. Told up to twice as long, only those that are waited for do; told nothing, nobody."""
+    for known, most, total in ((1.0, 1.4, 1.0), (2.0, 1.3, 0.85), (0.0, 0.99, 0.99)):
+        case = policies.Case("independent", 8, 1.0, known, 64, flat=True)
+        rows = policies.compared(case, EngineConfig(block_size=16), policies.FLAT, 0.12, 1)
+        last = policies.ratios(rows, ("total_ratio", "most_ratio"))["longest_last"]
+        assert last["total_ratio"] > total and last["most_ratio"] > most, (known, last)
+        assert known or last["most_ratio"] < 1.1
+
+
+def test_no_schedule_is_faster_than_the_bound() -> None:
+    """Over all of a few rows and tokens, by trying each; and the bound is reached."""
+    costs = np.array([0.0, 14.0, 20.0, 21.0, 22.0])
+
+    def cheapest(tokens: int, steps: int) -> float:
+        if not tokens:
+            return 0.0 if steps <= 0 else np.inf
+        return min(costs[rows] + cheapest(tokens - rows, steps - 1) for rows in range(1, min(4, tokens) + 1))
+
+    for tokens in range(1, 10):
+        for steps in range(1, tokens + 1):
+            assert simulator.least_seconds(costs, tokens, steps) <= cheapest(tokens, steps) + 1e-9
+    assert simulator.least_seconds(costs, 8, 2) == 44.0 and simulator.least_seconds(costs, 3, 3) == 42.0
+    assert simulator.waited_for(np.array([[5, 9, 2], [3, 3, 4]]), 2) == (4 + 1 + 2 + 2, 4)
 
 
 def test_bench_policies_prints_and_draws(
@@ -90,14 +117,16 @@ def test_bench_policies_prints_and_draws(
 ) -> None:
     monkeypatch.setattr(policies, "CHILDREN", 32)
     monkeypatch.setattr(policies, "N", (4,))
-    monkeypatch.setattr(policies, "KNOWN", (("bimodal",), (4,), (1.0,), (True,)))
+    monkeypatch.setattr(
+        policies, "few_slots", lambda: [policies.Case("bimodal", 4, 1.0, 1.0, 16, flat) for flat in (False, True)]
+    )
     monkeypatch.setattr(simulator, "WORDS", range(16, 96))
     out, picture = tmp_path / "rows.jsonl", tmp_path / "p.png"
     options = {"in_process": False, "scale": 0.1, "repeat": 1, "dtype": "float32", "threads": 1, "plot": str(picture)}
     assert run(("policies",), model=str(tiny_model), json_file=str(out), **options) == 0  # type: ignore[arg-type]
     *rows, last = [json.loads(line) for line in out.read_text().splitlines()]
     assert last["summary"] and last["best"] in last["orders"] and last["tail_ratio_to_first_come"] > 0
-    assert set(last["known_lengths"]) == set(last["orders"])
+    assert set(last["known_lengths"]) == set(last["known_lengths_flat"]) == set(last["orders"])
     assert last["simulator_error"] == max(row["error"] for row in rows if "error" in row)
     real = [row for row in rows if "error" in row]
     assert len(real) == 2 and all(row["engine_steps"] == row["simulated_steps"] for row in real)
