@@ -73,7 +73,7 @@ def choose(group: int, dim: int, itemsize: int, limits: Limits) -> Launches:
     width = power_of_two(max(dim, 16))
     rows = tile_rows(group, width, itemsize, limits.capability)
     for programs, *stages in PREFERRED[itemsize]:
-        for keys in KEYS[itemsize]:
+        for keys in FEWER.get((limits.capability, itemsize), KEYS[itemsize]):
             made = [_launch(each, keys, depth, width, itemsize, limits) for each, depth in zip(rows, stages, strict=True)]
             if made[0].programs >= programs and made[1].programs >= 1:
                 return Launches(*made)
@@ -86,6 +86,9 @@ def choose(group: int, dim: int, itemsize: int, limits: Limits) -> Launches:
 
 
 KEYS = {2: (64, 32, 16), 4: (32, 16)}
+"""that a tile meets at once, by the bytes of a number"""
+FEWER = {(89, 4): (16,)}
+"""by compute capability, times 10, and the bytes of a number: fp32 with 32 keys spills 520 bytes of a thread on sm_89 alone"""
 PREFERRED = {2: ((2, 5, 5), (1, 5, 5), (1, 5, 4), (1, 4, 4)), 4: ((2, 4, 4), (1, 4, 4))}
 """(programs of small tiles at once, stages of small and of large tiles), the best first, by the bytes of a number. In fp32 the
 numbers of a step fill the registers: with more keys, or copies under way, thousands of bytes of a thread spill"""
