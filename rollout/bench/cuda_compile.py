@@ -156,10 +156,14 @@ def others(capability: int) -> Iterator[dict[str, Any]]:
 
 
 def rows(capability: int, everything: bool) -> Iterator[dict[str, Any]]:
-    """Yield the figures of all kernels. `everything`: for all shapes of heads; else for those of Qwen3-8B."""
+    """Yield the figures of all kernels. `everything`: for all shapes of heads; else for those of Qwen3-8B, and those of its
+    attention on the other architectures too."""
     for heads in SHAPES if everything else (PRODUCTION,):
         yield from attention(capability, heads)
     yield from others(capability)
+    for other in () if everything else ARCHITECTURES:
+        if other != capability:
+            yield from attention(other, PRODUCTION)
 
 
 def in_a_process(capability: int, everything: bool, timeout_s: float) -> list[dict[str, Any]]:

@@ -59,8 +59,8 @@ def in_turn(contexts: np.ndarray) -> float:
     return tiles.balance([np.array([whole[first::programs].sum() for first in range(programs)])])
 
 
-def measure(architectures: tuple[int, ...] = cuda_compile.ARCHITECTURES, everything: bool = True) -> Iterator[dict[str, Any]]:
-    """Yield rows, and a summary at the end. `everything`: all shapes of heads; else those of Qwen3-8B alone."""
+def measure(architectures: tuple[int, ...] = cuda_compile.ARCHITECTURES) -> Iterator[dict[str, Any]]:
+    """Yield rows, and a summary at the end."""
     balance = {}
     for name, contexts in MIXTURES.items():
         balance[name] = round(tiles.balance(cut(contexts).loads), 3)
@@ -69,7 +69,7 @@ def measure(architectures: tuple[int, ...] = cuda_compile.ARCHITECTURES, everyth
     yield {"what": "launches", **launches}
     spills: dict[str, dict[str, int]] = {}
     for architecture in architectures:
-        for row in cuda_compile.in_a_process(architecture, everything, COMPILE_S):
+        for row in cuda_compile.in_a_process(architecture, True, COMPILE_S):
             spills.setdefault(f"sm_{architecture}", {})[title(row)] = row["spill_bytes"]
             yield {"what": "kernel", **row}
     yield {
