@@ -72,7 +72,8 @@ class TritonAttention:
         varlen: Varlen | None = None,
     ) -> None:
         """programs: that run at once, of which each KV head has as many; None = enough for the device. kernels: what stands in
-        for `triton_kernels`. varlen: attends the prompts of large steps; their bits are its own then, and no promise's."""
+        for `triton_kernels`. varlen: attends the prompts of large steps, whose numbers then depend on what was computed of
+        them before."""
         if not capacity.q_heads:
             raise TritonUnavailable("the model's layers have different numbers of query heads")
         self._kernels = kernels or _import(device)

@@ -37,7 +37,10 @@ APART = 2**-6
 
 
 class VarlenUnavailable(ValueError):
-    """`varlen_attn` cannot be had here, or does not serve the model; the message says why."""
+    """`varlen_attn` cannot be had here, or does not serve the model; the message names the option and says why."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f'prefill_attention="varlen": {why}')
 
 
 class Attend(Protocol):
@@ -163,9 +166,11 @@ def by_torch(varlen_attn: Callable[..., Any]) -> Attend:
 
 
 def refusal(capacity: Capacity, capability: int, varlen_attn: Any) -> str:
-    """Say why `varlen_attn` does not serve heads of these shapes on a device; empty where it does."""
+    """Say why `varlen_attn` does not serve heads and steps of these shapes on a device; empty where it does."""
     if missing := [name for name in WANTED if name not in inspect.signature(varlen_attn).parameters]:
         return f"varlen_attn of torch {torch.__version__} has no {', '.join(missing)}: take 2.11 or later"
+    if capacity.tokens <= MOST_TOKENS:
+        return f"no step has more than {MOST_TOKENS} tokens, so that it would never be used: give max_batch_tokens=8192"
     if capability < LEAST_CAPABILITY:
         return f"flash attention needs compute capability {LEAST_CAPABILITY / 10}, and this device has {capability / 10}"
     if capacity.itemsize != 2:

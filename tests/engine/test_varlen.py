@@ -29,7 +29,7 @@ from tests.support.toy import group, run  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32, "num_hidden_layers": 1}
-CAPACITY = Capacity(512, 16, 64, 8, 2, 64, 2)
+CAPACITY = Capacity(8192, 16, 64, 8, 2, 64, 2)
 
 
 @pytest.fixture
@@ -92,6 +92,7 @@ def grouped(query: Any, key: Any, value: Any, *starts: Any, scale: float, window
         ({"itemsize": 4}, 90, grouped, 'dtype="bfloat16"'),
         ({"head_dim": 12}, 90, grouped, "a multiple of 8 up to 256 numbers, not 12"),
         ({"head_dim": 512}, 90, grouped, "not 512"),
+        ({"tokens": 2048}, 90, grouped, "no step has more than 2048 tokens.*give max_batch_tokens=8192"),
     ],
 )
 def test_what_it_does_not_serve_is_refused_by_name(changed: dict[str, int], capability: int, kernel: Any, why: str) -> None:
@@ -133,7 +134,7 @@ def test_it_is_tried_at_the_start() -> None:
 def test_without_a_device_or_torch_s_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch has of it on the CPU does not run there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    with pytest.raises(VarlenUnavailable, match="varlen_attn fails with the model's heads"):
+    with pytest.raises(VarlenUnavailable, match='^prefill_attention="varlen": varlen_attn fails with the model'):
         varlen.open_varlen(torch.device("cpu"), CAPACITY)
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
     with pytest.raises(VarlenUnavailable, match="has no varlen_attn: take 2.11"):
