@@ -115,8 +115,9 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_address(address: str) -> None:
-    """Raises ValueError with the reason for what is no address, or for one of another host, which is for those with keys."""
+def check_address(address: str, role: str = "rollout") -> None:
+    """Raises ValueError with the reason for what is no address, or for one of another host, which is for those with keys. role:
+    what the key would be for."""
     if not address.startswith(("tcp://", "ipc://")):
         raise ValueError(
             f"address {address!r}: must be tcp://HOST:PORT or ipc://PATH, as `rollout serve` prints it, or a connection file"
@@ -124,7 +125,7 @@ def check_address(address: str) -> None:
     if address.startswith("tcp://") and not is_loopback(address.removeprefix("tcp://").rpartition(":")[0]):
         raise ValueError(
             f"address {address!r} is not on this host, and what is sent there would be in clear and from anybody: give a "
-            "connection file in its place; on the service's host `rollout keys add NAME --role rollout` makes one"
+            f"connection file in its place; on the service's host `rollout keys add NAME --role {role}` makes one"
         )
 
 

@@ -167,8 +167,9 @@ def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, p
     for name in (name for name, way in WITH_MODEL.items() if way.between_processes and name in names):
         if in_process:
             raise InputError(f"{name} goes from process to process: leave --in-process out")
-    for name in set(names) - set(SPECIAL):
-        find(name)
+    for name in names:
+        if name not in WORKLOADS and name not in SPECIAL:
+            raise InputError(f"no workload {name!r}; there are: {', '.join([*WORKLOADS, *SPECIAL])}")
     if plot is not None:
         without = [name for name in SPECIAL if name not in WITH_MODEL or WITH_MODEL[name].draw is None]
         if not set(names) - set(without):

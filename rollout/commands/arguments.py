@@ -46,11 +46,11 @@ class ServeArgs(msgspec.Struct, kw_only=True):
 
 
 class KeysArgs(msgspec.Struct, kw_only=True):
-    """Make and revoke keys. `init` makes the key file of a service. `add NAME` makes a key for a client, in a connection file
-    that names the service as well. `revoke NAME` takes a key back, `show` lists all. A running service reads changes within a
-    second."""
+    """Make and revoke keys. A running service reads changes within a second."""
 
     action: tyro.conf.Positional[Literal["init", "add", "revoke", "show"]]
+    """init: make the key file of a service; add: make a key for a client, in a connection file that names the service as well;
+    revoke: take a client's key back; show: list the keys"""
     name: tyro.conf.Positional[str] = ""
     """of the client, for add and revoke"""
     file: str = DEFAULT_FILE
@@ -76,10 +76,10 @@ class StatusArgs(msgspec.Struct, kw_only=True):
 
 
 class FleetArgs(msgspec.Struct, kw_only=True):
-    """Change the replicas of a running fleet: `scale 4`, `drain 2` (the name of one), `roll` (restart all, in turn).
-    Returns when it has begun; `rollout top` shows the rest."""
+    """Change the replicas of a running fleet. Returns when that has begun; `rollout top` shows the rest."""
 
     action: tyro.conf.Positional[Literal["scale", "drain", "roll"]]
+    """scale: have so many replicas; drain: let one finish what it runs, and go; roll: restart all, in turn"""
     what: tyro.conf.Positional[str] = ""
     """of scale: how many replicas; of drain: which one"""
     address: str = DEFAULT_ENDPOINT

@@ -68,8 +68,10 @@ def read_lines(path: Path) -> list[Line]:
     """Read the prompts. Raises InputError naming the file and the line."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: {error}") from error
+    except OSError as error:
+        raise InputError(f"--prompts {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"--prompts {path}: {error}") from error
     decoder = msgspec.json.Decoder(Line)
     lines = []
     for number, raw in enumerate(text.removesuffix("\n").split("\n") if text else [], 1):

@@ -58,7 +58,9 @@ def token_of(path: str | None) -> str | None:
         return None
     try:
         return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InputError(f"--token-file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise InputError(f"--token-file {path}: {error}") from error
 
 

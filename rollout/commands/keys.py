@@ -22,6 +22,10 @@ def run(args: KeysArgs) -> int:
         raise InputError(f"rollout keys {args.action} {args.name}: takes no name")
     if args.action in ("add", "revoke") and not args.name:
         raise InputError(f"rollout keys {args.action}: give the name of the client")
+    if args.action != "init" and not file.exists():
+        raise InputError(
+            f"{file} is not there: `rollout keys init --address tcp://HOST:PORT` makes it, or --file names another one"
+        )
     for flag in ("address", "role", "out"):
         if getattr(args, flag) and flag not in TAKES[args.action]:
             raise InputError(f"rollout keys {args.action}: takes no --{flag}")

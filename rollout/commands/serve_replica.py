@@ -36,7 +36,7 @@ def joined_service(config: Config, stop: Stopper, make: Callable[[Config], Engin
         try:
             keys = files.read_client(front) if "://" not in front else None
             if keys is None:
-                check_address(front)
+                check_address(front, "replica")
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="rollout-replica-")))
             config, own = for_front(config, keys, folder)
         except ValueError as error:

@@ -346,7 +346,7 @@ def test_what_cannot_be_asked_of_a_replica(tmp_path: Path) -> None:
     assert "a replica or a front, not both" in serve("--join", local, "--replicas", "2")
     assert "makes its own keys" in serve("--join", local, "--service.keys", "x")
     assert "the front has the clients" in serve("--join", local, "--service.journal", "x")
-    assert "not on this host" in serve("--join", "tcp://10.0.0.5:5656")
+    assert "not on this host" in (told := serve("--join", "tcp://10.0.0.5:5656")) and "--role replica" in told
     assert "say how many" in serve("--ray")
     assert "without ray" in serve("--replicas", "2", "--fleet.ray-cpus", "2")
     assert "--listen-replicas tcp://*:PORT" in serve("--ray", "auto", "--replicas", "2")
