@@ -25,8 +25,8 @@ class Work(NamedTuple):
 
     @staticmethod
     def of(counts: np.ndarray, contexts: np.ndarray) -> Work:
-        """Of rows that compute the last counts [R] of their contexts [R] tokens, want the logits of the last one, and have no
-        block in common."""
+        """Count the work of rows that compute the last counts [R] of their contexts [R] tokens, want the logits of the last
+        one, and have no block in common."""
         counts, contexts = counts.astype(np.int64), contexts.astype(np.int64)
         met = counts * (contexts - counts) + counts * (counts + 1) // 2
         return Work(int(counts.sum()), len(counts), int(contexts.sum()), int(met.sum()))

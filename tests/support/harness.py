@@ -43,8 +43,8 @@ Rules = tuple[tuple[int, ...], ...]
 
 
 def draw(ids: tuple[int, ...], seed: int, index: int, rules: Rules = ()) -> int:
-    """The next token behind these: anything at all; with every other seed mostly what can be guessed, with half of these the
-    end behind every other 5."""
+    """Draw the next token behind these: anything at all; with every other seed mostly what can be guessed, with half of these
+    the end behind every other 5."""
     number = hash((ids, seed, index, rules))
     if seed % 4 == 3 and ids[-1] == 5 and number % 2:
         return EOS
@@ -195,8 +195,8 @@ class Harness:
         after: tuple[str, int] | None = None,
         **sampling: Any,
     ) -> bool:
-        """`begun`: tokens that children have already, at most; all but the last one that they will have. `score`: tokens are
-        given, others than would be drawn."""
+        """Submit a group. `begun`: tokens that children have already, at most; all but the last one that they will have.
+        `score`: tokens are given, others than would be drawn."""
         wanted = None if indices is None else tuple(indices)
         group = Group(id, np.array(prompt, np.int32), Sampling(**sampling), wanted, after=after)
         if score:

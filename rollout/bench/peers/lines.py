@@ -16,8 +16,8 @@ import time
 
 
 def serve(start):
-    """`start(setup)` returns (version, generate); `generate(prompts, n, new_tokens, seed)` returns how many tokens it made, or
-    that and the seconds that count."""
+    """Answer runs until standard input ends. `start(setup)` returns (version, generate); `generate(prompts, n, new_tokens,
+    seed)` returns how many tokens it made, or that and the seconds that count."""
     out = os.fdopen(int(os.environ["RESULTS_FD"]), "w")
 
     def send(row):

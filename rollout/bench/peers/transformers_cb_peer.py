@@ -29,7 +29,7 @@ def load(setup):
 
 @torch.no_grad()
 def run(model, prompts, n, new_tokens, seed, settings):
-    """(tokens made, seconds), without the time that the manager takes to start."""
+    """Run once. Returns (tokens made, seconds), without the time that the manager takes to start."""
     torch.manual_seed(seed)
     each = new_tokens if isinstance(new_tokens, list) else [new_tokens] * len(prompts)
     config = transformers.GenerationConfig(
@@ -62,7 +62,7 @@ def run(model, prompts, n, new_tokens, seed, settings):
 
 
 def fastest(model, prompts, n):
-    """The settings that make the most tokens a second; those that fail drop out."""
+    """Return the settings that make the most tokens a second; those that fail drop out."""
     speeds = []
 
     def attempt(settings):
