@@ -38,6 +38,8 @@ from rollout.bench.workloads import Workload
 
 Rows = Iterator[dict[str, Any]]
 OFFLOAD = WeightOffload(group_size=4, num_in_group=1, prefetch_step=1)
+GROUPS = 8
+"""that run while weights are refreshed, with prompts of mixed lengths"""
 SETTLE = 8
 """decode steps that do not count yet"""
 PEER_START_S, PEER_RUN_S = 120.0, 150.0
@@ -362,8 +364,10 @@ def refresh(bench: Bench) -> Rows:
     engine = bench.engine(kv_tokens=bench.sizes.rows * 1024, max_num_seqs=bench.sizes.rows)
     new = {name: tensor.detach().clone() for name, tensor in bench.module.named_parameters()}
     plain = plain_copy_ms(bench.device, list(new.values()))
-    for i, ids in enumerate(bench.text.slices(0, 2, bench.sizes.prompt)):
-        engine.submit(Group(f"run{i}", ids, Sampling(n=bench.sizes.rows // 2, max_tokens=256, ignore_eos=True, seed=i)))
+    lengths = lognormal(GROUPS, bench.sizes.prompt // 2, bench.sizes.prompt).tolist()
+    for i, (ids, length) in enumerate(zip(bench.text.slices(0, GROUPS, bench.sizes.prompt), lengths, strict=True)):
+        sampling = Sampling(n=bench.sizes.rows // GROUPS, max_tokens=256, ignore_eos=True, seed=i)
+        engine.submit(Group(f"run{i}", ids[:length], sampling))
     for _ in range(SETTLE):
         engine.step()
     for turn in range(bench.sizes.refreshes):

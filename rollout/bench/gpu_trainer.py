@@ -15,8 +15,13 @@ import transformers
 
 from engine.types import Refreshed, Sampling
 from rollout.bench.gpu_bench import MODELS
+from rollout.bench.lengths import lognormal
+from rollout.bench.text import RandomText
 from rollout.client.api import RolloutClient
 from transport.weights import Via
+
+GROUPS, LONGEST = 8, 512
+"""groups that run while weights are refreshed, and tokens of the longest prompt"""
 
 
 def row(what: str, refreshed: Refreshed, via: Via) -> dict[str, Any]:
@@ -31,10 +36,12 @@ def main(endpoint: str, name: str, dtype: str, device: str, refreshes: str, rows
         torch.manual_seed(1)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     via: Via = "shm" if torch.device(device).type == "cpu" else "cuda_ipc"
-    half = Sampling(n=max(1, int(rows) // 2), max_tokens=256, ignore_eos=True)
+    each = Sampling(n=max(1, int(rows) // GROUPS), max_tokens=256, ignore_eos=True)
+    text, lengths = RandomText(config.vocab_size), lognormal(GROUPS, LONGEST // 4, LONGEST).tolist()
     with RolloutClient(endpoint, name="trainer") as client:
         for turn in range(int(refreshes) + 1):
-            running = [client.submit([1 + turn, 2, 3 + i], half) for i in range(2)]
+            prompts = zip(text.slices(turn, GROUPS, LONGEST), lengths, strict=True)
+            running = [client.submit(ids[:length], each) for ids, length in prompts]
             print(json.dumps({**row("beside steps", client.refresh(model, via=via), via), "warm": turn > 0}), flush=True)
             for handle in running:
                 handle.cancel()
