@@ -26,7 +26,7 @@ RAY := .venv-ray
 CLIENTS := 'trl>=1.16,<1.17' 'openai>=2.54,<3' 'renderers>=0.1.12,<0.2' 'verifiers>=0.4,<0.5' 'lm_eval[api]>=0.4.13,<0.5' aiohttp pybase64
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test quick plugs ray test-arithmetic fleet-chaos endurance test-gpu check format bench bench-gpu wheels gpu-wheels clean
+.PHONY: help venv model demo test quick plugs ray test-arithmetic fleet-chaos endurance test-gpu sanitize-gpu check format bench bench-gpu wheels gpu-wheels clean
 .SUFFIXES:
 
 help:
@@ -42,6 +42,7 @@ help:
 	@echo "make fleet-chaos  ten minutes of a fleet under an adversary; MINUTES=1 is shorter"
 	@echo "make endurance  a fleet under attack for HOURS=0.1, SEED=0: kills, garbage, broken weights; the last line is JSON"
 	@echo "make format  let ruff rewrite the sources"
+	@echo "make sanitize-gpu   attention's kernels under compute-sanitizer: memcheck and racecheck"
 	@echo "make test-gpu, bench-gpu   the CUDA paths: their tests, and figures as JSON lines; MODELS='qwen3-8b' and ARGS pick"
 	@echo "make wheels  what these need on a machine without a network, into build/wheels: carry it there"
 	@echo "make clean   remove all that these targets have made here"
@@ -112,6 +113,15 @@ test-gpu: $(GPU_READY)
 	@$(GPU_PYTHON) -m pytest -W default tests/engine/test_triton_attention.py tests/engine/test_sampler_triton.py \
 		tests/engine/test_graphs.py tests/engine/test_norms.py tests/engine/test_fused.py tests/engine/test_exact.py \
 		tests/engine/test_device_digests.py tests/rollout/test_exact_on_device.py $(ARGS)
+
+# reads and writes out of bounds, and races, of attention's kernels at production sizes; compute-sanitizer comes with the CUDA toolkit
+sanitize-gpu: $(GPU_READY)
+	@for tool in memcheck racecheck; do \
+		compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all \
+			$(GPU_PYTHON) -m pytest -m gpu -W default $(ARGS) \
+			'tests/gpu/test_attention_oracle.py::test_every_context[decode-8x4x128-bfloat16]' \
+			'tests/gpu/test_attention_oracle.py::test_sixteen_rows_over_a_prefix[8-8x4x128-bfloat16]' || exit 1; \
+	done
 
 # what a Python with torch, transformers and pytest lacks; run it where there is a network and carry WHEELS along
 wheels:
