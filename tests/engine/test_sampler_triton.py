@@ -112,10 +112,10 @@ def test_cuts_what_torch_cuts(dtype: torch.dtype, spread: float) -> None:
 @pytest.mark.parametrize(("dtype", "spread"), [(torch.float32, 0.0), (torch.bfloat16, 0.02), (torch.float32, 6.0)])
 def test_the_most_probable_tokens_are_torchs(dtype: torch.dtype, spread: float) -> None:
     """Of draws that ask for none, for some and for more than are left; equal ones by the lower id."""
-    logits = (torch.randn(16, FEW, generator=torch.Generator().manual_seed(3)) * spread).to(dtype)
-    kinds = [CUTS[i % len(CUTS)] for i in range(16)]
+    logits = (torch.randn(10, FEW, generator=torch.Generator().manual_seed(3)) * spread).to(dtype)
+    kinds = [CUTS[i % len(CUTS)] for i in range(10)]
     samplings = [msgspec.structs.replace(kind, seed=i, top_logprobs=(0, 3, 5, 1)[i % 4]) for i, kind in enumerate(kinds)]
-    asked = replace(batch(samplings), forbidden=[(5, [0, 7]), (10, [1])])
+    asked = replace(batch(samplings), forbidden=[(0, [1]), (5, [0, 7])])
     got, want, without = (
         by_triton(logits, asked),
         sampler._sample_torch(logits, asked),

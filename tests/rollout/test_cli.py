@@ -52,7 +52,7 @@ def serving(config: Config, folder: Path) -> Iterator[tuple[subprocess.Popen[str
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_serve_stops_cleanly(number: signal.Signals, tiny_config: Config, tmp_path: Path) -> None:
     with serving(tiny_config, tmp_path) as (process, endpoint), RolloutClient(endpoint) as client:
         handle = client.submit([5, 6, 7], Sampling(n=2, max_tokens=8000, ignore_eos=True))

@@ -129,7 +129,7 @@ def test_what_cannot_be_drawn_is_said_before_the_run(tmp_path: Path, monkeypatch
         check(tmp_path / "run.png")
 
 
-@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_bench_runs_and_draws(tiny_model: Path, tmp_path: Path, in_process: bool) -> None:
     picture, out = tmp_path / "run.png", tmp_path / "out.jsonl"
     options = {"in_process": in_process, "scale": 0.1, "repeat": 1, "dtype": "float32", "threads": 1}
