@@ -11,6 +11,7 @@ import msgspec
 OrderName = Literal["first_come", "least_far", "longest_expected", "longest_last"]
 PrefillName = Literal["paged", "varlen"]
 IsaName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torch"]
+KVName = Literal["auto", "fp8_e4m3"]
 
 
 class WeightOffload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +41,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str = "smollm2"
     """folder of a transformers model (`rollout.models` resolves hub ids and the word smollm2 to one)"""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """of weights and KV"""
+    """of weights, and of KV unless kv_dtype says otherwise"""
+    kv_dtype: KVName = "auto"
+    """of KV: auto = that of the weights; fp8_e4m3 = one byte a number and a scale for each token and head, so the pools hold
+    nearly twice the tokens in as many bytes. Log-probs are then some way off those of a trainer's forward, as far as
+    `rollout bench fidelity` prints; on the CPU attention is the torch reference, which is slow (docs/decisions/fp8.md)"""
     device: str = "cpu"
     seed: int = 0
     """groups without a seed of their own draw theirs from this one"""
@@ -168,6 +173,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         need(self.min_run_tokens >= 0, f"min_run_tokens={self.min_run_tokens}: must not be negative")
         need(0 <= self.foreground_s < math.inf, f"foreground_s={self.foreground_s}: must be 0 (off) or positive, and finite")
         need(self.mirror_blocks_per_step >= 1, f"mirror_blocks_per_step={self.mirror_blocks_per_step}: must be at least 1")
+        need(self.kv_dtype in get_args(KVName), f"kv_dtype={self.kv_dtype!r}: must be one of {', '.join(get_args(KVName))}")
         need(self.order in get_args(OrderName), f"order={self.order!r}: must be one of {', '.join(get_args(OrderName))}")
         need(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1")
 
@@ -184,4 +190,6 @@ def _no_varlen(config: EngineConfig) -> str:
         return f'other rows of a step are Triton\'s; give attention="triton" with it, not {config.attention!r}'
     if config.dtype != "bfloat16":
         return f"flash attention takes numbers of 2 bytes; dtype={config.dtype!r} cannot have it"
+    if config.kv_dtype != "auto":
+        return f"prompts would attend to K and V as they were before kv_dtype={config.kv_dtype!r} rounds them; leave one out"
     return ""

@@ -135,8 +135,11 @@ class CpuDevice:
         self._threads = config.threads
         self.chosen = choose(config.isa)
         self.isa, self.isa_reason = self.chosen.isa, self.chosen.why
-        self.fast_attention = "reference" if self.isa == "torch" else "native"
+        self._without_native = without_native(config, self.isa)
+        self.fast_attention = "reference" if self._without_native else "native"
         log.info("kernels isa=%s chosen=%r", self.isa, str(self.chosen))
+        if self._without_native and config.attention == "auto":
+            log.info("attention in plain torch, which is slow reason=%r", self._without_native)
 
     def check(self, model: ModelLike) -> None:
         check_device(self.memory.device, model)
@@ -147,10 +150,8 @@ class CpuDevice:
     def backend(self, name: str, capacity: Capacity) -> Backend:
         if name == "triton":  # in Triton's interpreter
             return TritonAttention(self.memory.device, capacity)
-        if self.isa == "torch":
-            raise ValueError(
-                'attention="native": with isa="torch" there are no kernels; attention="auto" takes the torch reference'
-            )
+        if self._without_native:
+            raise ValueError(f'attention="native": {self._without_native}; attention="auto" takes the torch reference')
         return NativeAttention(self._threads, self.isa)
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> Computes | None:
@@ -239,6 +240,13 @@ def check_device(device: torch.device, model: ModelLike) -> None:
     """Raise ValueError for a model that lies on a device of another kind."""
     if model.device.type != device.type:
         raise ValueError(f"{model.name} is on {model.device}, and device={device}: give the engine device={model.device}")
+
+
+def without_native(config: EngineConfig, isa: str) -> str:
+    """Say why the CPU's attention kernel is not for a configuration; "" if it is."""
+    if isa == "torch":
+        return 'with isa="torch" there are no kernels'
+    return "" if config.kv_dtype == "auto" else f"the kernel reads KV in the model's dtype, not in {config.kv_dtype}"
 
 
 def draw_kernel() -> DrawKernel | None:

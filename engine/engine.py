@@ -77,23 +77,24 @@ class Engine:
     def _choose_kernels(self, model: ModelLike) -> None:
         """Choose what attends and what runs the layers, and compare both with the module's own forward."""
         config, memory = self.config, self.device.memory
-        capacity = Capacity.of(config, model)
-        tried = partial(try_out, model, config.block_size, memory) if isinstance(model, Model) else lambda backend: None
+        capacity, kept = Capacity.of(config, model), model.geometry.kept_as(config.kv_dtype)
+        tried = partial(try_out, model, kept, config.block_size, memory) if isinstance(model, Model) else lambda backend: None
         self.backend = choose_backend(config.attention, self.device, capacity, tried)
         self.computes = self.device.equip(model, config, self.backend) if isinstance(model, Model) else None
-        self.arithmetic = arithmetic(self.computes, self.backend)
+        self.arithmetic = arithmetic(self.computes, self.backend, kept.fp8)
         log.info("engine model=%s backend=%r arithmetic=%s", model.name, str(self.backend), self.arithmetic)
         if isinstance(model, Model):
-            judge(Served(model, self.backend, config.block_size, capacity.tokens, memory))
+            judge(Served(model, self.backend, config.block_size, capacity.tokens, memory, kept))
 
     def _take_memory(self, model: ModelLike) -> None:
         """Size both pools of KV and take their memory."""
         config, memory = self.config, self.device.memory
-        block_bytes = model.geometry.bytes_per_token * config.block_size
+        kept = model.geometry.kept_as(config.kv_dtype)
+        block_bytes = kept.bytes_per_token * config.block_size
         on_device = blocks_on_device(config, block_bytes, memory)
         on_host = blocks_in_host_memory(config, block_bytes, on_device, memory)
         take_now = config.kv_tokens is not None or config.kv_gib is not None, config.cpu_offload_gib is not None
-        self.kv = PagedKV(model.geometry, config.block_size, on_device, on_host, memory, self.device.lane(), take_now)
+        self.kv = PagedKV(kept, config.block_size, on_device, on_host, memory, self.device.lane(), take_now)
         longest = -(-model.context // config.block_size)
         self.scheduler = Scheduler(
             config, device_blocks=on_device, host_blocks=on_host, max_blocks=longest, counters=self.counters

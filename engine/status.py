@@ -65,6 +65,7 @@ def status(engine: Shown) -> dict[str, Any]:
         "kv": {
             "block_size": size,
             "block_bytes": engine.kv.block_bytes,
+            "dtype": engine.kv.dtype_name,
             "stale_token_frac": stale_token_frac(sequences, size, version),
             **_block_counts(scheduler.store),
             "kept_children": len(scheduler.children.kept),

@@ -18,17 +18,20 @@ import numpy as np
 import torch
 
 from engine.cuda import tiles as cutting
-from engine.cuda.launches import KNOWN, Launches, Limits, choose, power_of_two
+from engine.cuda.launches import KNOWN, Launches, Limits, choose, power_of_two, with_codes
 from engine.cuda.tiles import COLUMNS, PADDING, Tiles, chunk_tokens, cut, most_tiles
 from engine.cuda.varlen import ARITHMETIC, Prompts, Run, Varlen, attend_prompts, beside_starts, rows_of, starts_of, stored
 from engine.forward.attention import CannotAttend, Capacity
 from engine.forward.batch import Batch
+from engine.kv.fp8 import is_fp8, scales_as
 from engine.kv.pages import PagedKV
 
 PARTS_OF_A_ROW = 32
 """partial results that there is memory for at least, for each sequence on average; rows beyond are not split (same numbers)"""
 PARTIAL_SHARE = 128
 """of the device's memory, one part in so many may hold partial results"""
+CONVERTS_FP8 = 89
+"""compute capability, times 10, from which on a device converts e4m3 by itself; older ones shift bits, to the same numbers"""
 EXACT = {"enable_fp_fusion": False}
 """a product and a sum are rounded each, wherever they stand: merging in `attend` and in `merge` gives the same bits"""
 LOG2E = math.log2(math.e)
@@ -83,6 +86,8 @@ class TritonAttention:
         if varlen is not None:
             self.arithmetic = f"{self.arithmetic}+{ARITHMETIC}"
         limits, processors = _limits(device)
+        self._converts = device.type == "cuda" and limits.capability >= CONVERTS_FP8
+        """the device has e4m3"""
         try:
             self.launches: Launches = choose(capacity.group, capacity.head_dim, capacity.itemsize, limits)
         except ValueError as error:
@@ -164,9 +169,9 @@ class TritonAttention:
         (padded, heads, dim), data = key.shape, kv.data
         assert key.stride(2) == value.stride(2) == 1
         self._kernels.store[(padded,)](
-            key, value, data, batch.attention.slots, layer * data.stride(1), data.stride(0), *key.stride()[:2],
-            *value.stride()[:2], HEADS=heads, HEADS_PAD=power_of_two(heads), DIM=dim, DIM_PAD=power_of_two(max(dim, 16)),
-            BLOCK=kv.block_size,
+            key, value, data, scales_as(data, torch.int16), batch.attention.slots, layer * data.stride(1), data.stride(0),
+            *key.stride()[:2], *value.stride()[:2], HEADS=heads, HEADS_PAD=power_of_two(heads), DIM=dim,
+            DIM_PAD=power_of_two(max(dim, 16)), BLOCK=kv.block_size, FP8=is_fp8(data),
         )  # fmt: skip
         return self.attend_stored(layer, query, batch, kv, scaling, window, (key, value))
 
@@ -193,16 +198,17 @@ class TritonAttention:
         layer_at, stride = layer * data.stride(1), data.stride(0)
         shape = {"HEADS": heads, "DIM": dim, "DIM_PAD": power_of_two(max(dim, 16))}
         chunks = {"CHUNK": chunk_tokens(block), "SPAN": cutting.SPAN_CHUNKS}
+        kept, launches = {"FP8": is_fp8(data), "NATIVE": self._converts}, self.launches
         out = torch.empty((padded, q_heads, dim), dtype=query.dtype, device=query.device)
         kernels, (*attends, merges) = self._kernels, arrays.launched
-        for kind, launch in enumerate(self.launches):
+        for kind, launch in enumerate(with_codes(launches) if is_fp8(data) else launches):
             if attends[kind]:
                 kernels.attend[(self.groups[kind] * heads,)](
-                    query, out, data, arrays.table, arrays.positions, arrays.parts, self.partial, self.sums,
-                    (arrays.small, arrays.large)[kind], arrays.counts[kind:],
+                    query, out, data, scales_as(data, torch.int32), arrays.table, arrays.positions, arrays.parts,
+                    self.partial, self.sums, (arrays.small, arrays.large)[kind], arrays.counts[kind:],
                     layer_at, stride, *query.stride()[:2], out.stride(0), scaling * LOG2E, window,
                     GROUP=group, BLOCK=block, M=launch.rows, N=launch.keys, COLUMNS=COLUMNS, WIDEN=query.device.type == "cpu",
-                    num_warps=launch.warps, num_stages=launch.stages, **shape, **chunks, **EXACT,
+                    num_warps=launch.warps, num_stages=launch.stages, **shape, **chunks, **kept, **EXACT,
                 )  # fmt: skip
         if merges or padded > batch.num_tokens:
             kernels.merge[(padded, heads)](

@@ -5,7 +5,8 @@
     merge    partial results of a token, in the order of chunks
 
 Inside a block: K and V as [kv_heads, block_size, head_dim], as in the reference. A tile has rows token · group + head: the
-query heads of one KV head side by side, so that each K and V is read once for all of them.
+query heads of one KV head side by side, so that each K and V is read once for all of them. With FP8 these are codes, and behind
+them lie the scales of K and of V, two to a word (`engine.kv.fp8`): scores are multiplied by those of K, weights by those of V.
 
 `attend` runs as many programs as keep the device busy, and each takes tile after tile with one KV head, in the order of
 `tiles.deal`: the number of tiles is read from memory, so a CUDA graph serves every step of its batch size.
@@ -23,21 +24,87 @@ MASKED = tl.constexpr(-1e30)
 
 
 @triton.jit
-def store(
-    key, value, data, slots, layer_at, block_stride, k_token, k_head, v_token, v_head,
-    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+def scale_of(largest):
+    """Bits in bf16 of the scale of numbers whose largest has these 31 bits in fp32, and the factor that divides by it."""
+    share = largest.to(tl.float32, bitcast=True) * 0.002232142857142857  # 1 / 448
+    bits = tl.maximum(share.to(tl.int32, bitcast=True), 0x00800000)  # 2^-126
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded = tl.where(largest < 0x7F800000, rounded, 0x7F80)
+    return rounded.to(tl.int16), tl.div_rn(1.0, (rounded << 16).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def coded(x, factor):
+    """e4m3 of x · factor, below 464, as uint8; 0 with a factor of 0, that of numbers which are not finite. By the bits, so that
+    it is the same on every device."""
+    scaled = tl.where(factor > 0, x * factor, 0.0)
+    bits = scaled.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # three bits of mantissa, exponents from 2^-6 on
+    small = (tl.abs(scaled) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # 2^14 leaves multiples of 2^-9
+    return (tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def magnitude(x):
+    """Bits of |x| in fp32, which are in the order of the numbers, what is not finite last."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def decoded(codes, NATIVE: tl.constexpr):
+    """fp32 of e4m3 codes. NATIVE: by the device's own conversion, of which there is one from compute capability 8.9 on."""
+    if NATIVE:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        bits = codes.to(tl.int32)
+        moved = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)
+        return moved.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120, between the two biases of exponents
+
+
+@triton.jit
+def scales_at(block, layer_at, block_stride, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Words of the pool before the scales of a block, which lie behind the codes of K and V: [HEADS, BLOCK]."""
+    return block.to(tl.int64) * (block_stride // 4) + (layer_at + 2 * HEADS * BLOCK * DIM) // 4
+
+
+@triton.jit
+def store_scales(
+    halves, scales, which, slot, layer_at, block_stride,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a token. A slot below zero is padding's."""
+    """Those of a token's K (which = 0) or V (1), [HEADS_PAD]. A slot below zero is padding's."""
+    head = tl.arange(0, HEADS_PAD)
+    word = scales_at(slot // BLOCK, layer_at, block_stride, HEADS, DIM, BLOCK) + head * BLOCK + slot % BLOCK
+    tl.store(halves + 2 * word + which, scales, mask=(head < HEADS) & (slot + 0 * head >= 0))
+
+
+@triton.jit
+def store(
+    key, value, data, halves, slots, layer_at, block_stride, k_token, k_head, v_token, v_head,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
+):  # fmt: skip
+    """One program a token. A slot below zero is padding's. halves: the pool as int16, for scales."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS_PAD)[:, None]
     slot = tl.load(slots + token) + 0 * head
     d = tl.arange(0, DIM_PAD)[None]
     ok = (head < HEADS) & (d < DIM) & (slot >= 0)
     at = (slot // BLOCK).to(tl.int64) * block_stride + layer_at + (head * BLOCK + slot % BLOCK) * DIM + d
-    k = tl.load(key + token * k_token + head * k_head + d, mask=ok)
-    v = tl.load(value + token * v_token + head * v_head + d, mask=ok)
-    tl.store(data + at, k.to(data.dtype.element_ty), mask=ok)
-    tl.store(data + at + HEADS * BLOCK * DIM, v.to(data.dtype.element_ty), mask=ok)
+    k = tl.load(key + token * k_token + head * k_head + d, mask=ok, other=0.0)
+    v = tl.load(value + token * v_token + head * v_head + d, mask=ok, other=0.0)
+    if FP8:
+        k, v = k.to(tl.float32), v.to(tl.float32)
+        k_scale, k_factor = scale_of(tl.max(magnitude(k), 1))
+        v_scale, v_factor = scale_of(tl.max(magnitude(v), 1))
+        tl.store(data + at, coded(k, k_factor[:, None]), mask=ok)
+        tl.store(data + at + HEADS * BLOCK * DIM, coded(v, v_factor[:, None]), mask=ok)
+        store_scales(halves, k_scale, 0, tl.load(slots + token), layer_at, block_stride, HEADS, HEADS_PAD, DIM, BLOCK)
+        store_scales(halves, v_scale, 1, tl.load(slots + token), layer_at, block_stride, HEADS, HEADS_PAD, DIM, BLOCK)
+    else:
+        tl.store(data + at, k.to(data.dtype.element_ty), mask=ok)
+        tl.store(data + at + HEADS * BLOCK * DIM, v.to(data.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -82,13 +149,18 @@ def nothing(M: tl.constexpr, DIM_PAD: tl.constexpr):
 
 
 @triton.jit
-def met(m, s, a, scores, seen, v, M: tl.constexpr, N: tl.constexpr, WIDEN: tl.constexpr):
-    """Maximum, sum of weights and weighted sum of each row, with N more keys: online softmax."""
+def met(
+    m, s, a, scores, seen, v, v_scale, M: tl.constexpr, N: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum of weights and weighted sum of each row, with N more keys: online softmax. v_scale: of codes."""
     scores = tl.where(seen, scores, MASKED)
     higher = tl.maximum(m, tl.max(scores, 1))
     weights = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
     shrink = tl.exp2(m - higher)
-    return higher, s * shrink + row_sum(weights, M, N), a * shrink[:, None] + times(weights.to(v.dtype), v, WIDEN)
+    total = s * shrink + row_sum(weights, M, N)
+    if FP8:
+        weights = weights * v_scale[None]
+    return higher, total, a * shrink[:, None] + times(weights.to(v.dtype), v, WIDEN)
 
 
 @triton.jit
@@ -107,9 +179,9 @@ def first_chunk(position, live, last, window, CHUNK: tl.constexpr):
 
 @triton.jit
 def turned(
-    m, s, a, q, position, turn, last, data, blocks, head, layer_at, block_stride, scaling, window,
+    m, s, a, q, position, turn, last, data, words, blocks, head, layer_at, block_stride, scaling, window,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, WIDEN: tl.constexpr,
+    N: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """`met` for the N keys of a turn, read from the pool."""
     PER: tl.constexpr = (CHUNK + N - 1) // N
@@ -120,11 +192,20 @@ def turned(
     there = (n <= last) & (inside < CHUNK)
     block = tl.load(blocks + n // BLOCK, mask=there, other=0).to(tl.int64)
     at = block * block_stride + layer_at + (head * BLOCK + n % BLOCK) * DIM
-    k = tl.load(data + at[None, :] + d[:, None], mask=there[None, :] & real[:, None], other=0.0)
-    v = tl.load(data + HEADS * BLOCK * DIM + at[:, None] + d[None], mask=there[:, None] & real[None], other=0.0)
-    scores = times(q, k, WIDEN) * scaling
+    k = tl.load(data + at[None, :] + d[:, None], mask=there[None, :] & real[:, None], other=0)
+    v = tl.load(data + HEADS * BLOCK * DIM + at[:, None] + d[None], mask=there[:, None] & real[None], other=0)
+    v_scale = 1.0
+    if FP8:
+        word = tl.load(
+            words + scales_at(block, layer_at, block_stride, HEADS, DIM, BLOCK) + head * BLOCK + n % BLOCK, mask=there, other=0
+        )
+        v_scale = ((word >> 16) << 16).to(tl.float32, bitcast=True)
+        k, v = decoded(k, NATIVE).to(q.dtype), decoded(v, NATIVE).to(q.dtype)
+        scores = times(q, k, WIDEN) * scaling * (word << 16).to(tl.float32, bitcast=True)[None]
+    else:
+        scores = times(q, k, WIDEN) * scaling
     seen = there[None] & (n[None] <= position[:, None]) & ((window == 0) | (n[None] > position[:, None] - window))
-    return met(m, s, a, scores, seen, v, M, N, WIDEN)
+    return met(m, s, a, scores, seen, v, v_scale, M, N, WIDEN, FP8)
 
 
 @triton.jit
@@ -143,14 +224,15 @@ def leave(
 
 @triton.jit
 def attend(
-    query, out, data, table, positions, parts, partial, sums, tiles, num_tiles,
+    query, out, data, words, table, positions, parts, partial, sums, tiles, num_tiles,
     layer_at, block_stride, q_token, q_head, out_token, scaling, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, SPAN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
+    FP8: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Tile after tile, span by span. scaling: of the scores, times log2(e). window: tokens that a query sees, 0 = all. One loop
-    over the keys of a span, so that copies go on across its chunks. A chunk's result is merged into the span's, that into the
-    tile's."""
+    """Tile after tile, span by span. words: the pool as int32, for scales. scaling: of scores, times log2(e). window: what a
+    query sees, 0 = all. One loop over the keys of a span, so that copies go on across its chunks. A chunk's result is merged
+    into the span's, that into the tile's."""
     PER: tl.constexpr = (CHUNK + N - 1) // N  # turns of a chunk
     row = tl.arange(0, M)
     d = tl.arange(0, DIM_PAD)
@@ -176,8 +258,8 @@ def attend(
             turns = tl.minimum(until * PER, last // CHUNK * PER + last % CHUNK // N + 1)
             for turn in range(tl.maximum(since, seen_from) * PER, turns):
                 m, s, a = turned(
-                    m, s, a, q, position, turn, last, data, blocks, head, layer_at, block_stride, scaling, window,
-                    HEADS, DIM, DIM_PAD, BLOCK, CHUNK, M, N, WIDEN,
+                    m, s, a, q, position, turn, last, data, words, blocks, head, layer_at, block_stride, scaling, window,
+                    HEADS, DIM, DIM_PAD, BLOCK, CHUNK, M, N, WIDEN, FP8, NATIVE,
                 )  # fmt: skip
                 if (turn % PER == PER - 1) | (turn == turns - 1):
                     if (split != 0) & (whole == 0):

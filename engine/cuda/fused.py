@@ -22,6 +22,7 @@ from engine.cuda.launches import power_of_two
 from engine.cuda.memory import CudaMemory
 from engine.forward.attention import Backend
 from engine.forward.batch import Batch
+from engine.kv.fp8 import is_fp8, scales_as
 from engine.kv.pages import PagedKV
 from engine.scheduling.plan import plan_by_hand
 
@@ -148,10 +149,11 @@ class FusedDecoder:
         weights = (query, query) if q_norm is None else (q_norm.weight, k_norm.weight)
         eps = (0.0, 0.0) if q_norm is None else (q_norm.variance_epsilon, k_norm.variance_epsilon)
         self.kernels.rope_store[(len(qkv), 3)](
-            qkv, cos, sin, *weights, query, data, slots, layer * data.stride(1), data.stride(0), *eps,
+            qkv, cos, sin, *weights, query, data, scales_as(data, torch.int16), slots, layer * data.stride(1), data.stride(0),
+            *eps,
             Q_HEADS=self.q_heads, HEADS=self.kv_heads, DIM=self.dim, HALF_PAD=power_of_two(self.dim // 2),
             HEADS_PAD=power_of_two(max(self.q_heads, self.kv_heads)), BLOCK=kv.block_size, NORM=self.norms_heads,
-            enable_fp_fusion=False,
+            FP8=is_fp8(data), enable_fp_fusion=False,
         )  # fmt: skip
         return query
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.cuda.attention_kernels import coded, magnitude, scale_of, store_scales
+
 
 @triton.jit
 def add_norm(x, residual, weight, out, size, eps, ADD: tl.constexpr, WIDTH: tl.constexpr):
@@ -33,21 +35,27 @@ def add_norm(x, residual, weight, out, size, eps, ADD: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
+def weight_of(kind, q_weight, k_weight, real):
+    """fp32 weights of the norm of q's heads (kind 0), or of k's."""
+    both = tl.load(q_weight, mask=real, other=0.0), tl.load(k_weight, mask=real, other=0.0)
+    return tl.where(kind == 0, both[0], both[1]).to(tl.float32)
+
+
+@triton.jit
 def rope_store(
-    qkv, cos, sin, q_weight, k_weight, query, data, slots, layer_at, block_stride, q_eps, k_eps,
+    qkv, cos, sin, q_weight, k_weight, query, data, halves, slots, layer_at, block_stride, q_eps, k_eps,
     Q_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr, HEADS_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """One program a token for its q, one for its K, one for its V. qkv [P, (Q_HEADS + 2 · HEADS) · DIM], cos and sin [P, DIM],
-    query [P, Q_HEADS, DIM]; data: the pool, whose slot of a token is below zero for padding."""
+    query [P, Q_HEADS, DIM]; data: the pool, whose slot of a token is below zero for padding; halves: as `store` has it."""
     token = tl.program_id(0).to(tl.int64)
     kind = tl.program_id(1)  # 0 q, 1 K, 2 V
     HALF: tl.constexpr = DIM // 2
     dtype = qkv.dtype.element_ty
-    heads = tl.where(kind == 0, Q_HEADS, HEADS)
     head = tl.arange(0, HEADS_PAD)[:, None]
     d = tl.arange(0, HALF_PAD)[None]
-    ok = (head < heads) & (d < HALF)
+    ok = (head < tl.where(kind == 0, Q_HEADS, HEADS)) & (d < HALF)
     first = tl.where(kind == 0, 0, Q_HEADS + (kind - 1) * HEADS)
     source = qkv + token * ((Q_HEADS + 2 * HEADS) * DIM) + (first + head) * DIM + d
     low = tl.load(source, mask=ok, other=0.0).to(tl.float32)
@@ -55,13 +63,10 @@ def rope_store(
     if kind < 2:
         if NORM:
             scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / DIM + tl.where(kind == 0, q_eps, k_eps))[:, None]
-            at = tl.where(kind == 0, 0, 1)
-            low_of = tl.where(at == 0, tl.load(q_weight + d, mask=d < HALF), tl.load(k_weight + d, mask=d < HALF))
-            high_of = tl.where(
-                at == 0, tl.load(q_weight + d + HALF, mask=d < HALF), tl.load(k_weight + d + HALF, mask=d < HALF)
-            )
-            low = ((low * scale).to(dtype).to(tl.float32) * low_of.to(tl.float32)).to(dtype).to(tl.float32)
-            high = ((high * scale).to(dtype).to(tl.float32) * high_of.to(tl.float32)).to(dtype).to(tl.float32)
+            low_of = weight_of(kind, q_weight + d, k_weight + d, d < HALF)
+            high_of = weight_of(kind, q_weight + d + HALF, k_weight + d + HALF, d < HALF)
+            low = ((low * scale).to(dtype).to(tl.float32) * low_of).to(dtype).to(tl.float32)
+            high = ((high * scale).to(dtype).to(tl.float32) * high_of).to(dtype).to(tl.float32)
         turn = token * DIM + d
         cos_low = tl.load(cos + turn, mask=d < HALF, other=0.0).to(tl.float32)
         cos_high = tl.load(cos + turn + HALF, mask=d < HALF, other=0.0).to(tl.float32)
@@ -70,12 +75,19 @@ def rope_store(
         turned = (low * cos_low).to(dtype).to(tl.float32) + (-high * sin_low).to(dtype).to(tl.float32)
         high = (high * cos_high).to(dtype).to(tl.float32) + (low * sin_high).to(dtype).to(tl.float32)
         low = turned
-    slot = tl.load(slots + token)
+    slot = tl.where(kind == 0, -1, tl.load(slots + token))  # q is not kept
     place = (slot // BLOCK).to(tl.int64) * block_stride + layer_at + (head * BLOCK + slot % BLOCK) * DIM + d
     place += tl.where(kind == 2, HEADS * BLOCK * DIM, 0)
-    kept = ok & (kind + 0 * head > 0) & (slot + 0 * head >= 0)
-    tl.store(data + place, low.to(data.dtype.element_ty), mask=kept)
-    tl.store(data + place + HALF, high.to(data.dtype.element_ty), mask=kept)
+    kept = ok & (slot + 0 * head >= 0)
+    if FP8:
+        low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
+        scales, factor = scale_of(tl.maximum(tl.max(magnitude(low), 1), tl.max(magnitude(high), 1)))
+        tl.store(data + place, coded(low, factor[:, None]), mask=kept)
+        tl.store(data + place + HALF, coded(high, factor[:, None]), mask=kept)
+        store_scales(halves, scales, kind - 1, slot, layer_at, block_stride, HEADS, HEADS_PAD, DIM, BLOCK)
+    else:
+        tl.store(data + place, low.to(data.dtype.element_ty), mask=kept)
+        tl.store(data + place + HALF, high.to(data.dtype.element_ty), mask=kept)
     made = query + token * (Q_HEADS * DIM) + head * DIM + d
     tl.store(made, low.to(dtype), mask=ok & (kind + 0 * head == 0))
     tl.store(made + HALF, high.to(dtype), mask=ok & (kind + 0 * head == 0))

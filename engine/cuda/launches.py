@@ -85,6 +85,12 @@ def choose(group: int, dim: int, itemsize: int, limits: Limits) -> Launches:
     )
 
 
+def with_codes(launches: Launches) -> Launches:
+    """Those of the same tiles over KV in fp8: half the keys at once, since a thread holds codes beside numbers. They take less
+    shared memory than `shared_bytes`."""
+    return Launches(*(each._replace(keys=max(16, each.keys // 2)) for each in launches))
+
+
 KEYS = {2: (64, 32, 16), 4: (32, 16)}
 """that a tile meets at once, by the bytes of a number"""
 FEWER = {(89, 4): (16,)}

@@ -16,6 +16,7 @@ and the distributions of the next token must agree. Three texts, each for a kind
                          a window of 4,096 is judged by a hundred tokens; a window that only the mask knows shows
 
 Where the two differ by more than rounding the model is refused: what is served wrong looks like a policy that does not learn.
+KV is in the model's dtype for that. Where it is kept in fp8, what that changes of the short text is told after it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from transformers import DynamicCache
 from engine.forward.attention import Backend, CannotAttend
 from engine.forward.batch import MIN_ROWS, Batch, padded
 from engine.forward.model import Model, UnsupportedModel, in_one_line
-from engine.kv.pages import PagedKV
+from engine.kv.pages import KVGeometry, PagedKV
 from engine.memory import Memory
 from engine.scheduling.plan import plan_by_hand
 
@@ -74,6 +75,8 @@ class Served(NamedTuple):
     most_tokens: int
     """of one step"""
     memory: Memory
+    kept: KVGeometry
+    """of the pools"""
 
 
 def judge(served: Served) -> None:
@@ -100,18 +103,24 @@ def judge(served: Served) -> None:
             f"{in_one_line(error)}"
         ) from error
     log.info("computes what its plain forward does model=%s seconds=%.1f", model.name, time.perf_counter() - began)
+    if served.kept.fp8:
+        with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+            ids = _text(model, 0)
+            plain, kept = (_engine(served, ids, Way(0, model.forward), each) for each in (model.geometry, served.kept))
+        log.info("KV in fp8 model=%s mean_abs_logprob_difference=%.2g", model.name, _difference(plain, kept))
 
 
-def try_out(model: Model, block_size: int, memory: Memory, backend: Backend) -> None:
-    """Attend with rows of one and of some tokens, in the shapes of each kind of layer. Raises CannotAttend."""
+def try_out(model: Model, kept: KVGeometry, block_size: int, memory: Memory, backend: Backend) -> None:
+    """Attend with rows of one and of some tokens, in the shapes of each kind of layer, to KV that is `kept` so. Raises
+    CannotAttend."""
     geometry, rows = model.geometry, [(LOOK_EVERY, 1), (0, NARROW)]
     if geometry.head_dim != geometry.value_dim and backend.name != "reference":
         raise CannotAttend(f"keys of {geometry.head_dim} and values of {geometry.value_dim} dimensions")
     tables = np.arange(2 * -(-NARROW // block_size), dtype=np.int32).reshape(2, -1)
-    kv = PagedKV(geometry, block_size, tables.size, 0, memory)
+    kv = PagedKV(kept, block_size, tables.size, 0, memory)
     at = dict.fromkeys(asked["q_heads"] for asked in model.asked.values())
     for q_heads in at:
-        served = Served(model, backend, block_size, NARROW, memory)
+        served = Served(model, backend, block_size, NARROW, memory, kept)
         batch = _batch(served, torch.zeros(NARROW, dtype=torch.int64), rows, 0, tables, torch.zeros(1, dtype=torch.int64))
         shapes = ((q_heads, geometry.head_dim), (geometry.kv_heads, geometry.head_dim), (geometry.kv_heads, geometry.value_dim))
         q, k, v = (torch.zeros(batch.input_ids.shape[1], *each, dtype=geometry.dtype, device=model.device) for each in shapes)
@@ -130,7 +139,7 @@ def _agree(served: Served, way: Way, where: str) -> None:
     for seed in range(TRIES):
         ids = _text(model, seed)
         plain = _plain(model, ids, way.first)
-        made = _engine(served, ids, way)
+        made = _engine(served, ids, way, model.geometry)
         difference = _difference(plain, made)
         allowed = LEAST.get(model.module.dtype, 1e-6) * float(plain.abs().mean())
         if difference <= allowed:
@@ -192,11 +201,12 @@ def _plain(model: Model, ids: torch.Tensor, first: int) -> torch.Tensor:
     return logits.float().log_softmax(-1)
 
 
-def _engine(served: Served, ids: torch.Tensor, way: Way) -> torch.Tensor:
-    """[looked at, vocabulary] fp32 log-probs as the engine computes them: in two chunks or more, behind another row."""
+def _engine(served: Served, ids: torch.Tensor, way: Way, kept: KVGeometry) -> torch.Tensor:
+    """[looked at, vocabulary] fp32 log-probs as the engine computes them: in two chunks or more, behind another row, from KV
+    that is `kept` so."""
     backend, block_size = served.backend, served.block_size
     blocks = -(-len(ids) // block_size)
-    kv = PagedKV(served.model.geometry, block_size, 2 * blocks, 0, served.memory)
+    kv = PagedKV(kept, block_size, 2 * blocks, 0, served.memory)
     tables = np.random.default_rng(0).permutation(2 * blocks).astype(np.int32).reshape(2, blocks)
     looked_at, parts = _looked_at(len(ids)), []
     chunk = max(1, min(-(-len(ids) * 3 // 5), served.most_tokens - BESIDE))

@@ -10,7 +10,8 @@ Every product has the same shape whatever the batch, and a masked position adds 
 depend on who else is in its tile or its batch, nor on how its prompt was chunked. Prefixes in common are read like
 any other block: `Batch.shared` is a hint that this backend does not need.
 
-Inside a block: K and V as [kv_heads, block_size, width], each of its own width.
+Inside a block: K and V as [kv_heads, block_size, width], each of its own width; in fp8 codes and scales (`engine.kv.pages`),
+which are numbers in fp32 again before they are multiplied.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 from engine.forward.batch import Batch
-from engine.kv.pages import PagedKV, keys_and_values
+from engine.kv.pages import Cells, PagedKV, keys_and_values
 
 MASKED = -1e30
 
@@ -62,11 +63,10 @@ class ReferenceAttention:
         group = query.shape[1] // key.shape[1]
         if group not in batch.attention:
             batch.attention[group] = _tiles(batch, -(-16 // group), kv.block_size, query.device)
-        tiles = batch.attention[group]
-        n, size = batch.num_tokens, kv.block_size
+        tiles, n = batch.attention[group], batch.num_tokens
         keys, values = keys_and_values(kv, layer)
-        keys[tiles.slots // size, :, tiles.slots % size] = key[:n].to(keys.dtype)
-        values[tiles.slots // size, :, tiles.slots % size] = value[:n].to(values.dtype)
+        keys.write(tiles.slots, key[:n])
+        values.write(tiles.slots, value[:n])
         padded = torch.cat([query[:n].float(), query.new_zeros(1, *query.shape[1:], dtype=torch.float32)])
         out = attend_tiles(padded, keys, values, tiles, group, scaling, window)
         result = query.new_zeros(*query.shape[:2], value.shape[2])
@@ -76,23 +76,21 @@ class ReferenceAttention:
 
 
 def attend_tiles(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tiles: Tiles, group: int, scaling: float, window: int
+    query: torch.Tensor, keys: Cells, values: Cells, tiles: Tiles, group: int, scaling: float, window: int
 ) -> torch.Tensor:
-    """query [T + 1, q_heads, D] fp32 (the last one zero), keys [blocks, kv_heads, block_size, D], values [blocks, kv_heads,
-    block_size, E] → [N, tile, q_heads, E] fp32."""
+    """query [T + 1, q_heads, D] fp32 (the last one zero), keys of width D, values of width E → [N, tile, q_heads, E] fp32."""
     n, tile = tiles.queries.shape
-    size, heads, dim = keys.shape[2], keys.shape[1], keys.shape[3]
+    heads, size, dim = keys.numbers.shape[1:]
     q = query[tiles.queries] * scaling  # [N, tile, q_heads, D]
     q = q.view(n, tile, heads, group, dim).permute(0, 2, 1, 3, 4).reshape(n, heads, tile * group, dim)
     position = tiles.positions.repeat_interleave(group, 1)[:, None, :, None]  # [N, 1, tile · group, 1]
     m = torch.full((n, heads, tile * group, 1), MASKED, device=q.device)
     total = torch.zeros_like(m)
-    acc = q.new_zeros(*q.shape[:3], values.shape[3])
+    acc = q.new_zeros(*q.shape[:3], values.numbers.shape[3])
     last = tiles.positions.amax(1)
     for b in range(int(tiles.blocks.max())):
         at = torch.from_numpy(np.flatnonzero(tiles.blocks > b)).to(q.device)
-        k = keys[tiles.table[at, b]].float()
-        v = values[tiles.table[at, b]].float()
+        k, v = keys.read(tiles.table[at, b]), values.read(tiles.table[at, b])
         where = torch.arange(b * size, (b + 1) * size, device=q.device)
         # what lies behind the last visible token may be anything, NaN included
         unwritten = (where[None] > last[at, None])[:, None, :, None]

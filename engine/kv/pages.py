@@ -2,6 +2,8 @@
 
     data [blocks, layers, 2, kv_heads, block_size, head_dim]      device and host alike
          [blocks, layers, kv_heads · block_size · (head_dim + value_dim)]      where K and V have different widths
+         [blocks, layers, kv_heads · block_size · (head_dim + value_dim + 4)]  bytes, where they are kept in fp8: codes of K,
+                                                                                codes of V, and the scales of both
 
           block 0                                   block 1
           ┌ layer 0 ───────┬ layer 1 ───────┬ … ┐   ┌ …
@@ -20,6 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from engine.config import KVName
+from engine.kv import fp8
 from engine.kv.block import Moves, Spans
 from engine.kv.copies import Copied, Copy, InLine, Lane, Unknown, Uses
 from engine.memory import Memory
@@ -36,19 +40,40 @@ class KVGeometry(NamedTuple):
     head_dim: int
     """of K"""
     dtype: torch.dtype
+    """in which a model computes them"""
     other_value_dim: int | None = None
     """of V, where it has a width of its own"""
+    fp8: bool = False
+    """kept as `engine.kv.fp8` says, not in `dtype`"""
 
     @property
     def value_dim(self) -> int:
         return self.head_dim if self.other_value_dim is None else self.other_value_dim
 
     @property
+    def stored(self) -> torch.dtype:
+        """Of the pools."""
+        return torch.uint8 if self.fp8 else self.dtype
+
+    @property
     def bytes_per_token(self) -> int:
-        return self.layers * self.kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
+        scales = fp8.SCALE_BYTES if self.fp8 else 0
+        return self.layers * self.kv_heads * ((self.head_dim + self.value_dim) * self.stored.itemsize + scales)
+
+    def kept_as(self, kv_dtype: KVName) -> KVGeometry:
+        """Return the geometry of pools for `EngineConfig.kv_dtype`."""
+        return self._replace(fp8=kv_dtype == "fp8_e4m3")
 
     def block_shape(self, block_size: int) -> tuple[int, ...]:
-        """Of one block in the pools."""
+        """Of one block in the pools. Raises ValueError where scales would not lie at a multiple of their size."""
+        if self.fp8:
+            codes = self.kv_heads * block_size * (self.head_dim + self.value_dim)
+            if codes % fp8.SCALE_BYTES:
+                raise ValueError(
+                    f"kv_dtype=fp8_e4m3 with block_size={block_size}: a layer of a block has {codes} numbers, which must be a "
+                    f"multiple of {fp8.SCALE_BYTES}, as with every block_size that is one"
+                )
+            return (self.layers, codes + self.kv_heads * block_size * fp8.SCALE_BYTES)
         if self.value_dim == self.head_dim:
             return (self.layers, 2, self.kv_heads, block_size, self.head_dim)
         return (self.layers, self.kv_heads * block_size * (self.head_dim + self.value_dim))
@@ -79,11 +104,11 @@ class PagedKV:
         """that the pool lies in; None: it moves with a sleep, or is the host's"""
         if self._region is not None:
             self._region.need(device_blocks * self.block_bytes)
-            self.data, self._map = self._region.data.zero_().view(geometry.dtype).view(device_blocks, *shape), None
+            self.data, self._map = self._region.data.zero_().view(geometry.stored).view(device_blocks, *shape), None
         else:
-            self.data, self._map = _allocate((device_blocks, *shape), geometry.dtype, memory, on_device=True)
+            self.data, self._map = _allocate((device_blocks, *shape), geometry.stored, memory, on_device=True)
         """[blocks, *block_shape] on the device; zero at first, so that no NaN lies in it"""
-        self.host, host_map = _allocate((host_blocks, *shape), geometry.dtype, memory, on_device=False)
+        self.host, host_map = _allocate((host_blocks, *shape), geometry.stored, memory, on_device=False)
         """the same shape in host memory, pinned on CUDA"""
         self._take_now = take_now[0]
         for mapped, now in ((self._map, take_now[0]), (host_map, take_now[1])):
@@ -98,6 +123,11 @@ class PagedKV:
             into=lambda pairs: copy_rows(self._host_rows, self._rows, pairs),
             within=lambda pairs: copy_within(self._rows, pairs, self.memory),
         )
+
+    @property
+    def dtype_name(self) -> str:
+        """That of `EngineConfig.kv_dtype`, or of the model's dtype."""
+        return "fp8_e4m3" if self.geometry.fp8 else str(self.geometry.dtype).removeprefix("torch.")
 
     @property
     def stays(self) -> bool:
@@ -134,14 +164,43 @@ class PagedKV:
         return self.lane.run(moves, self._copy, claims)
 
 
-def keys_and_values(kv: PagedKV, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """View the device pool as K [blocks, kv_heads, block_size, head_dim] and V [blocks, kv_heads, block_size, value_dim]."""
+class Cells(NamedTuple):
+    """K or V of one layer in the device pool, one cell a token and head: views."""
+
+    numbers: torch.Tensor
+    """[blocks, kv_heads, block_size, width], codes where they have scales"""
+    scales: torch.Tensor | None = None
+    """[blocks, kv_heads, block_size] bf16; None: numbers are kept as they are"""
+
+    def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
+        """Keep values [T, kv_heads, width] in slots [T] int64, block · block_size + offset."""
+        size = self.numbers.shape[2]
+        block, at = slots // size, slots % size
+        if self.scales is None:
+            self.numbers[block, :, at] = values.to(self.numbers.dtype)
+        else:
+            self.numbers[block, :, at], self.scales[block, :, at] = fp8.encode(values)
+
+    def read(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return the numbers [N, kv_heads, block_size, width] of N blocks in fp32."""
+        if self.scales is None:
+            return self.numbers[blocks].float()
+        return fp8.decode(self.numbers[blocks], self.scales[blocks])
+
+
+def keys_and_values(kv: PagedKV, layer: int) -> tuple[Cells, Cells]:
+    """View K and V of a layer in the device pool."""
     if kv.data.dim() == 6:
-        return kv.data[:, layer, 0], kv.data[:, layer, 1]
+        return Cells(kv.data[:, layer, 0]), Cells(kv.data[:, layer, 1])
     geometry, at = kv.geometry, kv.data[:, layer]
-    end = geometry.kv_heads * kv.block_size * geometry.head_dim
+    tokens = geometry.kv_heads * kv.block_size
+    middle, end = tokens * geometry.head_dim, tokens * (geometry.head_dim + geometry.value_dim)
     shape = len(at), geometry.kv_heads, kv.block_size, -1
-    return at[:, :end].view(shape), at[:, end:].view(shape)
+    keys, values = at[:, :middle].view(shape), at[:, middle:end].view(shape)
+    if not geometry.fp8:
+        return Cells(keys), Cells(values)
+    scales = at[:, end:].view(torch.bfloat16).view(*shape[:3], 2)
+    return Cells(keys, scales[..., 0]), Cells(values, scales[..., 1])
 
 
 def copy_within(rows: torch.Tensor, pairs: list[tuple[int, int]], memory: Memory) -> None:

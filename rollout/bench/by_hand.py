@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ import torch
 from engine.cuda.graphs import cuda_capture
 from engine.engine import Engine
 from engine.forward.batch import Batch
-from engine.kv.pages import PagedKV
+from engine.kv.pages import KVGeometry, PagedKV, keys_and_values
 from engine.memory import free_memory
 from engine.scheduling.plan import SharedPrefix, plan_by_hand
 
@@ -109,10 +111,25 @@ def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Ten
 def fill(kv: PagedKV) -> None:
     """Fill the pool with random numbers, always the same ones."""
     generator = torch.Generator(kv.data.device).manual_seed(0)
-    base = kv.data.new_empty((PATTERN, *kv.data.shape[1:])).normal_(generator=generator)
+    if kv.geometry.fp8:
+        base = _filled(kv.geometry, kv.block_size, kv.data.device, generator)
+    else:
+        base = kv.data.new_empty((PATTERN, *kv.data.shape[1:])).normal_(generator=generator)
     for start in range(0, len(kv.data), PATTERN):
         part = kv.data[start : start + PATTERN]
         part.copy_(base[: len(part)])
+
+
+def _filled(geometry: KVGeometry, block_size: int, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    """[PATTERN, ...] blocks of random numbers in fp8."""
+    data = torch.zeros((PATTERN, *geometry.block_shape(block_size)), dtype=geometry.stored, device=device)
+    slots = torch.arange(PATTERN * block_size, device=device)
+    pool: Any = SimpleNamespace(data=data, geometry=geometry, block_size=block_size)
+    for layer in range(geometry.layers):
+        for cells in keys_and_values(pool, layer):
+            shape = len(slots), geometry.kv_heads, cells.numbers.shape[3]
+            cells.write(slots, torch.empty(shape, device=device).normal_(generator=generator))
+    return data
 
 
 def in_turn(

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from rich.console import Console
 
-from engine.config import EngineConfig, IsaName
+from engine.config import EngineConfig, IsaName, KVName
 from rollout import models
 from rollout.bench import plot as drawing
 from rollout.bench.against import parse
@@ -40,6 +40,7 @@ def run(
     dtype: Literal["bfloat16", "float32"],
     threads: int | None,
     isa: IsaName = "auto",
+    kv_dtype: KVName = "auto",
     device: str = "cpu",
     compare: bool = True,
     unshared: bool = False,
@@ -55,6 +56,7 @@ def run(
     check(names, in_process, scale, repeat, plot)
     peers = parse(against)
     check_device(device, names, peers, floor)
+    check_kv(kv_dtype, names, peers, floor)
     recordings: list[Recording] | None = None if plot is None else []
     with ExitStack() as stack:
         out = open_out(stack, json_file)
@@ -64,7 +66,7 @@ def run(
         open_target = open_engine if in_process else open_service
         folder = models.resolve(model)
         text = PromptText(models.load_tokenizer(folder))
-        engine = EngineConfig(dtype=dtype, threads=threads, isa=isa, device=device)
+        engine = EngineConfig(dtype=dtype, threads=threads, isa=isa, kv_dtype=kv_dtype, device=device)
         measure_special(names, Asked(folder, text, engine, open_target, scale, repeat, replicas), plot, out)
         rows = partial(
             measure, text=text, open_target=open_target, repeat=repeat, compare=compare and not peers, unshared=unshared,
@@ -73,12 +75,17 @@ def run(
         bounded = bool(peers or floor) and device == "cpu"
         workloads = [find(name).scaled(scale, engine.block_size, temperature) for name in names if name not in SPECIAL]
         summaries = [measure_workload(workload, folder, engine, bounded, rows, out) for workload in workloads]
-        if summaries:
-            print_table(out.console, summaries)
-        if plot is not None and recordings:
-            drawing.draw(recordings, plot)
-            out.console.print(f"drawn: {plot}")
+        print_end(out.console, summaries, plot, recordings)
     return 0
+
+
+def print_end(console: Console, summaries: list[dict[str, Any]], plot: str | None, recordings: list[Recording] | None) -> None:
+    """Print the table of the workloads, if there were any, and draw the picture that was asked for."""
+    if summaries:
+        print_table(console, summaries)
+    if plot is not None and recordings:
+        drawing.draw(recordings, plot)
+        console.print(f"drawn: {plot}")
 
 
 class Out(NamedTuple):
@@ -189,6 +196,16 @@ def check_device(device: str, names: tuple[str, ...], peers: Iterable[str], floo
     on_cpu += [f"--against {name}" for name in peers if name != "transformers_cb"] + ["--floor"] * floor
     if on_cpu:
         raise InputError(f"{on_cpu[0]} measures the CPU: leave --device {device} out")
+
+
+def check_kv(kv_dtype: KVName, names: tuple[str, ...], peers: Iterable[str], floor: bool) -> None:
+    """Refuse what measures with KV in the model's dtype. Raises InputError."""
+    if kv_dtype == "auto":
+        return
+    others = [name for name in names if name in SPECIAL and not (name in WITH_MODEL and WITH_MODEL[name].any_kv)]
+    others += ["--floor"] * (floor or bool(list(peers)))
+    if others:
+        raise InputError(f"{others[0]} counts KV in the model's dtype: leave --engine.kv-dtype {kv_dtype} out")
 
 
 def _open(path: str) -> TextIO:

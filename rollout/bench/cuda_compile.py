@@ -15,14 +15,34 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.cuda.launches import KNOWN, Launch, choose, power_of_two
+from engine.cuda.launches import KNOWN, Launch, choose, power_of_two, with_codes
 from rollout.bench.errors import BenchFailed
 
 ARCHITECTURES = tuple(KNOWN)
 BF16, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "i64"
+FP8_TYPES = {"data": "*u8", "halves": "*i16", "words": INT32}
+"""of the pool in fp8"""
 TYPES = {
     **dict.fromkeys(
-        ("query", "key", "value", "out", "data", "logits", "x", "residual", "weight", "bias", "qkv", "cos", "sin", "both"), BF16
+        (
+            "query",
+            "key",
+            "value",
+            "out",
+            "data",
+            "halves",
+            "words",
+            "logits",
+            "x",
+            "residual",
+            "weight",
+            "bias",
+            "qkv",
+            "cos",
+            "sin",
+            "both",
+        ),
+        BF16,
     ),
     **dict.fromkeys(("partial", "sums", "drawn"), FP32),
     **dict.fromkeys(("table", "positions", "parts", "slots", "tiles", "num_tiles"), INT32),
@@ -49,18 +69,25 @@ class Heads(NamedTuple):
     group: int = 4
     kv_heads: int = 8
     itemsize: int = 2
+    fp8: bool = False
+    """KV is kept so"""
 
 
 PRODUCTION = Heads()
 """Qwen3-8B's"""
-SHAPES = (PRODUCTION, Heads(dim=64, group=7, kv_heads=2), Heads(dim=256, group=2, kv_heads=4), Heads(itemsize=4))
+FP8 = PRODUCTION._replace(fp8=True)
+SHORT = PRODUCTION, FP8
+SHAPES = (
+    *SHORT, Heads(dim=64, group=7, kv_heads=2), Heads(dim=256, group=2, kv_heads=4), Heads(itemsize=4),
+    Heads(dim=64, group=3, kv_heads=3, fp8=True), Heads(dim=256, group=2, kv_heads=4, fp8=True),
+)  # fmt: skip
 
 
 def compiled(
     kernel: Any, capability: int, constants: dict[str, Any], options: dict[str, Any], wide: bool = False
 ) -> dict[str, Any]:
-    """Compile one kernel and return its figures. `wide`: numbers in fp32, not bf16. Pointers, strides and sizes of rows are
-    multiples of 16, as they are at a launch."""
+    """Compile one kernel and return its figures. `wide`: numbers in fp32, not bf16; with a constant FP8 the pool is in fp8.
+    Pointers, strides and sizes of rows are multiples of 16, as they are at a launch."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -68,6 +95,7 @@ def compiled(
     names = kernel.arg_names
     fixed = {name: value for name, value in constants.items() if name in names}
     types = {name: FP32 if wide and kind == BF16 else kind for name, kind in TYPES.items()}
+    types |= FP8_TYPES if fixed.get("FP8") else {}
     signature = {name: "constexpr" if name in fixed else types[name] for name in names}
     even = [signature[name].startswith(("*", "i64")) or name in ("size", "outs", "inner") for name in names]
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(names)) if even[i]}
@@ -102,14 +130,15 @@ def usage(cubin: bytes, cuobjdump: Path) -> tuple[int, int]:
 def attention(capability: int, heads: Heads) -> Iterator[dict[str, Any]]:
     """Yield the figures of `attend` for both kinds of tiles, as the device would launch it."""
     from engine.cuda import attention_kernels as triton_kernels
-    from engine.cuda.attention import EXACT
+    from engine.cuda.attention import CONVERTS_FP8, EXACT
 
     launches = choose(heads.group, heads.dim, heads.itemsize, KNOWN[capability])
+    launches = with_codes(launches) if heads.fp8 else launches
     for tile, launch in launches._asdict().items():
         made = compiled(
             triton_kernels.attend,
             capability,
-            constants(heads, launch),
+            constants(heads, launch) | {"NATIVE": capability >= CONVERTS_FP8},
             {"num_warps": launch.warps, "num_stages": launch.stages, **EXACT},
             wide=heads.itemsize == 4,
         )
@@ -123,6 +152,7 @@ def constants(heads: Heads, launch: Launch) -> dict[str, Any]:
         "HEADS": heads.kv_heads, "HEADS_PAD": power_of_two(heads.kv_heads), "GROUP": heads.group,
         "GROUP_PAD": power_of_two(heads.group), "DIM": heads.dim, "DIM_PAD": width, "BLOCK": 32, "CHUNK": 256, "SPAN": 8,
         "M": launch.rows, "N": launch.keys, "COLUMNS": 6, "WIDEN": False,
+        "FP8": heads.fp8,
     }  # fmt: skip
 
 
@@ -143,11 +173,12 @@ def others(capability: int) -> Iterator[dict[str, Any]]:
         made = compiled(exact_kernels.product, capability, fixed, options, wide=itemsize == 4)
         yield made | {"itemsize": itemsize}
     fixed = {"WIDTH": 4096, "ADD": True, "Q_HEADS": 32, "HALF_PAD": 64, "NORM": True}
-    for kernel in (fused_kernels.add_norm, fused_kernels.rope_store):
-        yield compiled(kernel, capability, constants(PRODUCTION, launch) | fixed | {"HEADS_PAD": 32}, {"num_warps": 8, **EXACT})
+    for kernel, heads in ((fused_kernels.add_norm, PRODUCTION), *((fused_kernels.rope_store, each) for each in SHORT)):
+        made = compiled(kernel, capability, constants(heads, launch) | fixed | {"HEADS_PAD": 32}, {"num_warps": 8, **EXACT})
+        yield made | {"fp8": heads.fp8}
     yield compiled(fused_kernels.silu_mul, capability, {"WIDTH": 1024}, EXACT)
-    for kernel in (triton_kernels.store, triton_kernels.merge):
-        yield compiled(kernel, capability, constants(PRODUCTION, launch), EXACT)
+    for kernel, heads in ((triton_kernels.store, PRODUCTION), (triton_kernels.store, FP8), (triton_kernels.merge, PRODUCTION)):
+        yield compiled(kernel, capability, constants(heads, launch), EXACT) | {"fp8": heads.fp8}
     yield compiled(digest_kernels.sum_blocks, capability, {"BLOCKS": BLOCKS}, {})
     yield compiled(digest_kernels.chain, capability, {"UNROLL": UNROLL}, {"num_warps": 1})
     for cut, top in ((False, False), (True, False), (True, True)):
@@ -156,9 +187,9 @@ def others(capability: int) -> Iterator[dict[str, Any]]:
 
 
 def rows(capability: int, everything: bool) -> Iterator[dict[str, Any]]:
-    """Yield the figures of all kernels. `everything`: for all shapes of heads; else for those of Qwen3-8B, and those of its
-    attention on the other architectures too."""
-    for heads in SHAPES if everything else (PRODUCTION,):
+    """Yield the figures of all kernels. `everything`: for all shapes of heads; else for those of Qwen3-8B, with KV in bf16 and
+    in fp8, and those of its attention on the other architectures too."""
+    for heads in SHAPES if everything else SHORT:
         yield from attention(capability, heads)
     yield from others(capability)
     for other in () if everything else ARCHITECTURES:

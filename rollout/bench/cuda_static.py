@@ -82,8 +82,9 @@ def title(row: dict[str, Any]) -> str:
     """Name a kernel among those of an architecture."""
     if "tile" in row:
         kind = "fp32" if row["itemsize"] == 4 else "bf16"
-        return f"attend {row['tile']} {row['rows']} x {row['keys']}, head {row['dim']} {kind}"
-    return str(row["kernel"]) + (" cut" if row.get("cut") else "") + (" fp32" if row.get("itemsize") == 4 else "")
+        return f"attend {row['tile']} {row['rows']} x {row['keys']}, head {row['dim']} {kind}{' KV fp8' if row['fp8'] else ''}"
+    kinds = " cut" * bool(row.get("cut")) + " fp32" * (row.get("itemsize") == 4) + " KV fp8" * bool(row.get("fp8"))
+    return str(row["kernel"]) + kinds
 
 
 def print_row(console: Console, row: dict[str, Any]) -> None:

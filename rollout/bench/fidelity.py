@@ -3,6 +3,10 @@
 Samples come through the whole service. Forwards over prompt + tokens score them: with `use_exact`, which must agree in every
 bit; with plain transformers in the service's dtype, alone and several to a batch, which shows how far plain torch is from
 itself; and in fp32.
+
+With `kv_dtype = "fp8_e4m3"` no trainer has the service's bits. There `use_exact` has those that the service would have with KV
+in the model's dtype, so that `exact` is what fp8 changes, and `…_kv16` are the other differences without it, on the same
+tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
+from engine.forward.arithmetic import without_fp8
 from engine.types import Sample, Sampling
 from rollout.bench.target import OpenTarget
 from rollout.bench.text import PromptText
@@ -45,7 +50,7 @@ def measure(
     dtype = getattr(torch, engine.dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
     plain, together = score(model, rows), score(model, rows, BATCH)
-    use_exact(model, status["arithmetic"], engine.block_size, engine.threads)
+    use_exact(model, without_fp8(status["arithmetic"]), engine.block_size, engine.threads)
     exact = score(model, rows)
     truth = score(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval(), rows)
     return {
@@ -56,23 +61,29 @@ def measure(
         "torch_bits": status["torch_bits"],
         "attention": status["attention"],
         "dtype": engine.dtype,
+        "kv_dtype": status["kv"]["dtype"],
         "tokens": len(service),
         **compare("exact", exact, service),
         **compare("plain", plain, service),
         **compare("plain_self", together, plain),
         **compare("fp32", truth, service),
         **compare("plain_fp32", truth, plain),
+        **(compare("plain_kv16", plain, exact) | compare("fp32_kv16", truth, exact) if engine.kv_dtype != "auto" else {}),
     }
 
 
 def print_summary(console: Console, row: dict[str, Any]) -> None:
-    console.print(f"fidelity: {row['tokens']} tokens of the service ({row['dtype']}, arithmetic {row['arithmetic']})")
+    fp8 = row["kv_dtype"] != row["dtype"]
+    dtypes = f"{row['dtype']}, KV in {row['kv_dtype']}" if fp8 else row["dtype"]
+    console.print(f"fidelity: {row['tokens']} tokens of the service ({dtypes}, arithmetic {row['arithmetic']})")
     for name, what in (
-        ("exact", "trainer's forward with use_exact"),
+        ("exact", f"the service with KV in {row['dtype']}" if fp8 else "trainer's forward with use_exact"),
         ("plain", f"trainer's plain forward in {row['dtype']}, sdpa"),
         ("plain_self", f"for comparison, that forward with {BATCH} samples to a batch from itself with one"),
         ("fp32", "trainer's plain forward in fp32"),
         ("plain_fp32", f"for comparison, the plain forwards in fp32 and {row['dtype']} from each other"),
+        *((("plain_kv16", f"for comparison, trainer's plain forward from KV in {row['dtype']}"),) if fp8 else ()),
+        *((("fp32_kv16", f"for comparison, trainer's plain forward in fp32 from KV in {row['dtype']}"),) if fp8 else ()),
     ):
         console.print(
             f"  {what}: |Δ log-prob| mean {row['mean_abs_' + name]:.2e}, max {row['max_abs_' + name]:.2e}, "

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import transformers
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, KVName
 from engine.engine import Engine
 from engine.forward.model import Model
 from rollout.bench.by_hand import median_ms, release
@@ -83,6 +83,8 @@ class Args(msgspec.Struct, kw_only=True):
     """qwen3-8b, qwen3-0.6b or tiny: shapes, with random weights"""
     device: str = "cuda"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    kv_dtype: KVName = "auto"
+    """of every engine's KV"""
     attention: Literal["auto", "reference", "native", "triton"] | None = None
     """None: triton on CUDA, no other in its place; auto on the CPU"""
     parts: str = ""
@@ -103,7 +105,7 @@ class Bench:
     def __init__(self, args: Args) -> None:
         self.name = args.model
         self.device = torch.device(args.device)
-        self.dtype = args.dtype
+        self.dtype, self.kv_dtype = args.dtype, args.kv_dtype
         self.attention = args.attention or ("auto" if self.device.type == "cpu" else "triton")
         self.sizes = QUICK if args.quick else Sizes()
         self.against = args.against
@@ -150,9 +152,14 @@ class Bench:
         return total - (0 if tied else int(self.module.get_input_embeddings().weight.nbytes))
 
     def settings(self, **config: Any) -> EngineConfig:
-        options = {"cpu_offload_gib": 0, "fused_layers": True, "max_num_seqs": self.sizes.rows, **config}
+        shared = {"cpu_offload_gib": 0, "fused_layers": True, "kv_dtype": self.kv_dtype}
+        options = {**shared, "max_num_seqs": self.sizes.rows, **config}
         options["max_batch_tokens"] = max(options.get("max_batch_tokens", self.sizes.batch_tokens), options["max_num_seqs"])
         return EngineConfig(model=self.name, dtype=self.dtype, device=str(self.device), attention=self.attention, **options)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Of that many tokens in a pool."""
+        return tokens * self.model().geometry.kept_as(self.kv_dtype).bytes_per_token
 
     def model(self) -> Model:
         return Model(self.module, self.name)

@@ -34,7 +34,7 @@ class Work(NamedTuple):
 
 def beside_limit(bench: Bench, work: Work, ms: float) -> dict[str, Any]:
     """Figures of a forward that took `ms`: bytes, operations, and the time that the machine takes for them at least."""
-    geometry, q_heads = bench.model().geometry, bench.config.num_attention_heads
+    geometry, q_heads = bench.model().geometry.kept_as(bench.kv_dtype), bench.config.num_attention_heads
     itemsize = getattr(torch, bench.dtype).itemsize
     head = int(bench.module.get_output_embeddings().weight.nbytes)
     layers = bench.read_bytes - head

@@ -54,7 +54,8 @@ def machine(bench: Bench) -> Rows:
         "transformers": transformers.__version__,
         "dtype": bench.dtype,
         "weight_bytes": sum(parameter.nbytes for parameter in bench.module.parameters()),
-        "kv_bytes_per_token": bench.model().geometry.bytes_per_token,
+        "kv_dtype": bench.kv_dtype,
+        "kv_bytes_per_token": bench.kv_bytes(1),
         **bench.rates,
     }
 
@@ -318,7 +319,7 @@ def offload(bench: Bench) -> Rows:
 
 
 def offloaded(bench: Bench, workload: Workload, variants: tuple[str, ...]) -> Rows:
-    needed = workload.needed_kv_tokens(32) * bench.model().geometry.bytes_per_token
+    needed = bench.kv_bytes(workload.needed_kv_tokens(32))
     tight: dict[str, Any] = {
         "kv_tokens": workload.kv_tokens(32),
         "max_num_seqs": workload.prompts * workload.n,

@@ -105,7 +105,7 @@ def measure(model: ModelLike, config: EngineConfig, shape: Shape, repeat: int) -
     """Yield the rows of one shape, each with medians of `repeat` turns, at least LEAST_TURNS, and the summary."""
     size = config.block_size
     prefix_blocks, contexts = shape.lengths(size)
-    block_bytes = model.geometry.bytes_per_token * size
+    block_bytes = model.geometry.kept_as(config.kv_dtype).bytes_per_token * size
     room = free_on(model.device) * SPARE
     copied = int((-(-contexts // size)).sum()) * block_bytes
     forked = copied - (shape.children - 1) * int(prefix_blocks.sum()) * block_bytes

@@ -55,6 +55,8 @@ class Special(NamedTuple):
     """into the file that `--plot` names"""
     between_processes: bool = False
     """it cannot be measured in one process"""
+    any_kv: bool = False
+    """KV may be kept in any dtype"""
     on_a_device: bool = False
     """it can be measured on a GPU"""
 
@@ -88,7 +90,8 @@ WITH_MODEL = {
         lambda it: [delta.measure(it.folder, it.engine, it.text, it.scale)], delta.print_summary, between_processes=True
     ),
     fidelity.NAME: Special(
-        lambda it: [fidelity.measure(it.text, it.engine, it.folder, it.open_target, it.scale)], fidelity.print_summary
+        lambda it: [fidelity.measure(it.text, it.engine, it.folder, it.open_target, it.scale)], fidelity.print_summary,
+        any_kv=True,
     ),
     tail.NAME: Special(lambda it: tail.measure(it.text, it.engine, it.folder, it.scale, it.repeat), tail.print_row),
     score.NAME: Special(lambda it: score.measure(it.text, it.engine, it.folder, it.scale, it.repeat), score.print_row),
@@ -99,7 +102,8 @@ WITH_MODEL = {
         lambda it: policies.measure(it.folder, it.engine, it.scale, it.repeat), policies.print_row, draw=policies.draw
     ),
     sharing.NAME: Special(
-        lambda it: sharing.measure_model(it.folder, it.engine, it.scale, it.repeat), sharing.print_row, on_a_device=True
+        lambda it: sharing.measure_model(it.folder, it.engine, it.scale, it.repeat), sharing.print_row, any_kv=True,
+        on_a_device=True,
     ),
     fleet.NAME: Special(
         lambda it: fleet.measure(it.folder, it.engine, it.scale, it.repeat, it.replicas), fleet.print_row,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 import tyro
 
-from engine.config import IsaName, WeightOffload
+from engine.config import IsaName, KVName, WeightOffload
 from engine.types import Sampling
 from rollout import config as configuration
 from rollout.config import DEFAULT_ENDPOINT, Config, InputError
@@ -174,6 +174,8 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     """CPU threads of the engine; unset: torch's choice"""
     isa: Annotated[IsaName, tyro.conf.arg(name="engine.isa")] = "auto"
     """instruction set of the service, as in `rollout serve`"""
+    kv_dtype: Annotated[KVName, tyro.conf.arg(name="engine.kv-dtype")] = "auto"
+    """KV of the service, as in `rollout serve`"""
     device: str = "cpu"
     """of workloads and `sharing`; cuda needs a GPU"""
     compare: bool = True

@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from engine.cpu.products import isas_for, plain_products, products_of, use_products
+from engine.forward.arithmetic import without_fp8
 from rollout.exact import on_device
 from rollout.exact.attention import use_exact_attention
 
@@ -36,9 +37,15 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
 
     Batches may be padded or packed (`use_exact_attention` says how): a token's bits depend on its own sequence alone.
 
-    Raises ValueError where this machine does not have that arithmetic, for another device, and for products that are no plain
-    nn.Linear's (quantised, experts); NativeUnavailable or TritonUnavailable where the attention cannot be had. The model is as
-    it was then. Called under autocast, an exact model raises ValueError."""
+    Raises ValueError where this machine does not have that arithmetic, for a service that keeps KV in fp8, which no trainer's
+    forward does, for another device, and for products that are no plain nn.Linear's (quantised, experts); NativeUnavailable or
+    TritonUnavailable where the attention cannot be had. The model is as it was then. Called under autocast, an exact model
+    raises ValueError."""
+    if arithmetic is not None and without_fp8(arithmetic) != arithmetic:
+        raise ValueError(
+            f"the service computes with arithmetic {arithmetic!r}, whose KV is in fp8, and a trainer's forward has none: start "
+            'the service with kv_dtype="auto", or weigh its samples by their importance ratios instead'
+        )
     if model.device.type == "cuda":
         return _use_exact_on_device(model, arithmetic, block_size)
     products, attention = isas_for(arithmetic)  # before anything is changed

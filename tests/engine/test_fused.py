@@ -18,6 +18,9 @@ from engine.cuda.fused import CHECKED_ROWS, FusedDecoder, NotFused  # noqa: E402
 from engine.devices import CpuDevice, fuse  # noqa: E402
 from engine.engine import Engine  # noqa: E402
 from engine.forward.model import Model  # noqa: E402
+from engine.kv import fp8  # noqa: E402
+from engine.kv.pages import PagedKV, keys_and_values  # noqa: E402
+from engine.memory import HostMemory  # noqa: E402
 from rollout.bench.cuda_count import launches_per_layer  # noqa: E402
 from tests.support.tiny import plain_logprobs, tiny  # noqa: E402
 from tests.support.toy import group, run  # noqa: E402
@@ -127,3 +130,24 @@ def test_launches_of_a_layer() -> None:
     counted = launches_per_layer()
     print(counted)
     assert counted["unshared"] < counted["launches_per_layer"] <= 14 and counted["transformers"] > 40
+
+
+def test_fp8_is_stored_as_the_numbers_in_bf16_would_be() -> None:
+    """K after its norm and rotation, and V: the pool in fp8 has the codes and scales of the pool in bf16."""
+    fused, model = decoder(tiny("qwen3", torch.bfloat16, **SMALL | {"head_dim": 24}))
+    plain = model.geometry
+    pools = [PagedKV(each, 4, 2, 0, HostMemory()) for each in (plain, plain.kept_as("fp8_e4m3"))]
+    for kv in pools:
+        kv.data = kv.data.to(DEVICE)
+    attention, rows = fused.body.layers[0].self_attn, 6
+    normed = torch.randn(rows, 32, device=DEVICE).to(torch.bfloat16)
+    angles = torch.randn(rows, 24, device=DEVICE).to(torch.bfloat16)
+    slots: Any = SimpleNamespace(slots_of=lambda batch: torch.tensor([4, 1, 7, 2, 0, -1], dtype=torch.int32, device=DEVICE))
+    queries = [fused._query(0, attention, normed, angles.cos(), angles.sin(), Any, kv, slots) for kv in pools]
+    assert torch.equal(*queries)
+    for given, kept in zip(*(keys_and_values(kv, 0) for kv in pools), strict=True):
+        codes, scales = fp8.encode(given.numbers[0])
+        written = torch.tensor([True, True, True, False])
+        assert kept.scales is not None and (given.numbers[0][:, written] != 0).any() and not kept.scales[0, :, ~written].any()
+        assert torch.equal(kept.numbers[0][:, written], codes[:, written])
+        assert torch.equal(kept.scales[0][:, written], scales[:, written])

@@ -20,7 +20,9 @@ from engine.cuda import tiles  # noqa: E402
 from engine.cuda.attention import Capacity, TritonAttention, TritonUnavailable  # noqa: E402
 from engine.cuda.launches import Limits  # noqa: E402
 from engine.cuda.varlen import Varlen  # noqa: E402
-from engine.devices import CpuDevice, choose_backend  # noqa: E402
+from engine.devices import CpuDevice, ReferenceAttention, choose_backend  # noqa: E402
+from engine.kv import fp8  # noqa: E402
+from engine.kv.pages import KVGeometry  # noqa: E402
 from tests.support import production  # noqa: E402
 from tests.support.by_sdpa import BySdpa  # noqa: E402
 from tests.support.paged import (  # noqa: E402
@@ -49,13 +51,23 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "SPAN_CHUNKS", 2)
 
 
+def geometry(shape: Shape, kept_in_fp8: bool) -> KVGeometry:
+    return KVGeometry(3, shape.kv_heads, shape.dim, shape.dtype, None, kept_in_fp8)
+
+
+def pool_in_fp8(shape: Shape, blocks: int) -> torch.Tensor:
+    """Full of bytes that are NaN."""
+    size = geometry(shape, True).block_shape(shape.block_size)
+    return torch.full((blocks, *size), 0xFF, dtype=torch.uint8, device=DEVICE)
+
+
 def backend(shape: Shape, programs: int = 6, varlen: Varlen | None = None) -> TritonAttention:
     capacity = Capacity(512, 16, 64, shape.q_heads, shape.kv_heads, shape.dim, shape.dtype.itemsize)
     return TritonAttention(DEVICE, capacity, programs, varlen=varlen)
 
 
 def attend(
-    one: TritonAttention,
+    one: Any,
     shape: Shape,
     made: Tokens,
     steps: list[list[Row]],
@@ -66,7 +78,7 @@ def attend(
     """Run steps of rows over a fresh pool, or `data`, through the seam: [T, q_heads, D] of each sequence, NaN where nothing
     ran."""
     data = (pool(shape, made.blocks) if data is None else data).to(DEVICE)
-    kv = SimpleNamespace(data=data, block_size=shape.block_size, geometry=SimpleNamespace(kv_heads=shape.kv_heads))
+    kv = SimpleNamespace(data=data, block_size=shape.block_size, geometry=geometry(shape, data.dtype == torch.uint8))
     outputs = [torch.full_like(q, torch.nan) for q in made.q]
     for rows in steps:
         arrays = step_arrays(shape, made, rows)
@@ -79,7 +91,7 @@ def attend(
             torch.cat([x[i][a : a + n] for i, a, n in rows] + [x[0][:1]] * pad).to(DEVICE) for x in (made.q, made.k, made.v)
         )
         out = one.attend(1, q, k, v, batch, kv, shape.dim**-0.5, shape.window).cpu()
-        if one.varlen is not None:
+        if getattr(one, "varlen", None) is not None:
             again = one.attend_stored(1, q, batch, kv, shape.dim**-0.5, shape.window).cpu()
             assert torch.equal(out, again), "K and V of prompts are read from the pool"
         assert (out[batch.num_tokens :] == 0).all(), "padding is not zero"
@@ -141,6 +153,56 @@ def test_the_same_bits_in_any_company(shape: Shape, name: str, monkeypatch: pyte
     assert not any(x.isnan().any() for x in want)
     for share, programs in ((True, 6), (False, 1)):
         assert same_bits(want, attend(backend(shape, programs), shape, made, schedule(name, made), share)), (share, programs)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(q_heads=4, dim=32),
+        Shape(q_heads=3, kv_heads=1, dim=24, block_size=4, dtype=FP32),
+        pytest.param(Shape(q_heads=2, dim=80, block_size=8, window=23), marks=pytest.mark.long),
+    ],
+    ids=text,
+)
+def test_fp8_is_stored_as_the_reference_stores_it_and_read(shape: Shape) -> None:
+    """The pool to the bit, whatever lay in it. Outputs against double precision of the numbers that are stored; those that were
+    given are the control."""
+    made = tokens(shape, [(None, 0)] * 2, [57, 1])
+    made.k[0][5], made.v[0][7] = made.k[0][5] * 1e4, made.v[0][7] * 1e-4
+    pools = [pool_in_fp8(shape, made.blocks) for _ in range(2)]
+    outputs = attend(backend(shape), shape, made, whole(made), data=pools[0])
+    theirs = attend(ReferenceAttention(), shape, made, whole(made), data=pools[1])
+    assert torch.equal(*pools)
+    stored = made._replace(**{name: [fp8.decode(*fp8.encode(x)) for x in getattr(made, name)] for name in ("k", "v")})
+    for i in range(2):
+        want = oracle(shape, stored, i)[0]
+        for got in (outputs[i], theirs[i]):
+            assert_close(shape, got, want, ROUNDING)
+    with pytest.raises(AssertionError):
+        assert_close(shape, outputs[0], oracle(shape, made, 0)[0], ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["short", *(pytest.param(each, marks=pytest.mark.long) for each in ("chunks", "decode"))])
+def test_fp8_has_the_same_bits_in_any_company(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "CHUNK_TOKENS", 8)
+    made = tokens(SMALL, [(None, 0), (0, 3)], [19, 18]) if name == "short" else tokens(SMALL, TREE, LENGTHS)
+    steps: list[list[Row]] = [[(0, 0, 17)], [(0, 17, 1), (1, 12, 4)], [(1, 16, 2), (0, 18, 1)]]
+    want = attend(backend(SMALL, 1), SMALL, made, whole(made), data=pool_in_fp8(SMALL, made.blocks))
+    assert not any(x.isnan().any() for x in want)
+    steps = steps if name == "short" else schedule(name, made)
+    got = attend(backend(SMALL, 6), SMALL, made, steps, data=pool_in_fp8(SMALL, made.blocks))
+    assert same_bits(want, got)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter has no conversion of a device")
+def test_the_device_converts_as_shifts_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tokens(SMALL, TREE, LENGTHS)
+    results = []
+    for converts in (True, False):
+        one = backend(SMALL)
+        monkeypatch.setattr(one, "_converts", converts)
+        results.append(attend(one, SMALL, made, whole(made), data=pool_in_fp8(SMALL, made.blocks)))
+    assert same_bits(*results)
 
 
 def test_a_shared_prefix_is_read_through_the_first_row_alone() -> None:
@@ -213,11 +275,12 @@ def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_backend("triton", CpuDevice(EngineConfig()), Capacity(16, 2, 8, 4, 1, 16, 2))
 
 
-def test_the_smallest_case_of_production(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept_in_fp8", [False, True])
+def test_the_smallest_case_of_production(kept_in_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 256 tokens, as they run: a prefix of one in common, a second chunk, several turns of the loop in each. On a
     device tests/gpu/test_attention_oracle.py has all sizes."""
     monkeypatch.setattr(tiles, "CHUNK_TOKENS", 256)
-    made = production.pages(production.Heads(kv=1, group=2, dim=16, dtype=FP32), [259, 300], 8)
+    made = production.pages(production.Heads(kv=1, group=2, dim=16, dtype=FP32, fp8=kept_in_fp8), [259, 300], 8)
     query, out = production.attend(made, [1, 1], share=True)
     production.assert_right(made, [1, 1], query, out)
     assert torch.equal(out, production.attend(made, [1, 1], share=False)[1])

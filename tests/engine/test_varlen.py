@@ -148,6 +148,7 @@ def test_without_a_device_or_torch_s_kernel(monkeypatch: pytest.MonkeyPatch) -> 
         ({"attention": "auto"}, "give attention=\"triton\" with it, not 'auto'"),
         ({"attention": "reference"}, 'give attention="triton"'),
         ({"dtype": "float32"}, "dtype='float32' cannot have it"),
+        ({"kv_dtype": "fp8_e4m3"}, "as they were before kv_dtype='fp8_e4m3' rounds them"),
         ({"prefill_attention": "flash"}, "must be one of paged, varlen"),
     ],
 )

@@ -24,12 +24,12 @@ def chunks_of_production(small_chunks: None, monkeypatch: pytest.MonkeyPatch) ->
 
 ALL = [
     Heads(), Heads(group=2), Heads(kv=4, group=7), Heads(kv=1, group=16), Heads(dim=64), Heads(kv=4, dim=256, group=2),
-    Heads(kv=2, dim=64, dtype=torch.float32),
+    Heads(kv=2, dim=64, dtype=torch.float32), Heads(fp8=True), Heads(kv=3, group=3, dim=64, fp8=True),
 ]  # fmt: skip
 
 
 def text(heads: Heads) -> str:
-    return f"{heads.kv}x{heads.group}x{heads.dim}-{str(heads.dtype).removeprefix('torch.')}"
+    return f"{heads.kv}x{heads.group}x{heads.dim}-{str(heads.dtype).removeprefix('torch.')}" + "-fp8" * heads.fp8
 
 
 @pytest.mark.parametrize("heads", ALL, ids=text)

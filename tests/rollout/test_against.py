@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from engine.config import EngineConfig
 from rollout import models
@@ -114,3 +115,16 @@ def test_fidelity_is_exact_with_the_service_s_arithmetic(tiny_model: Path) -> No
     assert row["summary"] is True and row["arithmetic"] and row["outside_plain"] == 0
     assert row["mean_abs_plain_self"] <= 1e-5
     assert row["tokens"] == 8 * 4 * 32
+    assert row["kv_dtype"] == "float32" and "mean_abs_plain_kv16" not in row
+
+
+def test_fidelity_of_kv_in_fp8_is_told_beside_that_without(tiny_model: Path) -> None:
+    text = PromptText(models.load_tokenizer(tiny_model))
+    engine = EngineConfig(
+        model=str(tiny_model), dtype="float32", kv_dtype="fp8_e4m3", cpu_offload_gib=0, threads=1, kv_tokens=8192
+    )
+    row = fidelity.measure(text, engine, tiny_model, open_engine, scale=0.1)
+    fidelity.print_summary(Console(), row)
+    assert row["kv_dtype"] == "fp8_e4m3" and row["arithmetic"].endswith("+fp8_e4m3/1")
+    assert 0 < row["mean_abs_plain_kv16"] <= 1e-5 < row["mean_abs_exact"] < 0.1
+    assert row["mean_abs_plain"] == pytest.approx(row["mean_abs_exact"], rel=0.1)

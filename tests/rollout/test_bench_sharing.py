@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, KVName
 from engine.forward.model import Model, open_model
+from engine.kv.pages import keys_and_values
 from engine.memory import HostMemory
 from rollout.bench import by_hand, run, sharing
 from rollout.bench.errors import BenchFailed
@@ -102,10 +103,15 @@ def test_memory_is_looked_at_first(model: Model, monkeypatch: pytest.MonkeyPatch
         assert summary["kv_bytes"] == (30 if variants == 3 else 18) * block
 
 
-def test_the_pool_is_filled_to_the_end(model: Model) -> None:
-    engine = sharing.Engine(EngineConfig(dtype="float32", threads=1, kv_tokens=32 * 70, cpu_offload_gib=0), model)
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+def test_the_pool_is_filled_to_the_end(model: Model, kv_dtype: KVName) -> None:
+    engine = sharing.Engine(
+        EngineConfig(dtype="float32", threads=1, kv_dtype=kv_dtype, kv_tokens=32 * 70, cpu_offload_gib=0), model
+    )
     by_hand.fill(engine.kv)
-    assert (engine.kv.data.flatten(1).abs().sum(1) > 0).all()
+    every = torch.arange(70)
+    for cells in (each for layer in range(2) for each in keys_and_values(engine.kv, layer)):
+        assert (cells.read(every).abs().flatten(1).sum(1) > 0).all() and cells.read(every).std() == pytest.approx(1, abs=0.02)
     assert torch.equal(engine.kv.data[0], engine.kv.data[by_hand.PATTERN])
     assert not torch.equal(engine.kv.data[0], engine.kv.data[1])
 

@@ -12,6 +12,7 @@ import torch
 from engine.cuda.varlen import Attend as VarlenAttend
 from engine.cuda.varlen import Varlen
 from engine.devices import Capacity, TritonAttention
+from engine.kv import fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 32
@@ -23,6 +24,7 @@ class Heads(NamedTuple):
     group: int = 4
     dim: int = 128
     dtype: torch.dtype = torch.bfloat16
+    fp8: bool = False
 
 
 class Pages(NamedTuple):
@@ -31,6 +33,8 @@ class Pages(NamedTuple):
     heads: Heads
     data: torch.Tensor
     """[blocks, 1, 2, kv_heads, BLOCK, head_dim]"""
+    pool: torch.Tensor
+    """what the kernels read: the same, or its codes and scales [blocks, 1, bytes]"""
     tables: list[np.ndarray]
     lengths: list[int]
 
@@ -49,7 +53,18 @@ def pages(heads: Heads, lengths: list[int], shared: int = 0) -> Pages:
                 data[block, 0, :, :, : length - i * BLOCK] = torch.randn(
                     data[block, 0, :, :, : length - i * BLOCK].shape, generator=generator
                 )
-    return Pages(heads, data.to(DEVICE), tables, lengths)
+    data, pool = kept_in_fp8(data, generator) if heads.fp8 else (data, data)
+    return Pages(heads, data.to(DEVICE), pool.to(DEVICE), tables, lengths)
+
+
+def kept_in_fp8(data: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of many sizes as they come out of a pool in fp8, and that pool, laid out by hand: NaN where nothing was put."""
+    unwritten = data.isnan().any(-1)
+    codes, scales = fp8.encode(data * 2.0 ** torch.randint(-6, 1, (*data.shape[:-1], 1), generator=generator))
+    codes[unwritten], scales[unwritten] = 0xFF, torch.nan
+    both = scales[:, 0].movedim(1, -1).contiguous()  # [blocks, kv_heads, BLOCK, 2]
+    pool = torch.cat([codes.flatten(1), both.view(torch.uint8).flatten(1)], 1)[:, None]
+    return fp8.decode(codes, scales).to(data.dtype), pool
 
 
 def attend(
@@ -72,7 +87,7 @@ def attend(
         query_starts=np.cumsum([0, *counts]).astype(np.int32), context_lens=np.array(made.lengths, np.int32), block_table=table,
         shared=np.ones((int(share), 3), np.int32), num_tokens=total, slots=torch.zeros(total, dtype=torch.int64),
     )  # fmt: skip
-    kv: Any = SimpleNamespace(data=made.data, block_size=BLOCK, geometry=SimpleNamespace(kv_heads=heads.kv))
+    kv: Any = SimpleNamespace(data=made.pool, block_size=BLOCK, geometry=SimpleNamespace(kv_heads=heads.kv))
     backend.partial.fill_(torch.nan)
     backend.sums.fill_(torch.nan)
     batch.attention = backend.prepare(batch, kv)
