@@ -198,7 +198,9 @@ def test_the_shapes(name: str, billions: float) -> None:
 def test_what_a_forward_takes_at_least(bench: Bench) -> None:
     """Bytes where few rows decode, operations where long prompts are computed, each of three parts for itself."""
     geometry = bench.model().geometry
-    bench_at = SimpleNamespace(**{name: getattr(bench, name) for name in ("config", "dtype", "module", "model", "read_bytes")})
+    bench_at = SimpleNamespace(
+        **{name: getattr(bench, name) for name in ("config", "dtype", "kv_dtype", "module", "model", "read_bytes")}
+    )
 
     def limit(work: Work, bytes_per_second: float, flops_per_second: float) -> float:
         bench_at.rates = {"bytes_per_second": bytes_per_second, "flops_per_second": flops_per_second}
