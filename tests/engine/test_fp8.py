@@ -20,8 +20,8 @@ from engine.memory import HostMemory
 from engine.types import Group, Sample, Sampling
 from rollout.exact import use_exact
 from tests.support.equivalence import CLASSES, ROOMY, assert_same, groups
-from tests.support.tiny import tiny_engine
-from tests.support.toy import run
+from tests.support.tiny import tiny, tiny_engine
+from tests.support.toy import group, run
 
 GEOMETRY = KVGeometry(3, 4, 24, torch.bfloat16, 12, fp8=True)
 KEPT: dict[str, Any] = {"kv_dtype": "fp8_e4m3", "dtype": "bfloat16"}
@@ -149,6 +149,26 @@ def test_an_engine_tells_what_it_keeps(caplog: pytest.LogCaptureFixture) -> None
     assert mine["attention"] == "reference" and "the kernel reads KV in the model's dtype" in caplog.text
     (told,) = (record.args[1] for record in caplog.records if record.msg.startswith("KV in fp8"))
     assert 0 < told < 0.5
+
+
+def test_triton_s_samples_are_the_reference_s_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole engine in the interpreter: a prompt in chunks, a fork in the middle of a block, a partial block written on."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setattr("engine.cuda.tiles.CHUNK_TOKENS", 16)
+    monkeypatch.setattr("engine.engine.judge", lambda *_: None)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    asked = group("one", range(3, 24), n=2, max_tokens=4, ignore_eos=True)
+    samples = []
+    for attention in ("triton", "reference"):
+        model = tiny("llama", torch.float32, **sizes)
+        engine = tiny_engine(
+            model=model, attention=attention, kv_dtype="fp8_e4m3", kv_tokens=128, max_num_seqs=16, max_batch_tokens=18
+        )
+        assert engine.backend.name == attention and engine.kv.data.dtype == torch.uint8
+        samples.append(run(engine, [asked]))
+    for key, sample in samples[0].items():
+        np.testing.assert_array_equal(sample.token_ids, samples[1][key].token_ids)
+        np.testing.assert_allclose(sample.logprobs, samples[1][key].logprobs, atol=1e-5, rtol=0)
 
 
 def test_without_it_nothing_changes() -> None:
