@@ -93,6 +93,7 @@ class TritonAttention:
         except ValueError as error:
             raise TritonUnavailable(str(error)) from error
         """of the small and of the large tiles"""
+        self.launches_in_fp8 = with_codes(self.launches, capacity.head_dim, limits.capability)
         at_once = [programs or processors * launch.programs for launch in self.launches]
         self.groups = (max(1, at_once[0] // capacity.kv_heads), max(1, at_once[1] // capacity.kv_heads))
         """programs of either kind that run at once, by KV heads"""
@@ -198,10 +199,10 @@ class TritonAttention:
         layer_at, stride = layer * data.stride(1), data.stride(0)
         shape = {"HEADS": heads, "DIM": dim, "DIM_PAD": power_of_two(max(dim, 16))}
         chunks = {"CHUNK": chunk_tokens(block), "SPAN": cutting.SPAN_CHUNKS}
-        kept, launches = {"FP8": is_fp8(data), "NATIVE": self._converts}, self.launches
+        kept = {"FP8": is_fp8(data), "NATIVE": self._converts}
         out = torch.empty((padded, q_heads, dim), dtype=query.dtype, device=query.device)
         kernels, (*attends, merges) = self._kernels, arrays.launched
-        for kind, launch in enumerate(with_codes(launches) if is_fp8(data) else launches):
+        for kind, launch in enumerate(self.launches_in_fp8 if is_fp8(data) else self.launches):
             if attends[kind]:
                 kernels.attend[(self.groups[kind] * heads,)](
                     query, out, data, scales_as(data, torch.int32), arrays.table, arrays.positions, arrays.parts,

@@ -85,10 +85,12 @@ def choose(group: int, dim: int, itemsize: int, limits: Limits) -> Launches:
     )
 
 
-def with_codes(launches: Launches) -> Launches:
+def with_codes(launches: Launches, dim: int, capability: int) -> Launches:
     """Those of the same tiles over KV in fp8: half the keys at once, since a thread holds codes beside numbers. They take less
-    shared memory than `shared_bytes`."""
-    return Launches(*(each._replace(keys=max(16, each.keys // 2)) for each in launches))
+    shared memory than `shared_bytes`. Where small tiles of heads of more than 128 numbers would spill still, on Blackwell, they
+    have eight warps, and two programs take turns on a processor."""
+    small, large = (each._replace(keys=max(16, each.keys // 2)) for each in launches)
+    return Launches(small._replace(warps=8) if dim > 128 and capability >= 100 else small, large)
 
 
 KEYS = {2: (64, 32, 16), 4: (32, 16)}

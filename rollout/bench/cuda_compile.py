@@ -133,7 +133,7 @@ def attention(capability: int, heads: Heads) -> Iterator[dict[str, Any]]:
     from engine.cuda.attention import CONVERTS_FP8, EXACT
 
     launches = choose(heads.group, heads.dim, heads.itemsize, KNOWN[capability])
-    launches = with_codes(launches) if heads.fp8 else launches
+    launches = with_codes(launches, heads.dim, capability) if heads.fp8 else launches
     for tile, launch in launches._asdict().items():
         made = compiled(
             triton_kernels.attend,
