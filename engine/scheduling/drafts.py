@@ -10,9 +10,9 @@ in the child itself. Each position draws with its own counter, and a drafted tok
 sample is the same to the bit, at any temperature.
 
 How many tokens a step drafts is what gives most tokens a second, by two tables: how often tokens behind a match of that length
-were right in this group, and what steps of so many tokens took. Ideas: prompt lookup decoding (Saxena 2023),
-grouped speculative decoding among siblings (Seer, arXiv 2511.14617).
-"""
+were right in this group, and what steps of so many tokens took. What that may lose, until both are known, is bounded by an
+account of what it has gained. Ideas: prompt lookup decoding (Saxena 2023), grouped speculative decoding among siblings (Seer,
+arXiv 2511.14617)."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ REMEMBERED = 1024
 """steps after which a size that was not seen again is forgotten, so that it is tried again"""
 PLAIN_EVERY, PLAIN_AT_FIRST = 64, 4
 """one step in so many drafts nothing, so that it is known what that takes; and of so many as long as it is not"""
+TRIED = 4
+"""tokens beyond the largest size that is known which are tried, or a part of that size"""
+FIRST, SHARE, MOST_LEFT = 0.05, 0.005, 0.2
+"""seconds that drafts may lose at first, the share of all time by which that grows, and at most"""
 
 
 class StepSeconds:
@@ -80,12 +84,14 @@ class StepSeconds:
         return self._table
 
     def of(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the seconds of steps of so many tokens: between sizes that are known in proportion; beyond the largest as long
-        as that, until they are tried. [T] float64 for [T] ascending numbers."""
+        """Return the seconds of steps of so many tokens: between sizes that are known in proportion; some beyond the largest
+        as long as that, so that they are tried, and from there on as if each token cost its share; below the smallest likewise,
+        so that nothing is drafted before it is known what a step takes as it is. [T] float64 for [T] ascending numbers."""
         sizes, known = self.table
         if not sizes:
             return np.ones(len(tokens))
-        seconds: np.ndarray = np.interp(tokens, sizes, known)
+        tried, far = sizes[-1] + max(TRIED, sizes[-1] // TRIED), 1000 * sizes[-1]
+        seconds: np.ndarray = np.interp(tokens, [0, *sizes, tried, far], [0.0, *known, known[-1], known[-1] * far / tried])
         return seconds
 
 
@@ -103,19 +109,53 @@ def never_falling(values: list[float], weights: list[int]) -> list[float]:
     return [mean for mean, _, count in pools for _ in range(count)]
 
 
+class Account:
+    """What drafts may still lose, in seconds: little at first, a share of all time, and what they have gained, up to a bound.
+    So steps take at most `FIRST` + `SHARE` × their seconds longer than without drafts, however little can be guessed."""
+
+    def __init__(self) -> None:
+        self.left = FIRST
+        self._open: tuple[int, int, int, float] | None = None
+        """of the newest step that was read: its rows, its tokens, how many of them were right guesses, and what it took"""
+
+    def note(self, rows: int, tokens: int, seconds: float) -> None:
+        """Note a step that was read."""
+        self._open = rows, tokens, 0, seconds
+
+    def right(self, tokens: int) -> None:
+        """Note that so many of its guesses were right."""
+        if self._open is not None:
+            rows, all_of_them, before, seconds = self._open
+            self._open = rows, all_of_them, before + tokens, seconds
+
+    def close(self, prices: StepSeconds) -> None:
+        """Count that step: the seconds that its right guesses save others, less those that all its guesses took."""
+        if self._open is None:
+            return
+        rows, tokens, right, seconds = self._open
+        self._open, gained = None, SHARE * seconds
+        if tokens > rows and prices.table[0]:
+            plain, longer = prices.of(np.array([rows, tokens])).tolist()
+            if not prices.knows(tokens):  # at most its share, so that a pause of the machine is no price
+                longer = plain + min(max(0.0, seconds - plain), plain * (tokens - rows) / rows)
+            gained += right * plain / rows - (longer - plain)
+        self.left = min(MOST_LEFT, self.left + gained)
+
+
 class Drafts:
     """A part of the scheduler: makes rows of one token longer. `most`: tokens drafted for a row, 0 = off."""
 
     def __init__(self, most: int, store: BlockStore, tables: BlockTables, counters: Counters) -> None:
         self.most = most
         self.seconds = StepSeconds()
+        self.account = Account()
         self._store = store
         self._tables = tables
         self._counters = counters
         self._matched: dict[Sequence, int] = {}
         """length of the match behind each draft of the newest step"""
-        self._timed = 0, 0, 0.0
-        """the newest step that did nothing but draw: its number, its tokens and when it began"""
+        self._timed = 0, 0, 0, 0.0
+        """the newest step that did nothing but draw: its number, its rows, its tokens and when it began"""
         self._steps = 0
 
     def wanted(self, running: list[Sequence]) -> bool:
@@ -126,11 +166,12 @@ class Drafts:
         """Return the rows of a step, all of which have one token to compute, with drafts where these pay: at most `budget`
         tokens, in blocks that nobody owns. step: its number, now: seconds, when it began."""
         self._matched.clear()
+        self.account.close(self.seconds)
         if not rows or not self.most:
             return rows
-        if len(rows) > MOST_ROWS:
-            self._timed = step, len(rows), now  # what steps with more tokens take is known before any is drafted
-            return rows
+        self._timed = step, len(rows), len(rows), now
+        if len(rows) > MOST_ROWS or self.account.left <= 0:
+            return rows  # timed as well, so that prices of steps with more tokens are known before any is drafted
         self._steps += 1
         self._counters.draft_rows += len(rows)
         if self._steps % (PLAIN_EVERY if self.seconds.knows(len(rows)) else PLAIN_AT_FIRST):
@@ -142,20 +183,24 @@ class Drafts:
                 self._longer(row, guess[:count], length, version) if count else row
                 for row, (guess, length), count in zip(rows, guesses, counts, strict=True)
             ]
-        self._timed = step, sum(row[2] for row in rows), now
+        self._timed = step, len(rows), sum(row[2] for row in rows), now
         return rows
 
     def ended(self, step: int, now: float) -> None:
         """Note that the step of that number was read, at `now` seconds."""
-        if step == self._timed[0]:
-            self.seconds.add(self._timed[1], now - self._timed[2])
+        number, rows, tokens, began = self._timed
+        if step == number:
+            self.seconds.add(tokens, now - began)
+            self.account.note(rows, tokens, now - began)
 
     def learn(self, seq: Sequence, expected: tuple[int, ...], drawn: list[int]) -> None:
         """Note what became of a draft. drawn: the tokens that were appended to the sequence, one more than were right unless
         one of these ended it."""
         right = [token == guess for token, guess in zip(drawn, expected, strict=False)]
         self._counters.drafted_tokens += len(expected)
-        self._counters.accepted_tokens += len(drawn) - 1 if drawn else 0
+        accepted = len(drawn) - 1 if drawn else 0
+        self._counters.accepted_tokens += accepted
+        self.account.right(accepted)
         if seq.state.texts is not None:
             seq.state.texts.learn(self._matched[seq], right)
 
@@ -167,7 +212,8 @@ class Drafts:
         return texts.guess(texts.end(seq.index), most)
 
     def _counts(self, rows: list[Row], guesses: list[tuple[tuple[int, ...], int]], budget: int) -> list[int]:
-        """Choose how many tokens of each guess are computed: together as many as give most tokens a second."""
+        """Choose how many tokens of each guess are computed: together as many as give most tokens a second, of those that the
+        account could bear if all were wrong."""
         chances = []
         for i, (row, (guess, length)) in enumerate(zip(rows, guesses, strict=True)):
             if guess and row[0].state.texts is not None:
@@ -178,7 +224,8 @@ class Drafts:
             return counts
         kept = len(rows) + np.cumsum([0.0, *(-chance for chance, _, _ in chances)])
         seconds = self.seconds.of(len(rows) + np.arange(len(kept)))
-        for _, _, i in chances[: int(np.argmax(kept / seconds))]:
+        borne = np.searchsorted(seconds - seconds[0], self.account.left, side="right")
+        for _, _, i in chances[: int(np.argmax((kept / seconds)[: max(1, borne)]))]:
             counts[i] += 1
         return counts
 

@@ -13,7 +13,19 @@ import engine.scheduling.drafts as drafts
 import engine.scheduling.recording as recording
 import engine.scheduling.rows as planning
 from engine.scheduling.block_tables import BlockTables
-from engine.scheduling.drafts import ENOUGH, MOST_ROWS, PLAIN_EVERY, REMEMBERED, Drafts, StepSeconds, never_falling
+from engine.scheduling.drafts import (
+    ENOUGH,
+    FIRST,
+    MOST_LEFT,
+    MOST_ROWS,
+    PLAIN_EVERY,
+    REMEMBERED,
+    SHARE,
+    Account,
+    Drafts,
+    StepSeconds,
+    never_falling,
+)
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import GroupState
 from engine.scheduling.texts import LONGEST, Texts
@@ -108,14 +120,14 @@ def test_seconds_of_sizes_between_and_beyond() -> None:
     seconds = StepSeconds()
     assert seconds.of(np.arange(1, 4)).tolist() == [1, 1, 1], "nothing is known: every size is worth a try"
     seconds = table(lambda size: 1.0, [1])
-    assert seconds.of(np.array([1, 8])).tolist() == [1, 1]
+    assert seconds.of(np.array([1, 5])).tolist() == [1, 1]
     for _ in range(ENOUGH):
-        assert seconds.of(np.array([1, 9])).tolist() == [1, 1] and not seconds.knows(9), "few steps are no price"
+        assert seconds.of(np.array([1, 5])).tolist() == [1, 1] and not seconds.knows(9), "few steps are no price"
         seconds.add(9, 5.0)
-    assert seconds.of(np.array([1, 5, 9, 100])).tolist() == [1, 3, 5, 5] and seconds.knows(9)
+    assert seconds.of(np.array([1, 5, 9, 13, 26])).tolist() == [1, 3, 5, 5, 10] and seconds.knows(9), "some more are tried"
     for _ in range(REMEMBERED + 64):
         seconds.add(1, 1.0)
-    assert seconds.of(np.array([1, 9])).tolist() == [1, 1], "what was long ago is tried again"
+    assert seconds.of(np.array([1, 5])).tolist() == [1, 1], "what was long ago is tried again"
     seconds.add(10_000, 9.0)
 
 
@@ -129,6 +141,49 @@ def test_a_single_outlier_changes_nothing(at: int, outlier: float) -> None:
         for number in range(ENOUGH + 1):
             seconds.add(at, outlier if number == before else 10.0 + at)
         assert np.allclose(seconds.of(np.arange(1, 65)), wanted.of(np.arange(1, 65)))
+
+
+def test_what_a_step_takes_as_it_is_comes_first() -> None:
+    """Below the smallest size that is known each token costs its share: else a smaller step would seem to take as long, and
+    what it is filled up with would seem to be free."""
+    seconds = table(lambda size: 10.0 + size, [16, 32])
+    assert seconds.of(np.array([4, 8, 16, 24])).tolist() == [6.5, 13, 26, 34]
+    scheduler = small_scheduler(32, drafts=6, max_batch_tokens=16)
+    scheduler.drafts.seconds = seconds
+    likely(scheduler)
+    assert [drafted(scheduler) for _ in range(3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("right", "left"), [(0, FIRST - 4 * 0.9 + 4 * SHARE * 2), (4, MOST_LEFT)])
+def test_what_guesses_may_lose_is_counted(right: int, left: float) -> None:
+    """Of steps with two rows and six guesses in them: each right one saves half a step, all six take 0.9 s."""
+    account, prices = Account(), table(lambda size: 0.7 + 0.15 * size, [2, 8])
+    for _ in range(4):
+        account.note(2, 8, 2.0)
+        account.right(right)
+        account.close(prices)
+        account.close(prices)
+    assert account.left == pytest.approx(left)
+
+
+def test_a_step_that_is_not_known_costs_no_more_than_its_share() -> None:
+    """A pause of the machine is no price of guesses."""
+    account, prices = Account(), table(lambda size: 1.0, [1])
+    account.note(1, 4, 60.0)
+    account.close(prices)
+    assert account.left == pytest.approx(FIRST - 3.0 + SHARE * 60)
+
+
+def test_nothing_is_drafted_while_nothing_may_be_lost() -> None:
+    scheduler = small_scheduler(32, drafts=6, max_batch_tokens=16)
+    scheduler.drafts.seconds = table(lambda size: 0.1 + 1e-6 * size)
+    likely(scheduler)
+    scheduler.drafts.account.left = -1.0
+    assert [drafted(scheduler) for _ in range(3)] == [0, 0, 0] and scheduler.drafts.account.left > -1.0 - 1e-9
+    scheduler.drafts.account.left = 1.0
+    assert drafted(scheduler) > 0, "the control"
+    scheduler.drafts.seconds, scheduler.drafts.account.left = table(lambda size: 0.1 + 0.02 * size), 0.05
+    assert drafted(scheduler) <= 2, "as many as it can bear"
 
 
 def test_noise_does_not_add_up() -> None:
@@ -154,6 +209,7 @@ def test_as_much_is_drafted_as_pays(took: Callable[[int], float], least: int, mo
     """By the table alone, no clock: all where tokens are free, nothing where each costs its share."""
     scheduler = small_scheduler(32, drafts=6, max_batch_tokens=16)
     scheduler.drafts.seconds = table(took, [1, 2, 3, 4, 5, 6, 7, 8])
+    scheduler.drafts.account.left = 100.0
     likely(scheduler)
     counts = [drafted(scheduler) for _ in range(3)]  # the prior's chances: 0.26, 0.34 … of a match of 2, 3 …
     assert least <= counts[0] <= most, counts

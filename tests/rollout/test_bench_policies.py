@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
+from engine.scheduling.drafts import StepSeconds
 from rollout.bench import policies, run, simulator
 from rollout.bench.simulator import Costs, Ended, Work, follow, simulate
 from tests.support.tiny import tiny_engine
@@ -110,6 +112,39 @@ def test_no_schedule_is_faster_than_the_bound() -> None:
             assert simulator.least_seconds(costs, tokens, steps) <= cheapest(tokens, steps) + 1e-9
     assert simulator.least_seconds(costs, 8, 2) == 44.0 and simulator.least_seconds(costs, 3, 3) == 42.0
     assert simulator.waited_for(np.array([[5, 9, 2], [3, 3, 4]]), 2) == (4 + 1 + 2 + 2, 4)
+
+
+TWO_CORES = Costs(
+    tokens=(1, 2, 8, 16, 64, 256), seconds=(0.014, 0.02, 0.022, 0.035, 0.09, 0.31), per_draw=0, per_kv_token=0, per_block=1e-5
+)
+SHARE = Costs(tokens=(1, 1000), seconds=(0.005, 5.0), per_draw=0.0, per_kv_token=0.0, per_block=1e-5)
+
+
+def said_at_random(words: int) -> Callable[[int, int, int], int]:
+    """Texts of so many words in which nothing follows from anything: guesses are found and are mostly wrong."""
+    said = np.random.default_rng(words).integers(16, 16 + words, (8, 8, 256))
+    return lambda group, index, position: int(said[group, index, position])
+
+
+def as_at_first(self: StepSeconds, tokens: np.ndarray) -> np.ndarray:
+    """Prices that are the same below the smallest size that is known, and beyond the largest."""
+    sizes, known = self.table
+    return np.interp(tokens, sizes, known) if sizes else np.ones(len(tokens))
+
+
+@pytest.mark.parametrize("costs", [TWO_CORES, SHARE, policies.FLAT], ids=["two cores", "each its share", "flat"])
+@pytest.mark.parametrize("words", [8, 100])
+def test_drafts_never_cost_more_than_a_hundredth(words: int, costs: Costs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted: a batch down to its last child, at what steps take by the table, of texts that cannot be guessed."""
+    monkeypatch.setattr(simulator, "word", said_at_random(words))
+    work = Work(16, 256, policies.lengths("independent", 8, 8, 64, 256, seed=2))
+    config = msgspec.structs.replace(CONFIG, kv_tokens=64_000, max_num_seqs=64, max_batch_tokens=256)
+    plain, drafting = (simulate(work, msgspec.structs.replace(config, drafts=most), costs, 8000, 0).total for most in (0, 6))
+    assert drafting <= 1.01 * plain, drafting / plain
+    if costs is TWO_CORES and words == 100:
+        monkeypatch.setattr(StepSeconds, "of", as_at_first)
+        worse = simulate(work, msgspec.structs.replace(config, drafts=6), costs, 8000, 0).total
+        assert worse > 1.03 * plain, "the control: steps that are not known seem to take as long as larger ones"
 
 
 def test_bench_policies_prints_and_draws(
