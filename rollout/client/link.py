@@ -75,7 +75,7 @@ class Link:
         self._capabilities = (m.TAKEN, m.BATCHES, *more)
         self._decoder: Decoder[m.ServiceMessage] = Decoder(m.ServiceMessage, m.answer_limits(Limits()))
         self._closing = False
-        self._calls = Calls(transport.wake)
+        self.calls = Calls(transport.wake)
         self._connection = Connection(time.monotonic())
         self._request_ids = itertools.count(1)
         self._waiters = Waiters(budget)
@@ -88,20 +88,20 @@ class Link:
 
     # any thread
 
-    def submit(self, handle: Handle) -> None:
-        """Send a group; its samples, or why it is not served, come to the handle."""
-        self._calls.put(self._submit, handle)
+    def submit(self, handle: Handle, wake: bool = True) -> None:
+        """Send a group; its samples, or why it is not served, come to the handle. wake: now; otherwise with `calls.wake()`."""
+        self.calls.put(self._submit, handle, wake)
 
     def cancel(self, handle: Handle, indices: frozenset[int] | None) -> None:
         """Ask for the early end of a group, or of some children of it."""
-        self._calls.put(self._cancel, (handle, indices))
+        self.calls.put(self._cancel, (handle, indices))
 
     def request(self, make: Callable[[int], Any]) -> Future[Any]:
         """Send the message that `make` builds for a request id. The answer comes as the future's result, or its typed error; it
         is asked for again after a reconnect."""
         request_id, future = next(self._request_ids), Future[Any]()
         message = make(request_id)
-        self._calls.put(self._request, (request_id, pack(message), isinstance(message, m.Chunk), future))
+        self.calls.put(self._request, (request_id, pack(message), isinstance(message, m.Chunk), future))
         return future
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class Link:
             error = RolloutError(f"the client's I/O thread failed: {type(failure).__name__}: {failure}")
         finally:
             self._connection.ready = False
-            self._calls.end(error)
+            self.calls.end(error)
             self._fail_all(error)
             self._transport.close(GOODBYE_S)
 
@@ -133,7 +133,7 @@ class Link:
         wait_s = ACK_S if self._acks else POLL_S
         for frames in self._transport.receive(wait_s, sending=bool(self._outgoing) and not self._outgoing.blocked):
             self._receive(frames)
-        self._calls.run()
+        self.calls.run()
         self._check_timers(time.monotonic())
         self._send_waiting()
         self._outgoing.send(self._transport.send)
@@ -173,8 +173,8 @@ class Link:
         self._send(m.Hello(m.PROTOCOL, *who, self._capabilities, self._groups.digests(), self._alone))
 
     def _submit(self, handle: Handle) -> None:
-        if self._calls.ended is not None:
-            handle.fail(copy_of(self._calls.ended, handle.group_id))
+        if self.calls.ended is not None:
+            handle.fail(copy_of(self.calls.ended, handle.group_id))
         elif not self._groups.add(handle):
             handle.fail(IdConflict("this client has a live group of that id", handle.group_id))
         else:
@@ -201,8 +201,8 @@ class Link:
 
     def _request(self, argument: tuple[int, list[Frame], bool, Future[Any]]) -> None:
         request_id, frames, is_chunk, future = argument
-        if self._calls.ended is not None:
-            future.set_exception(copy_of(self._calls.ended))
+        if self.calls.ended is not None:
+            future.set_exception(copy_of(self.calls.ended))
             return
         self._requests.add(request_id, frames, future)
         if is_chunk:

@@ -157,6 +157,8 @@ class Fleet:
             self.weights.tend(now)
         if self._groups.waiting:
             self._groups.place_waiting(now)
+        while self._groups.unsent:
+            self._groups.unsent.pop().calls.wake()
         if came and self.weights.staging:
             self.inbox.wake()  # what has come may be what the refresh waits for
         ended, self._groups.ended = self._groups.ended, []

@@ -16,6 +16,7 @@ import msgspec
 import xxhash
 
 from engine.types import SEED_LIMIT, Begun, Chunk, FinishReason, Group, Sample
+from rollout.client.link import Link
 from rollout.client.submission import handle_of, submit_of
 from rollout.fleet import routing
 from rollout.fleet.hedging import Hedging
@@ -61,6 +62,8 @@ class Groups:
         self._homes = Homes()
         self.ended: list[Sample] = []
         """not handed out yet"""
+        self.unsent: set[Link] = set()
+        """links that have groups to send, and are not woken before all of this turn are there"""
         self.moved = self.repeats = 0
         """children that were sent again, samples that came twice"""
         self.aborts = 0
@@ -75,8 +78,8 @@ class Groups:
 
     @property
     def has_work(self) -> bool:
-        """Whether samples have not been handed out, or groups wait though a replica serves."""
-        return bool(self.ended) or (bool(self.waiting) and bool(self._serving()))
+        """Whether samples have not been handed out, links not woken, or groups wait though a replica serves."""
+        return bool(self.ended or self.unsent) or (bool(self.waiting) and bool(self._serving()))
 
     def submit(self, group: Group, client: str, now: float) -> None:
         """Take a group, and send it if a replica serves."""
@@ -137,7 +140,8 @@ class Groups:
         if group.sampling.stream_every:
             handle.on_tokens(lambda handle, chunk: self._inbox.post(lambda: None))  # so that the service looks
         handle.on_change = lambda handle, samples: self._inbox.post(partial(self._changed, part, samples), len(samples or ()))
-        replica.link.submit(handle)
+        replica.link.submit(handle, wake=False)
+        self.unsent.add(replica.link)
 
     def abort(self, group_id: str, index: int | None) -> list[Sample]:
         """End the children of a group, or one of them. Returns those that end here; the others come from their replicas, with
@@ -153,8 +157,7 @@ class Groups:
                 part.handle.cancel(None if some == part.left else some)
         before = len(self.ended)
         self._end(one, sorted(one.unplaced & asked), "aborted")
-        here = self.ended[before:]
-        del self.ended[before:]
+        here, self.ended[before:] = self.ended[before:], []
         return here
 
     def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[Chunk]:

@@ -110,6 +110,27 @@ def test_calls_wait_for_the_thread_and_fail_in_their_own_once_it_has_ended() -> 
     assert made[2] == (3, ClientClosed) and len(woken) == 2
 
 
+def test_calls_that_wake_nobody_are_made_with_the_next_that_does() -> None:
+    woken: list[bool] = []
+    made: list[Any] = []
+    calls = Calls(lambda: woken.append(True))
+    calls.wake()
+    assert not woken, "nothing waits"
+    for i in range(3):
+        calls.put(made.append, i, wake=False)
+    assert not woken
+    calls.wake()
+    calls.wake()
+    assert woken == [True], "once is enough"
+    calls.run()
+    assert made == [0, 1, 2]
+    calls.put(made.append, 3, wake=False)
+    calls.put(made.append, 4)
+    assert woken == [True, True], "what waits unheard keeps nobody from being heard"
+    calls.run()
+    assert made == [0, 1, 2, 3, 4]
+
+
 # the service's clock
 
 
@@ -181,6 +202,18 @@ def test_what_is_in_flight_is_the_prompt_and_the_most_of_each_child_that_is_miss
             one.add_sample(sample("g", index))  # a repeated one changes nothing
             del left[index]
         assert one.in_flight == 2 + sum(left.values())
+
+
+def test_of_samples_that_come_together_all_are_handed_out_or_none() -> None:
+    one, told = handle("g", n=3), list[int]()
+    one.listen(lambda handle, sample: told.append(sample.index if sample is not None else -1))
+    with pytest.raises(ValueError, match="sample 3 of a group of 3"):
+        one.add_samples([sample("g", 0), sample("g", 3)])
+    assert not told and not one.finished
+    one.add_samples([sample("g", 2), sample("g", 0), sample("g", 2)])  # a repeated one changes nothing
+    assert told == [2, 0] and not one.done
+    one.add_samples([sample("g", 0), sample("g", 1)])
+    assert told == [2, 0, 1] and one.done
 
 
 @pytest.mark.parametrize("fields", [{"n": 10**12}, {"n": 10**12, "lengths": (1,)}, {"n": 3, "lengths": (1,)}])

@@ -37,7 +37,7 @@ from rollout.fleet.transaction import Transaction
 from rollout.process import service_process
 from tests.support.fleet import KEYS, WAIT, Threads, check, collect, fleet_of, front_of, prompt, refresh, step_until
 from tests.support.fleet_chaos import FOUND, Chaos
-from tests.support.hash_engine import HashEngine, expected, manifest_of, weights_of
+from tests.support.hash_engine import VOCAB, HashEngine, expected, manifest_of, weights_of
 from tests.support.waiting import until
 from tests.support.wire import serving
 from transport.errors import Busy, InvalidRequest, ServiceLost, WeightsRefused
@@ -199,6 +199,69 @@ def test_a_repeat_that_is_not_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Groups, "_arrived", forgetful)
     with fleet_of(1, step_s=0.001) as (fleet, _):
         assert sorted(sample.index for sample in repeat(fleet)) != [0, 1]
+
+
+def test_groups_of_one_turn_are_sent_together_and_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fleet_of(1) as (fleet, threads):
+        (replica,) = fleet._members.replicas.values()
+        assert replica.link is not None
+        woken, wake = list[bool](), replica.link.calls._wake
+        monkeypatch.setattr(replica.link.calls, "_wake", lambda: (woken.append(True), wake()))
+        order, submit = list[int](), threads.engines["0"].submit
+
+        def noted(group: Group, client: str = "") -> None:
+            order.append(int(group.sampling.seed or 0))
+            submit(group, client)
+
+        monkeypatch.setattr(threads.engines["0"], "submit", noted)
+        for i in range(30):
+            fleet.submit(group(i + 1, n=2))
+        assert not woken and fleet.has_work, "the turn is not over"
+        check(collect(fleet, 60).values())
+        assert order == list(range(1, 31))
+        assert len(woken) < 10, "not for each group"
+
+
+def test_what_is_wrong_with_one_group_of_a_turn_is_no_other_s() -> None:
+    with fleet_of(2) as (fleet, threads):
+        wrong = msgspec.structs.replace(group(2), prompt=np.array([VOCAB], np.int32))
+        for one in (group(1), wrong, group(3)):
+            fleet.submit(one)
+        samples = collect(fleet, 12)
+        check(sample for (name, _), sample in samples.items() if name != "g2")
+        refused = [sample for (name, _), sample in samples.items() if name == "g2"]
+        assert {sample.finish_reason for sample in refused} == {"error"} and "token id" in str(refused[0].error)
+        assert not threads.replaced
+
+
+def test_a_group_may_be_ended_before_its_turn_is_over() -> None:
+    with fleet_of(1, step_s=0.005) as (fleet, _):
+        for i in (1, 2, 3):
+            fleet.submit(group(i, max_tokens=20 if i != 2 else 10_000))
+        assert fleet.abort("g2") == []
+        samples = collect(fleet, 12)
+        check(sample for (name, _), sample in samples.items() if name != "g2")
+        assert {sample.finish_reason for (name, _), sample in samples.items() if name == "g2"} == {"aborted"}
+
+
+def test_a_client_that_leaves_takes_nothing_of_the_others_along() -> None:
+    """Their groups have come in the same turns, and their samples in the same messages."""
+    with fleet_of(2, step_s=0.002) as (fleet, threads), front_of(fleet) as service:
+        going, staying = (RolloutClient(service.endpoint) for _ in range(2))
+        with going, staying:
+            mine = []
+            for i in range(20):
+                going.submit(prompt(i), Sampling(n=8, max_tokens=20 if i % 2 else 10_000, seed=i))
+                mine.append(staying.submit(prompt(i), Sampling(n=8, max_tokens=20, seed=i)))
+                if i == 10:
+                    going.close()
+                    break
+            for i, handle in enumerate(mine):
+                samples = handle.result(WAIT)
+                assert [sample.index for sample in samples] == list(range(8))
+                assert all(sample.token_ids.tolist() == expected(prompt(i), sample, KEYS) for sample in samples)
+            until(lambda: not any(engine.children for engine in threads.engines.values()), "nothing of the other runs", WAIT)
+        assert fleet.status()["fleet"]["repeats"] == 0
 
 
 def test_a_group_that_has_ended_holds_nothing() -> None:
