@@ -144,6 +144,7 @@ def _context(
     endpoint: str, limits: Limits, kind: int, added: int = 0
 ) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
     check_descriptors(END_FDS)  # libzmq ends the process where a context's threads get none
+    zmq.Frame(b"\0", copy=False)  # pyzmq's own context, for what is sent without a copy: else made with the first large frame
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sock = context.socket(kind)
     sock.setsockopt(zmq.MAXMSGSIZE, max(limits.max_frame_bytes, limits.max_header_bytes) + added)

@@ -47,7 +47,7 @@ class Sharing:
 
     def ask(self, session: Session, request_id: int) -> None:
         """Have the weights copied; the answer comes when they are. Raises Busy, InvalidRequest."""
-        if not hasattr(self._engine.weights, "inventory"):
+        if not hasattr(getattr(self._engine.weights, "inventory", None), "manifest"):
             raise InvalidRequest("this service has no weights of its own to share: it is a front, ask one of its replicas")
         self._check()
         if len(self._waiting) >= MAX_WAITING:

@@ -35,6 +35,8 @@ from rollout.fleet.launcher import Launcher, Place
 from rollout.fleet.replica import State
 from rollout.fleet.transaction import Transaction
 from rollout.process import service_process
+from rollout.service.session import Session
+from rollout.service.sharing import Sharing
 from tests.support.fleet import KEYS, WAIT, Threads, check, collect, fleet_of, front_of, prompt, refresh, step_until
 from tests.support.fleet_chaos import FOUND, Chaos
 from tests.support.hash_engine import VOCAB, HashEngine, expected, manifest_of, weights_of
@@ -505,6 +507,14 @@ def one_refuses(fleet: Fleet, threads: Threads) -> None:
     with pytest.raises(WeightsRefused, match="not what the manifest says"):
         refresh(fleet, 1)
     until(lambda: not any(engine.staged for engine in threads.engines.values()))
+
+
+def test_a_front_has_no_weights_to_share() -> None:
+    with fleet_of(1) as (fleet, _):
+        sharing = Sharing(fleet)
+        with pytest.raises(InvalidRequest, match="ask one of its replicas"):
+            sharing.ask(Session("session", "a client", 1), 7)
+        assert not sharing
 
 
 def test_one_refusal_is_everybody_s() -> None:

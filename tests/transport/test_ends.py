@@ -267,7 +267,7 @@ print("alive")
 
 
 FEW_DESCRIPTORS = """
-import os, resource, sys
+import os, resource, sys, zmq
 from engine.types import Limits
 from transport import sockets
 
@@ -281,6 +281,12 @@ def ends(spare):
     except OSError:
         os._exit(len(held))
 
+if sys.argv[1] == "later":
+    held = sockets.ClientEnd("tcp://127.0.0.1:9", Limits())
+    limit = len(os.listdir("/proc/self/fd")) - 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    large = zmq.Frame(bytes(1 << 20), copy=False)
+    raise SystemExit(print(len(large)))
 if sys.argv[1] == "unchecked":
     sockets.check_descriptors = lambda count: None
 for spare in range(40):
@@ -301,6 +307,11 @@ def test_an_end_without_descriptors_is_an_error() -> None:
     """Never the end of the process, and never an end that is half made."""
     assert few_descriptors("checked") == [int(spare >= sockets.END_FDS) for spare in range(40)]
     assert -signal.SIGABRT in few_descriptors("unchecked"), "libzmq bears it: the check may go"
+
+
+def test_an_end_needs_no_descriptor_for_its_first_large_frame() -> None:
+    """pyzmq makes a context of its own for what is sent without a copy."""
+    assert few_descriptors("later") == [1 << 20]
 
 
 @pytest.mark.parametrize("script", [SERVICE_THAT_READS_LATE, CLIENT_THAT_READS_LATE], ids=["service", "client"])
