@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
@@ -246,9 +247,12 @@ def test_a_score_that_is_not_waited_for_is_a_group_like_others(clients: tuple[Ro
 
 def test_a_score_that_somebody_ends_is_an_error(clients: tuple[RolloutClient, RolloutClient]) -> None:
     clients[0].pause()
-    clients[1].pause()
-    with pytest.raises(GroupFailed, match="ended as 'deadline'"):
-        clients[0].score([PROMPT], [[[1, 2]]], Sampling(deadline_s=0.01), timeout=WAIT)
+    with ThreadPoolExecutor(1) as threads:
+        scored = threads.submit(clients[0].score, [PROMPT], [[[1, 2]]], Sampling(deadline_s=0.01), timeout=WAIT)
+        until(lambda: clients[0].status()["waiting"], "it waits, over its deadline too")
+        clients[0].abort_all()
+        with pytest.raises(GroupFailed, match="ended as 'aborted'"):
+            scored.result(WAIT)
 
 
 # ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
