@@ -66,7 +66,7 @@ demo: $(STAMP)
 
 # Half of the suite waits for processes of its own: the other half runs beside it. A path in ARGS runs alone.
 test: model
-	@$(BIN)/python -m pytest -p tests.support.beside --beside=tests/engine $(ARGS)
+	@$(BIN)/python -m pytest -p tests.support.beside --beside=tests/engine --durations=15 --durations-min=2 $(ARGS)
 
 quick: $(STAMP)
 	@$(BIN)/python -m pytest --quiet $(QUICK) $(ARGS)

@@ -47,4 +47,5 @@ def test_one_run(tmp_path: Path, beside: str, more: tuple[str, ...], status: int
     code, output = both(tmp_path, beside, *more)
     assert code == status, output
     assert all(each in output for each in said), output
+    assert ("side by side: the others" in output) == (more != ("here",)), output
     assert " passed" in output.splitlines()[-1]

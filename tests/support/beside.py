@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +67,8 @@ class Parent:
         self._config = config
         self._unread = ""
         self._finished = False
+        self._seconds: dict[str, float] = {}
+        """that each half took, by its name"""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Iterator[None]:
@@ -76,8 +79,10 @@ class Parent:
             words = [sys.executable, "-m", "pytest", *mine, f"--tell={told}", self._config.option.beside]
             with output.open("w") as out, told.open() as self._told:
                 self._child = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+                started = time.monotonic()
                 try:
                     result = yield
+                    self._seconds["the others"] = time.monotonic() - started
                     while self._child.poll() is None and not (session.shouldstop or session.shouldfail):
                         self._tell(session)
                         try:
@@ -85,6 +90,7 @@ class Parent:
                         except subprocess.TimeoutExpired:
                             pass
                     self._tell(session)
+                    self._seconds[self._config.option.beside] = time.monotonic() - started
                     ended = self._child.poll()
                     if ended is not None and not (self._finished and ended in ORDERLY):
                         self._say_how_it_ended(output.read_text()[-TAIL:])
@@ -98,6 +104,11 @@ class Parent:
         result = yield
         self._tell(item.session)
         return result
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say which half was waited for."""
+        halves = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self._seconds.items())
+        terminalreporter.write_line(f"side by side: {halves}")
 
     def _tell(self, session: pytest.Session) -> None:
         """Hand on the lines that are there; a last one may be half written."""
