@@ -113,7 +113,7 @@ def judge(served: Served) -> None:
 def try_out(model: Model, kept: KVGeometry, block_size: int, memory: Memory, backend: Backend) -> None:
     """Attend with rows of one and of some tokens, in the shapes of each kind of layer, to KV that is `kept` so. Raises
     CannotAttend."""
-    geometry, rows = model.geometry, [(LOOK_EVERY, 1), (0, NARROW)]
+    geometry, rows = model.geometry, [(LOOK_EVERY, 1), (0, NARROW - 1)]
     if geometry.head_dim != geometry.value_dim and backend.name != "reference":
         raise CannotAttend(f"keys of {geometry.head_dim} and values of {geometry.value_dim} dimensions")
     tables = np.arange(2 * -(-NARROW // block_size), dtype=np.int32).reshape(2, -1)

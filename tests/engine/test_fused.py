@@ -151,3 +151,14 @@ def test_fp8_is_stored_as_the_numbers_in_bf16_would_be() -> None:
         assert kept.scales is not None and (given.numbers[0][:, written] != 0).any() and not kept.scales[0, :, ~written].any()
         assert torch.equal(kept.numbers[0][:, written], codes[:, written])
         assert torch.equal(kept.scales[0][:, written], scales[:, written])
+
+
+def test_steps_of_one_token_are_served() -> None:
+    """The least that `max_batch_tokens` may be: what is tried at load fits there too."""
+    settings = EngineConfig(
+        device=DEVICE, dtype="float32", attention="triton", block_size=8, kv_tokens=64, max_num_seqs=1, max_batch_tokens=1,
+        cpu_offload_gib=0, cuda_graphs=False,
+    )  # fmt: skip
+    engine = Engine(settings, Model(tiny("llama", torch.float32, **SMALL).to(DEVICE), "tiny"))
+    (sample,) = run(engine, [group("g", [5, 6], n=1, max_tokens=2, ignore_eos=True)]).values()
+    assert len(sample.token_ids) == 2
