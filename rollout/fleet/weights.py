@@ -68,13 +68,15 @@ class FleetStaging:
         self.closed = False
         self.segment = segment
         self.transaction: Transaction | None = None
+        """None before all is here, and once it has ended: its content is a map of memory as large as the model"""
+        self._prepared = False
         self._on_received = on_received
         self._memory = segment.reserve(self.total)
 
     @property
     def complete(self) -> bool:
-        """Whether every replica that takes part could commit."""
-        return self.transaction is not None and self.transaction.ready
+        """Whether every replica that takes part could commit, or has."""
+        return self._prepared or (self.transaction is not None and self.transaction.ready)
 
     @property
     def committing(self) -> bool:
@@ -104,6 +106,8 @@ class FleetStaging:
             self._memory = np.zeros(0, np.uint8)
             if self.transaction is not None:
                 self.transaction.abandon()
+        if self.transaction is not None and (self.transaction.done or not self.transaction.committing):
+            self._prepared, self.transaction = self.transaction.done, None
 
 
 class FleetWeights:
@@ -250,7 +254,9 @@ class FleetWeights:
 
     def _end(self, transaction: Transaction) -> None:
         """Make what was committed the live weights; everything submitted from here on is sampled by them."""
-        self._staging = None
+        staging, self._staging = self._staging, None
+        if staging is not None and staging.closed:
+            staging.close()  # whose client did not wait for it
         if not transaction.live:
             return
         content = transaction.content

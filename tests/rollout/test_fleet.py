@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from rollout.service.session import Session
 from rollout.service.sharing import Sharing
 from tests.support.fleet import KEYS, WAIT, Threads, check, collect, fleet_of, front_of, prompt, refresh, step_until
 from tests.support.fleet_chaos import FOUND, Chaos
-from tests.support.hash_engine import VOCAB, HashEngine, expected, manifest_of, weights_of
+from tests.support.hash_engine import TENSORS, VOCAB, HashEngine, expected, manifest_of, weights_of
 from tests.support.waiting import until
 from tests.support.wire import serving
 from transport.errors import Busy, InvalidRequest, ServiceLost, WeightsRefused
@@ -507,6 +508,29 @@ def one_refuses(fleet: Fleet, threads: Threads) -> None:
     with pytest.raises(WeightsRefused, match="not what the manifest says"):
         refresh(fleet, 1)
     until(lambda: not any(engine.staged for engine in threads.engines.values()))
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_pushes_that_have_ended_hold_no_memory(refused: bool) -> None:
+    """They are remembered for a while, and each of these needs a larger segment than those before."""
+    before = weight_maps()
+    with fleet_of(1) as (fleet, _):
+        ended = []
+        for version in range(1, TENSORS + 1):
+            whole = weights_of(version)
+            other = {"of another model": np.zeros(1000 * version, np.float32)}
+            weights = whole | other if refused else dict(list(whole.items())[:version])
+            ended.append(fleet.stage(manifest_of(weights), version=version, partial=not refused))
+            with pytest.raises(WeightsRefused) if refused else nullcontext():
+                refresh(fleet, version, weights, staging=ended[-1])
+            step_until(fleet, lambda: not fleet.weights.staging)
+        gc.collect()
+        assert len(weight_maps() - before) <= 3, "what is live, what is staged next, and what the replica has read"
+
+
+def weight_maps() -> set[str]:
+    """Return the inodes of the segments for weights that this process has mapped."""
+    return {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:rollout-weights" in line}
 
 
 def test_a_front_has_no_weights_to_share() -> None:
