@@ -79,10 +79,10 @@ class Parent:
             words = [sys.executable, "-m", "pytest", *mine, f"--tell={told}", self._config.option.beside]
             with output.open("w") as out, told.open() as self._told:
                 self._child = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-                started = time.monotonic()
+                self._started = time.monotonic()
                 try:
                     result = yield
-                    self._seconds["the others"] = time.monotonic() - started
+                    self._seconds["the others"] = time.monotonic() - self._started
                     while self._child.poll() is None and not (session.shouldstop or session.shouldfail):
                         self._tell(session)
                         try:
@@ -90,7 +90,6 @@ class Parent:
                         except subprocess.TimeoutExpired:
                             pass
                     self._tell(session)
-                    self._seconds[self._config.option.beside] = time.monotonic() - started
                     ended = self._child.poll()
                     if ended is not None and not (self._finished and ended in ORDERLY):
                         self._say_how_it_ended(output.read_text()[-TAIL:])
@@ -121,6 +120,7 @@ class Parent:
             session.testscollected += data
         elif kind == "finished":
             self._finished = True
+            self._seconds[self._config.option.beside] = time.monotonic() - self._started
         elif kind == "deselected":
             self._config.hook.pytest_deselected(items=[SimpleNamespace() for _ in range(data)])
         else:
