@@ -47,8 +47,11 @@ def run(args: HttpArgs) -> int:
         tokenizer = models.load_tokenizer(models.resolve(args.tokenizer or client.info.model))
         gc.collect()
         gc.freeze()  # a tokenizer's library has half a million objects: walking them takes longer than a hundred requests
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(run_facade(client, tokenizer, settings, ready))
+        try:
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:
+                runner.run(run_facade(client, tokenizer, settings, ready))
+        finally:
+            gc.unfreeze()
     return 0
 
 

@@ -77,7 +77,10 @@ def serve_on(service: Service) -> None:
     a second, in the middle of a turn."""
     gc.collect()
     gc.freeze()
-    service.run()
+    try:
+        service.run()
+    finally:
+        gc.unfreeze()  # what is never collected is told as leaked by libraries, on the last screen that a user sees
 
 
 def configured(args: ServeArgs) -> Config:
