@@ -133,8 +133,9 @@ class Replica:
     def _answer(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
         link = self.link
 
-        def call() -> None:
+        def call(answer: Future[Any]) -> None:
             if self.link is link:
-                then(future)
+                then(answer)
 
-        future.add_done_callback(lambda _: self._inbox.post(partial(call)))
+        # `answer` is given, not enclosed: a future keeps its callbacks, and would be garbage that holds all that `then` does
+        future.add_done_callback(lambda answer: self._inbox.post(partial(call, answer)))

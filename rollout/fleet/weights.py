@@ -100,7 +100,7 @@ class FleetStaging:
         return Content(self.version, self.partial, self.manifest, offer, memory, adapter=self.adapter)
 
     def close(self) -> None:
-        """Forget it, unless it is committed. May be repeated."""
+        """Forget it; one that is being committed, when that has ended and this is called again. May be repeated."""
         if not self.closed:
             self.closed = True
             self._memory = np.zeros(0, np.uint8)
