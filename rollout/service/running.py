@@ -18,7 +18,7 @@ from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
 from rollout.service.admission import check_room, checked_group
 from rollout.service.engine_api import EngineLike
-from rollout.service.names import Name
+from rollout.service.names import engine_name, number_of
 from rollout.service.session import HeldGroup, Session, without_tokens
 from transport import messages as m
 from transport.errors import GroupFailed, IdConflict, InvalidRequest, RolloutError, StaleWeights
@@ -68,7 +68,7 @@ class Running:
     def submit(self, session: Session, submit: m.Submit) -> None:
         """Hand a group to the engine. Raises the typed error that goes back to the client."""
         group_id, engine = submit.group_id, self._engine
-        engine_id = f"{session.number}.{self._made + 1}"
+        engine_id = engine_name(session.number, self._made + 1)
         after = session.names.turn(submit.after)
         group = checked_group(submit, engine_id, after, self._limits, engine.vocab_size, engine.context)
         if engine.version < submit.require_version:
@@ -99,8 +99,8 @@ class Running:
             log.exception("engine.submit failed")
             raise GroupFailed(f"the engine failed on this group: {described(error)}", group_id) from None
         session.streaming.hold(group_id, group)
-        name = Name(group.id, keeps=group.sampling.keep_s > 0)
-        self._give_up(session.names.add(group_id, name, self._limits.max_samples_per_client))
+        keeps, least = group.sampling.keep_s > 0, self._limits.max_samples_per_client
+        self._give_up(session.names.add(group_id, group.id, keeps, least))
         self._tracker.begin(group)
 
     @property
@@ -267,11 +267,6 @@ class Running:
             log.error("sample of an unknown group group=%s index=%d", sample.group_id, sample.index)
         elif left > 1:
             self._dropped[sample.group_id] = left - 1
-
-
-def number_of(engine_id: str) -> int:
-    """Return which group of this service, in the order of their making, has this name in the engine."""
-    return int(engine_id.rpartition(".")[2])
 
 
 def seeded(group: Group) -> Group:

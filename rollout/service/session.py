@@ -100,7 +100,7 @@ class Session:
         self._reported_bytes = 0
         """how much of that the client was told"""
         self.streaming = Streaming()
-        self.names = Names()
+        self.names = Names(number)
         self.groups: dict[str, HeldGroup] = {}
         self.samples = 0
         """sum of n over `groups`"""
