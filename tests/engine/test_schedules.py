@@ -10,6 +10,7 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
+import msgspec
 import pytest
 
 import engine.kv.prefix
@@ -310,7 +311,8 @@ def patch_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """a turn may read what another conversation of its client may"""
 
     def find(self: Turns, group: Group, client: str) -> Turn | None:
-        return next((turn for turn in self._turns.values() if turn.client == client), None) if group.after else None
+        some = (msgspec.msgpack.decode(packed, type=Turn) for packed in self._packed if packed is not None)
+        return next((turn for turn in some if turn.client == client), None) if group.after else None
 
     monkeypatch.setattr(Turns, "find", find)
 
@@ -320,7 +322,7 @@ def patch_any_client(monkeypatch: pytest.MonkeyPatch) -> None:
     find = Turns.find
 
     def of_owner(self: Turns, group: Group, client: str) -> Turn | None:
-        turn = self._turns.get(group.after) if group.after else None
+        turn = self._newest(group.after) if group.after else None
         return None if turn is None else find(self, group, turn.client)
 
     monkeypatch.setattr(Turns, "find", of_owner)

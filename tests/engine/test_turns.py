@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.kv.block import Block
 from engine.kv.versions import KVVersions
 from engine.scheduling.kept import KEPT_SHARE
-from engine.types import Limits, Sampling
+from engine.scheduling.turns import Turns, digest
+from engine.types import Group, Limits, Sampling
 from tests.support.harness import VOCAB, Harness
 
 SIZE = 16
@@ -266,3 +270,60 @@ def test_versions_of_a_table_and_of_its_blocks() -> None:
             known = min(4, tokens - 4 * i)
             assert versions.of_block(i, 4) == tuple(span for span in block.versions if span[0] < known)
     assert KVVersions(6, ((0, 1),)).of_block(1, 4) == ((0, 1),)
+
+
+# ── what is remembered ────────────────────────────────────────────────────────────────────────────────────────────────
+def ended(id: str, index: int, since: int, tokens: int = 40, version: int = 3) -> Any:
+    """Make what `Turns.note` reads of a child."""
+    group = SimpleNamespace(id=id)
+    blocks = [SimpleNamespace(versions=((0, version),)) for _ in range(0, tokens, SIZE)]
+    return SimpleNamespace(
+        state=SimpleNamespace(client="c", order=(since, since), group=group),
+        index=index,
+        num_prompt=tokens,
+        output=[1],
+        cached=tokens,
+        blocks=blocks,
+        tokens=lambda first, end: np.arange(first, end, dtype=np.int32),
+    )
+
+
+def continuing(after: tuple[str, int], tokens: int = 60) -> Group:
+    return Group("next", np.arange(tokens, dtype=np.int32), Sampling(max_tokens=1), after=after)
+
+
+def test_the_newest_turns_are_remembered_and_of_a_name_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.scheduling.turns.MOST_TURNS", 8)
+    turns, since = Turns(SIZE), dict[tuple[str, int], list[int]]()
+    for number in range(50):
+        id, index = f"{number * 7 % 5}", number % 3  # names come again
+        turns.note(ended(id, index, number))
+        since.setdefault((id, index), []).append(number)
+        for child, numbers in since.items():
+            found = turns.find(continuing(child), "c")
+            assert (found.since if found else None) == (numbers[-1] if numbers[-1] > number - 8 else None)
+    assert turns.find(continuing(("0", 2)), "another") is None
+    assert turns.find(continuing(("never", 0)), "c") is None
+
+
+def test_a_turn_comes_back_as_it_was_noted() -> None:
+    turns = Turns(SIZE)
+    turns.note(ended("a", 1, since=2**40, version=2**40))
+    found = turns.find(continuing(("a", 1)), "c")
+    assert found is not None
+    assert found == ("c", 2**40, KVVersions(40, ((0, 2**40),)), digest(np.arange(40, dtype=np.int32)))
+    other = Group("next", np.arange(1, 61, dtype=np.int32), Sampling(max_tokens=1), after=("a", 1))
+    found = turns.find(other, "c")
+    assert found is not None and found.kv is None  # other tokens: nothing of its KV is read
+
+
+def test_a_turn_takes_few_bytes() -> None:
+    turns, count = Turns(SIZE), 20_000
+    tracemalloc.start()
+    try:
+        for number in range(count):
+            turns.note(ended(f"1.{number}/{number}", number % 8, number))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held / count < 120  # 470 as objects
