@@ -23,7 +23,9 @@ RolloutError                    kind on the wire
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, TypeVar
+
+Failure = TypeVar("Failure", bound=Exception)
 
 
 def shown(text: str) -> str:
@@ -47,6 +49,12 @@ class RolloutError(Exception):
     def __str__(self) -> str:
         """Format for people; `message` is as it came."""
         return shown(self.message if self.group_id is None else f"group {self.group_id!r}: {self.message}")
+
+
+def anew(error: Failure) -> Failure:
+    """Copy an error that is kept, to raise it: each time that it is raised it would take up the frames that it comes through,
+    which hold what holds it."""
+    return type(error)(error.message, error.group_id) if isinstance(error, RolloutError) else error
 
 
 class ProtocolError(RolloutError):

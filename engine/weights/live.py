@@ -66,7 +66,7 @@ class Weights:
         self._module = module
         self._streamed = streamed
         self._lay_out = lay_out
-        self.inventory = Inventory(module, {} if streamed is None else streamed.masters)
+        self.inventory = self.own = Inventory(module, {} if streamed is None else streamed.masters)
         self._digests = Digests(self.inventory, self._memory.hashes)
         self.base = Base(self.inventory, self._digests)
         self._tensors = self.inventory.tensors

@@ -53,6 +53,8 @@ def run(prompts: str, out: str, sampling: Sampling, address: str | None, config:
         client = stack.enter_context(connected(address, "rollout generate"))
         coder = models.load_tokenizer(models.resolve(tokenizer or client.info.model))
         tokens = [encode(coder, line, number) for number, line in enumerate(lines, 1)]
+        if out != "-" and sink.seekable():  # not before there is something to put in the place of what the file has
+            sink.truncate(0)
         bar = stack.enter_context(tqdm(total=len(tokens) * sampling.n, unit="sample", disable=None))
         failed = 0
         for sample in client.generate(tokens, sampling, group_ids=ids):
@@ -132,12 +134,12 @@ def record(sample: Sample, tokenizer: Any) -> dict[str, Any]:
 
 @contextmanager
 def open_out(out: str) -> Iterator[TextIO]:
-    """Open the file of samples, or standard output. Raises InputError if the file cannot be written."""
+    """Open the file of samples, whose content stays for now, or standard output. Raises InputError if it cannot be written."""
     if out == "-":
         yield sys.stdout
         return
     try:
-        file = Path(out).open("w", encoding="utf-8", buffering=1)
+        file = Path(out).open("a", encoding="utf-8", buffering=1)
     except OSError as error:
         raise InputError(f"--out {out}: {error.strerror}") from error
     with file:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from engine.types import Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
+from transport.weights.ends import LiveTensors, LiveWeights
 
 
 class ModelInfo(Protocol):
@@ -44,16 +45,22 @@ class BaseLike(Protocol):
     def digest(self) -> str: ...
 
 
-class WeightsLike(Protocol):
-    """What the service needs of `engine.weights.live.Weights`."""
+class OwnTensors(LiveTensors, Protocol):
+    """What another process of the host can be given of `engine.weights.inventory.Inventory`."""
 
-    dropped: bool
+    def manifest(self) -> list[TensorInfo]: ...
+
+
+class WeightsLike(LiveWeights, Protocol):
+    """What the service needs of `engine.weights.live.Weights`."""
 
     @property
     def base(self) -> BaseLike: ...
-
     @property
-    def digest(self) -> str: ...
+    def own(self) -> OwnTensors | None:
+        """What this process serves from; None: a front, whose replicas do."""
+        ...
+
     @property
     def names(self) -> int: ...
     def live_digest(self) -> str: ...

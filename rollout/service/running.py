@@ -99,8 +99,8 @@ class Running:
             log.exception("engine.submit failed")
             raise GroupFailed(f"the engine failed on this group: {described(error)}", group_id) from None
         session.streaming.hold(group_id, group)
-        keeps, least = group.sampling.keep_s > 0, self._limits.max_samples_per_client
-        self._give_up(session.names.add(group_id, group.id, keeps, least))
+        keeps, most = group.sampling.keep_s > 0, self._limits.max_samples_per_client
+        self._give_up(session.names.add(group_id, group.id, keeps, most))
         self._tracker.begin(group)
 
     @property

@@ -13,7 +13,7 @@ import xxhash
 from engine.types import Mode, TensorInfo, manifest_digest
 from rollout.logs import logger
 from rollout.service.as_json import to_json
-from rollout.service.engine_api import EngineLike
+from rollout.service.engine_api import EngineLike, OwnTensors
 from rollout.service.session import Session
 from transport import messages as m
 from transport.errors import Busy, GroupFailed, InvalidRequest, RolloutError
@@ -47,7 +47,7 @@ class Sharing:
 
     def ask(self, session: Session, request_id: int) -> None:
         """Have the weights copied; the answer comes when they are. Raises Busy, InvalidRequest."""
-        if not hasattr(getattr(self._engine.weights, "inventory", None), "manifest"):
+        if self._engine.weights.own is None:
             raise InvalidRequest("this service has no weights of its own to share: it is a front, ask one of its replicas")
         self._check()
         if len(self._waiting) >= MAX_WAITING:
@@ -83,6 +83,12 @@ class Sharing:
             session.reply(pack(m.StatusReply(request_id, to_json(self._answer or {}))))
         self._waiting.clear()
 
+    @property
+    def _own(self) -> OwnTensors:
+        own = self._engine.weights.own
+        assert own is not None, "whoever asks a front is refused"
+        return own
+
     def _check(self) -> None:
         if (mode := self._engine.mode) in NOTHING_THERE:
             raise Busy(f"the service is {mode.value}: it has no weights to share")
@@ -95,8 +101,7 @@ class Sharing:
             if info is None:
                 return
             self._manifest.append(info)
-        weights: Any = self._engine.weights
-        total = sum(weights.inventory.size(info.name)[0] for info in self._manifest)
+        total = sum(self._own.size(info.name)[0] for info in self._manifest)
         self._answer = {
             "version": self._engine.version,
             "digest": manifest_digest(self._manifest),
@@ -106,15 +111,14 @@ class Sharing:
 
     def _portions(self) -> Iterator[TensorInfo | None]:
         """Write all tensors, one after the other. Yields None after each portion, a tensor's entry at its end."""
-        weights: Any = self._engine.weights
-        inventory = weights.inventory
-        infos = inventory.manifest()
-        memory, at = self._segment.reserve(sum(inventory.size(info.name)[0] for info in infos)), 0
+        own = self._own
+        infos = own.manifest()
+        memory, at = self._segment.reserve(sum(own.size(info.name)[0] for info in infos)), 0
         for info in infos:
-            size, item_bytes = inventory.size(info.name)
+            size, item_bytes = own.size(info.name)
             portion, digest = max(1, PORTION_BYTES // item_bytes) * item_bytes, xxhash.xxh3_128()
             for start in range(0, size, portion):
-                piece = inventory.read_slice(info.name, start, min(portion, size - start))
+                piece = own.read_slice(info.name, start, min(portion, size - start))
                 memory[at : at + len(piece)] = piece
                 digest.update(piece.data)
                 at += len(piece)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from engine.engine import Engine
 from engine.types import Limits, Mode, Sample, Sampling, TensorInfo, manifest_digest
 from engine.weights.live import Weights
+from engine.weights.staging import Staging
 from rollout.client.api import RolloutClient
 from rollout.client.refresh import Pusher
 from rollout.service import loop as service_module
@@ -346,6 +348,28 @@ def test_what_is_remembered_is_bounded(stage: Stage) -> None:
         stage.begin(stage.a, id)
         stage.a.ask(m.Abandon, id)
     assert len(stage.service._refreshes._ended) == REMEMBERED
+
+
+@pytest.mark.parametrize("error", [ValueError, WeightsRefused])
+def test_what_is_forgotten_is_no_garbage(stage: Stage, monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    """A refresh that failed goes at once, and not when garbage is looked for: why it failed names no frame that names it. An
+    engine raises the one, a front the other."""
+
+    def fail(staging: Staging, source: Any) -> int:
+        raise error("not what the manifest says")
+
+    monkeypatch.setattr(pushes, "REMEMBERED", 1)
+    monkeypatch.setattr(Staging, "feed", fail)
+    failed = []
+    gc.disable()
+    try:
+        for id in IDS[:3]:
+            assert isinstance(stage.begin(stage.a, id), m.Lease)
+            failed.append(weakref.ref(stage.service._refreshes._ended[id]))
+            assert stage.a.ask(m.Commit, id, stage.digest).kind == "weights_refused"
+        assert [gone() is None for gone in failed] == [True, True, False]
+    finally:
+        gc.enable()
 
 
 @needs_shm

@@ -251,6 +251,10 @@ class HashEngine:
     def inventory(self) -> HashEngine:
         return self
 
+    @property
+    def own(self) -> HashEngine:
+        return self
+
     def manifest(self) -> list[TensorInfo]:
         return [msgspec.structs.replace(info, digest="") for info in manifest_of(self.tensors)]
 

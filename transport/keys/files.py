@@ -123,8 +123,11 @@ def _write(path: Path, keys: ServiceKeys | ClientKeys, replace: bool) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keep other commands that change key files of this folder waiting."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    """Keep other commands that change key files of this folder waiting. Raises BadKeys."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise BadKeys(f"folder {folder} of the key file: {error.strerror}") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
