@@ -146,7 +146,11 @@ def _context(
     check_descriptors(END_FDS)  # libzmq ends the process where a context's threads get none
     zmq.Frame(b"\0", copy=False)  # pyzmq's own context, for what is sent without a copy: else made with the first large frame
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    sock = context.socket(kind)
+    try:
+        sock = context.socket(kind)
+    except zmq.ZMQError as error:  # since that look others have opened some
+        context.destroy(linger=0)
+        raise OSError(error.errno, error.strerror) from None
     sock.setsockopt(zmq.MAXMSGSIZE, max(limits.max_frame_bytes, limits.max_header_bytes) + added)
     sock.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
     sock.setsockopt(zmq.RCVHWM, 0)  # see the docstring: anything else lets a peer abort this process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import socket
 import subprocess
@@ -301,6 +302,20 @@ def few_descriptors(how: str) -> list[int]:
     words = [sys.executable, "-c", FEW_DESCRIPTORS, how]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     return [int(line) for line in ended.stdout.split()]
+
+
+def test_descriptors_that_others_take_meanwhile_are_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = zmq.Context.socket
+
+    def none_left(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+        if kind == zmq.DEALER:
+            raise zmq.ZMQError(errno.EMFILE)
+        return make(context, kind)
+
+    monkeypatch.setattr(zmq.Context, "socket", none_left)
+    with pytest.raises(OSError, match="Too many open files") as raised:
+        ClientEnd("tcp://127.0.0.1:1", LIMITS)
+    assert raised.value.errno == errno.EMFILE
 
 
 def test_an_end_without_descriptors_is_an_error() -> None:
