@@ -21,8 +21,8 @@ import torch
 import tyro
 
 from rollout.bench.by_hand import release
-from rollout.bench.gpu_bench import MODELS, Args, Bench
-from rollout.bench.gpu_parts import PARTS, kept
+from rollout.bench.gpu_bench import MODELS, Args, Bench, kept
+from rollout.bench.gpu_parts import PARTS
 from rollout.config import InputError
 
 

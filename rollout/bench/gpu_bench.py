@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -20,6 +21,8 @@ from rollout.bench.lengths import lognormal
 from rollout.bench.sharing import FANOUT, LONG_PREFIX, MANY_LONG, Shape
 from rollout.bench.text import RandomText
 from rollout.bench.workloads import Workload, find
+
+Rows = Iterator[dict[str, Any]]
 
 COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960}
 MODELS: dict[str, dict[str, Any]] = {
@@ -194,3 +197,12 @@ def rates(device: torch.device, size: int, dtype: torch.dtype) -> dict[str, floa
         "to_device_per_second": rate(lambda: on_device.copy_(on_host, non_blocking=True), on_host.nbytes),
         "to_host_per_second": rate(lambda: on_host.copy_(on_device, non_blocking=True), on_host.nbytes),
     }
+
+
+def kept(rows: Rows) -> Rows:
+    """Yield the rows. What goes wrong is one with an `error`, and ends nothing that comes after."""
+    try:
+        yield from rows
+    except Exception as error:
+        traceback.print_exc()
+        yield {"error": f"{type(error).__name__}: {error}"}

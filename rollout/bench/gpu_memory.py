@@ -7,16 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import psutil
 
 from rollout.bench.by_hand import free_on, synchronize
-from rollout.bench.gpu_bench import Bench
+from rollout.bench.gpu_bench import Bench, Rows
 from rollout.service.loop import Service
 
-Rows = Iterator[dict[str, Any]]
 TRAINER_S = 240.0
 """most that the trainer's process may take"""
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from rollout.bench import against, gpu, gpu_parts, runner
+from rollout.bench import against, gpu, gpu_parts, gpu_runs, runner
 from rollout.bench.errors import PeerFailed
 from rollout.bench.gpu import main, measure
 from rollout.bench.gpu_bench import QUICK, Args, Bench, Sizes
@@ -136,16 +136,16 @@ def test_an_item_that_fails_ends_no_other(
     def dead(*_: Any) -> Any:
         raise BrokenPipeError("the peer's process is gone")
 
-    monkeypatch.setattr(gpu_parts, "run_workload", run)
-    monkeypatch.setattr(gpu_parts, "other_engine", dead)
-    *variants, summary, _, _, mixed = gpu_parts.offload(bench)
+    monkeypatch.setattr(gpu_runs, "run_workload", run)
+    monkeypatch.setattr(gpu_runs, "other_engine", dead)
+    *variants, summary, _, _, mixed = gpu_runs.offload(bench)
     assert [row.get("variant", row.get("error")) for row in variants] == [
         "offload", "no_copies", "roomy", "MemoryError: injected", "no_offload",
     ]  # fmt: skip
     one = {"summary": True, "ratio_to_no_copies": 1}
     assert summary == {**one, "workload": "half_pool", "ratio_to_roomy": 1, "ratio_to_no_offload": 1}
     assert mixed == {**one, "workload": "half_pool, mixed lengths"}
-    *ours, theirs, mixed = gpu_parts.workloads(bench)
+    *ours, theirs, mixed = gpu_runs.workloads(bench)
     assert ours == [{"tokens_per_second": 2.0}] * 2 and theirs["workload"] == "multi_return_seq"
     assert theirs["error"] == mixed["error"] == "transformers_cb: the peer's process is gone"
 

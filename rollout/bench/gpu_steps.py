@@ -1,0 +1,211 @@
+"""Parts of `rollout.bench.gpu` about single steps: decode, prefill, shared prefixes, what `exact` costs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from engine.cuda.exact import make_plain
+from engine.engine import Engine
+from engine.forward.batch import Batch
+from engine.types import Group, Sampling
+from rollout.bench import sharing as sharing_by_hand
+from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed
+from rollout.bench.gpu_bench import Bench, Rows, kept
+from rollout.bench.gpu_limit import Work, beside_limit
+from rollout.bench.lengths import lognormal
+
+SETTLE = 8
+"""decode steps that do not count yet"""
+
+
+def decode(bench: Bench) -> Rows:
+    """Measure a decode step of many sequences: the forward alone at some lengths, and whole steps of the engine, overlapped and
+    one after the other; beside the time that reading the weights and the KV takes."""
+    for overlap in (True, False):
+        engine = bench.engine(kv_tokens=pool_tokens(bench), overlap_steps=overlap)
+        if overlap:
+            yield from kept(forwards(bench, engine))
+        yield from kept(whole_steps(bench, engine))
+        del engine
+        release(bench.device)
+
+
+def contexts_of(bench: Bench) -> dict[int | str, np.ndarray]:
+    """Return contexts [rows] of a decode step, by name: all the same, and as rollouts have them."""
+    rows = bench.sizes.rows
+    same: dict[int | str, np.ndarray] = {context: np.full(rows, context, np.int32) for context in bench.sizes.contexts}
+    return {**same, bench.mixture: bench.mixed(rows)}
+
+
+def pool_tokens(bench: Bench) -> int:
+    """Return the tokens of KV that hold the rows of any of these contexts."""
+    return max(int(blocks_of(contexts, 32).sum()) for contexts in contexts_of(bench).values()) * 32
+
+
+def blocks_of(contexts: np.ndarray, block_size: int) -> np.ndarray:
+    return -(-contexts // block_size)
+
+
+def forwards(bench: Bench, engine: Engine) -> Rows:
+    rows, size = bench.sizes.rows, engine.config.block_size
+    fill(engine.kv)
+    for name, contexts in contexts_of(bench).items():
+        batch = prepared(engine, batch_of(engine, own_blocks(rows, contexts, size), contexts))
+        logits = forward_of(engine, batch)
+        work, ms = (
+            Work.of(np.ones(rows), contexts),
+            median_ms(bench.device, partial(forward_of, engine, batch), bench.sizes.turns),
+        )
+        yield {
+            "what": "forward",
+            "context": name,
+            **beside_limit(bench, work, ms),
+            "prepare_ms": median_ms(bench.device, partial(prepared, engine, batch), bench.sizes.turns),
+            "sample_ms": median_ms(bench.device, partial(sample_of, engine, logits, batch), bench.sizes.turns),
+            "rows": rows,
+            "tokens": int(contexts.sum()),
+            "attention": engine.backend.name,
+            "graphs": replayed(engine, batch),
+        }
+
+
+def exact(bench: Bench) -> Rows:
+    """Measure what `exact` costs: the same forwards as in `decode`, by transformers' own layers, by fused ones and by exact
+    ones."""
+    if bench.device.type == "cpu":
+        yield {"left_out": "exact is an option of CUDA"}
+        return
+    times: dict[tuple[str, int | str], float] = {}
+    for variant, options in {
+        "plain": {"fused_layers": False},
+        "fused": {"fused_layers": True},
+        "exact": {"fused_layers": False, "exact": True},
+    }.items():
+        try:
+            engine = bench.engine(kv_tokens=pool_tokens(bench), **options)
+            for row in kept(forwards(bench, engine)):
+                if "ms" in row:
+                    times[variant, row["context"]] = row["ms"]
+                yield {"variant": variant, **row}
+            del engine
+        finally:
+            make_plain(bench.module)
+            release(bench.device)
+    for context in contexts_of(bench):
+        if all((variant, context) in times for variant in ("plain", "fused", "exact")):
+            own = times["exact", context]
+            ratios = {f"ratio_to_{variant}": own / times[variant, context] for variant in ("plain", "fused")}
+            yield {"summary": True, "context": context, **ratios}
+
+
+def sample_of(engine: Engine, logits: torch.Tensor, batch: Batch) -> object:
+    """Draw as a step does, and wait for the draws."""
+    return engine.device.sample(logits, batch.sampling).read()
+
+
+def whole_steps(bench: Bench, engine: Engine) -> Rows:
+    """Measure whole steps: sequences with a prompt each, of lengths up to `prompt`, run until all decode, then `steps` of
+    those."""
+    rows, prompt, wanted = bench.sizes.rows, bench.sizes.prompt, bench.sizes.steps
+    longest, lengths = max(bench.sizes.contexts) - prompt, lognormal(rows, prompt // 2, prompt)
+    for i, (ids, length) in enumerate(zip(bench.text.slices(0, rows, prompt), lengths.tolist(), strict=True)):
+        engine.submit(Group(f"decode{i}", ids[:length], Sampling(n=1, max_tokens=longest, ignore_eos=True, seed=i)))
+    seconds: list[float] = []
+    read, marks, decoding = [], [], 0
+    drawn_before = engine.counters.generated_tokens
+    try:
+        while len(seconds) < wanted:
+            before, held = msgspec.to_builtins(engine.counters), int(lengths.sum())
+            held += engine.counters.generated_tokens - drawn_before
+            started = time.perf_counter()
+            if engine.step() or not engine.has_work:
+                raise RuntimeError(f"samples ended after {len(seconds)} of {wanted} steps of {rows} sequences")
+            elapsed = time.perf_counter() - started
+            decoding += engine.counters.decode_tokens == before["decode_tokens"] + rows
+            if decoding > SETTLE:
+                seconds.append(elapsed)
+                read.append(held)
+                marks.append((before, msgspec.to_builtins(engine.counters)))
+    finally:
+        for i in range(rows):
+            engine.abort(f"decode{i}")
+        engine.step()  # what is in flight lands
+    parts = ("plan_seconds", "build_seconds", "commit_seconds", "model_seconds", "sample_seconds")
+    figures = {
+        name.replace("_seconds", "_ms"): 1e3 * statistics.median(after[name] - before[name] for before, after in marks)
+        for name in parts
+    }
+    work = Work(rows, rows, statistics.mean(read), statistics.mean(read))
+    yield {
+        "what": "engine",
+        "overlap": engine.overlap,
+        **beside_limit(bench, work, 1e3 * statistics.median(seconds)),
+        "host_ms": figures["plan_ms"] + figures["build_ms"] + figures["commit_ms"],
+        **figures,
+        "tokens_per_second": rows / statistics.median(seconds),
+        "steps": len(seconds),
+    }
+
+
+def prefill(bench: Bench) -> Rows:
+    """Measure forwards of whole prompts, alike and of mixed lengths: from graphs where these are, without graphs, and with the
+    prompts of large steps left to `varlen_attn`."""
+    prompts = {f"{rows} x {tokens}": np.full(rows, tokens, np.int32) for rows, tokens in bench.sizes.prompts}
+    prompts[f"{bench.sizes.mixed_prompts} x {bench.mixture}"] = bench.mixed(bench.sizes.mixed_prompts)
+    most = max(int(lengths.sum()) for lengths in prompts.values())
+    room = {"kv_tokens": max(int(blocks_of(each, 32).sum()) for each in prompts.values()) * 32, "max_batch_tokens": most}
+    times: dict[tuple[str, str], float] = {}
+    variants: dict[str, dict[str, Any]] = {
+        "paged": {}, "without_graphs": {"cuda_graphs": False}, "varlen": {"prefill_attention": "varlen"},
+    }  # fmt: skip
+    for variant, options in variants.items():
+        if variant == "varlen" and bench.device.type == "cpu":
+            yield {"left_out": "varlen_attn runs on CUDA only"}
+            continue
+        for row in kept(prefills(bench, prompts, {**room, **options, "warm_up": False})):
+            if "ms" in row:
+                times[variant, row["prompts"]] = row["ms"]
+            yield {"variant": variant, **row}
+        release(bench.device)
+    for name in prompts:
+        if own := times.get(("paged", name)):
+            others = {variant: times[variant, name] for variant in variants if (variant, name) in times and variant != "paged"}
+            yield {"summary": True, "prompts": name, **{f"{each}_ratio_to_paged": own / ms for each, ms in others.items()}}
+
+
+def prefills(bench: Bench, prompts: dict[str, np.ndarray], options: dict[str, Any]) -> Rows:
+    engine = bench.engine(**options)
+    fill(engine.kv)
+    for name, lengths in prompts.items():
+        table = own_blocks(len(lengths), lengths, engine.config.block_size)
+        batch = prepared(engine, batch_of(engine, table, lengths, count=lengths))
+        ms = median_ms(bench.device, partial(forward_of, engine, batch), bench.sizes.turns)
+        yield {
+            "prompts": name,
+            **beside_limit(bench, Work.of(lengths, lengths), ms),
+            "tokens": int(lengths.sum()),
+            "tokens_per_second": 1e3 * int(lengths.sum()) / ms,
+            "graphs": replayed(engine, batch),
+            "attention": engine.arithmetic.partition("+")[2],
+        }
+
+
+def sharing(bench: Bench) -> Rows:
+    """Measure as `rollout bench sharing` does, for these shapes, each step beside its limit."""
+    for shape in bench.sizes.shapes:
+        rows = sharing_by_hand.measure(bench.model(), bench.settings(), shape, bench.sizes.turns)
+        prefixes, contexts = shape.lengths(32)
+        every = Work.of(np.ones(shape.rows), contexts)
+        once = every._replace(read=every.read - 32 * int(prefixes.sum()) * (shape.children - 1))
+        for row in kept(rows):
+            if "variant" in row:
+                row |= beside_limit(bench, once if row["variant"] == "shared" else every, row["step_ms"])
+            yield row
+        release(bench.device)
