@@ -21,7 +21,6 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP),gpu-wheels)
 WHEELS ?= build/wheels
 
-JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 8 ? n + 1 : 8)))
 PLUGS := .venv-plugs
 RAY := .venv-ray
 CLIENTS := 'trl>=1.16,<1.17' 'openai>=2.54,<3' 'renderers>=0.1.12,<0.2' 'verifiers>=0.4,<0.5' 'lm_eval[api]>=0.4.13,<0.5' aiohttp pybase64
@@ -33,7 +32,7 @@ CLIENTS := 'trl>=1.16,<1.17' 'openai>=2.54,<3' 'renderers>=0.1.12,<0.2' 'verifie
 help:
 	@echo "make demo    a real model answers a trainer's groups over ZeroMQ (about a minute, after the installation)"
 	@echo "make quick   the heart of the test suite, in less than a minute: at each save"
-	@echo "make test    the test suite, in JOBS processes; ARGS='-k fork' or a path picks, in one"
+	@echo "make test    the test suite, in two processes; ARGS='-k fork' or a path picks"
 	@echo "make test-arithmetic   its native part where torch sums as on AVX2, and an installed wheel without a compiler"
 	@echo "make plugs   other people's clients (openai, TRL, verifiers, AReaL, lm_eval) against a live service; PRIME_RL=…, SLIME=… checkouts,"
 	@echo "             VERL=… an interpreter with verl"
@@ -65,9 +64,9 @@ model: $(STAMP)
 demo: $(STAMP)
 	@$(BIN)/rollout demo $(ARGS)
 
-# Many tests wait for processes of their own: one job more than there are cores. What ARGS picks runs in one process.
+# Half of the suite waits for processes of its own: the other half runs beside it. A path in ARGS runs alone.
 test: model
-	@$(BIN)/python -m pytest $(if $(ARGS),,-n $(JOBS) --dist worksteal) --durations=15 --durations-min=2 $(ARGS)
+	@$(BIN)/python -m pytest -p tests.support.beside --beside=tests/engine --durations=15 --durations-min=2 $(ARGS)
 
 quick: $(STAMP)
 	@$(BIN)/python -m pytest --quiet $(QUICK) $(ARGS)
