@@ -23,9 +23,7 @@ RolloutError                    kind on the wire
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeVar
-
-Failure = TypeVar("Failure", bound=Exception)
+from typing import ClassVar
 
 
 def shown(text: str) -> str:
@@ -51,10 +49,10 @@ class RolloutError(Exception):
         return shown(self.message if self.group_id is None else f"group {self.group_id!r}: {self.message}")
 
 
-def anew(error: Failure) -> Failure:
-    """Copy an error that is kept, to raise it: each time that it is raised it would take up the frames that it comes through,
-    which hold what holds it."""
-    return type(error)(error.message, error.group_id) if isinstance(error, RolloutError) else error
+def copy_of(error: RolloutError, group_id: str | None = None) -> RolloutError:
+    """Copy an error that several callers get, or that is kept: one that was raised holds the frames that it came through, and
+    with these, most likely, what keeps it."""
+    return type(error)(error.message, group_id)
 
 
 class ProtocolError(RolloutError):

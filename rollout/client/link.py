@@ -28,7 +28,7 @@ from rollout.client.handle import Handle
 from rollout.client.open_groups import aborts_of_children
 from rollout.client.outgoing import Outgoing, portions
 from rollout.client.patience import Patience, restarted
-from rollout.client.waiters import Waiters, copy_of
+from rollout.client.waiters import Waiters
 from rollout.logs import logger
 from transport import messages as m
 from transport.errors import (
@@ -39,6 +39,7 @@ from transport.errors import (
     ProtocolError,
     RolloutError,
     ServiceLost,
+    copy_of,
     from_wire,
 )
 from transport.frames import Decoder, Frame, pack

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from rollout.client.open_groups import OpenGroups
 from rollout.client.open_requests import OpenRequests
 from rollout.logs import logger
-from transport.errors import RolloutError, ServiceLost, ServiceRestarted
+from transport.errors import RolloutError, ServiceLost, ServiceRestarted, copy_of
 from transport.messages import Welcome
 
 log = logger("rollout.client.api")
@@ -50,8 +50,3 @@ class Waiters:
             log.warning("service restarted with older weights, open groups wait for a refresh live=%d needed=%d", live, needed)
         self.groups.restarted(new.groups, new.limits)
         return failed
-
-
-def copy_of(error: RolloutError, group_id: str | None = None) -> RolloutError:
-    """Copy an error that several callers get."""
-    return type(error)(error.message, group_id)

@@ -28,7 +28,7 @@ from rollout.service.live_reads import LiveReads
 from rollout.service.session import Session
 from rollout.service.watchdog import Watch
 from transport import messages as m
-from transport.errors import Busy, GroupFailed, RolloutError, WeightsRefused, WrongBase, anew
+from transport.errors import Busy, GroupFailed, RolloutError, WeightsRefused, WrongBase, copy_of
 from transport.frames import pack
 from transport.weights import Payload, open_payload
 from transport.weights.inline import WINDOW_BYTES
@@ -132,7 +132,7 @@ class Refreshes:
             return
         push.last_received_at = now
         if push.error is not None and not isinstance(message, m.Abandon):
-            raise anew(push.error)
+            raise copy_of(push.error)
         match message:
             case m.Begin():
                 push.reply(self._lease(push, message.request_id))
@@ -316,7 +316,7 @@ class Refreshes:
         """End a refresh, with this error for everybody who waits or asks."""
         number = push.session.number
         log.warning("refresh failed version=%d client=%d reason=%r", push.staging.version, number, error.message)
-        push.error = anew(error)
+        push.error = copy_of(error)
         self._close(push)
         for request_id in [*(request_id for _, request_id in push.chunks), *push.prepares, *push.commits]:
             push.refuse(request_id, error)

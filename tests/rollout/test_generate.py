@@ -84,6 +84,7 @@ def test_record_is_json(tiny_model: Path) -> None:
 def test_through_a_running_service(tmp_path: Path, tiny_service: str) -> None:
     out = tmp_path / "out.jsonl"
     prompts = write(tmp_path, *LINES)
+    out.write_text("samples of another run\n")
     assert run(str(prompts), str(out), Sampling(n=3, max_tokens=6, seed=1), tiny_service, Config()) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted((row["group_id"], row["index"]) for row in rows) == [(g, i) for g in ("0", "17", "story") for i in range(3)]
@@ -97,6 +98,14 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_starts(tmp_path: 
     prompts = write(tmp_path, {"token_ids": [1]})
     with pytest.raises(InputError, match=r"--out /nowhere/x: No such file"):
         run(str(prompts), "/nowhere/x", Sampling(), None, Config())
+
+
+def test_a_file_stays_as_it_is_where_nothing_is_sampled(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("samples of another run\n")
+    with pytest.raises(InputError, match="no address"):
+        run(str(write(tmp_path, {"token_ids": [1]})), str(out), Sampling(), "no address", Config())
+    assert out.read_text() == "samples of another run\n"
 
 
 def test_a_refused_group_is_an_error_with_its_reason(tmp_path: Path, tiny_service: str) -> None:
