@@ -9,13 +9,16 @@ dies without a word, the pipe to the child's standard input closes, and the chil
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -23,6 +26,8 @@ import msgspec
 from rollout.config import Config, dump
 
 STOP_TIMEOUT_S = 15.0
+LOCK = ".lock"
+"""file of a folder, held by the processes that need it"""
 
 
 class ServiceFailed(RuntimeError):
@@ -56,8 +61,8 @@ def service_process(config: Config, *, start_timeout_s: float = 300.0, python: s
     """
     service = msgspec.structs.replace(config.service, endpoint="tcp://127.0.0.1:*")
     config = msgspec.structs.replace(config, service=service)
-    with tempfile.TemporaryDirectory(prefix="rollout-") as folder:
-        toml, ready = Path(folder) / "config.toml", Path(folder) / "ready"
+    with Folder("service") as folder:
+        toml, ready = folder / "config.toml", folder / "ready"
         toml.write_text(dump(config))
         command = [python or sys.executable, "-m", "rollout", "serve", "--config", str(toml), "--ready-file", str(ready)]
         child = subprocess.Popen(
@@ -100,3 +105,66 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.rename(path)
+
+
+class Folder:
+    """A folder for what a process needs while it runs: of this user alone, with a name short enough for sockets in it.
+
+    Removed by `close`, or at the end of a block. What was killed leaves one that nobody holds, which the next one removes.
+
+    Example:
+        with Folder("restart") as path:
+            (path / "serve.toml").write_text(text)
+    """
+
+    def __init__(self, what: str) -> None:
+        remove_dead()
+        self.path = Path(tempfile.mkdtemp(prefix=f"rollout-{what}-"))
+        new = self.path / f"{LOCK}.new"
+        self.lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        """descriptor, for children that are to hold it as well (`pass_fds`)"""
+        fcntl.flock(self.lock, fcntl.LOCK_SH)
+        new.rename(self.path / LOCK)  # held from the first moment on
+
+    @classmethod
+    def of_another(cls, path: Path) -> Folder:
+        """Hold, and later remove, the folder of a process that was killed, whose children need it. Raises OSError where it is
+        gone."""
+        folder = cls.__new__(cls)
+        folder.path = path
+        folder.lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(folder.lock, fcntl.LOCK_SH)
+            os.stat(path / LOCK)  # nobody has removed it before the lock was ours
+        except OSError:
+            os.close(folder.lock)
+            raise
+        return folder
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def remove_dead() -> None:
+    """Remove the folders of this user that no process holds."""
+    for path in Path(tempfile.gettempdir()).glob("rollout-*"):
+        with suppress(OSError):  # it is another one's, or held, or is being removed by somebody else
+            about = path.lstat()
+            if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid():
+                _remove_if_dead(path)
+
+
+def _remove_if_dead(path: Path) -> None:
+    lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(lock)

@@ -101,7 +101,7 @@ def circle(found: set[tuple[str, str]]) -> set[str]:
     return set()
 
 
-MOST = {"engine": (15, 45), "transport": (10, 15), "rollout": (16, 34)}
+MOST = {"engine": (15, 45), "transport": (10, 15), "rollout": (16, 35)}
 """rooms, and arrows between them"""
 
 

@@ -38,6 +38,7 @@ from zmq.utils.monitor import recv_monitor_message
 from engine.types import Limits
 from transport.frames import Frame
 from transport.inflow import FRAME_OVERHEAD, Inflow
+from transport.keys.cookie import ClientCookie, Cookie, require
 from transport.keys.curve import FRAME_BYTES, check_libzmq, guard, introduce, renew_routing_id
 from transport.keys.door import Door
 from transport.keys.files import DEFAULT_FILE, ClientKeys, read_client
@@ -231,11 +232,11 @@ def _user_id(frame: zmq.Frame) -> str:
 
 
 class ServiceEnd:
-    """The ROUTER. For the thread that runs the service's loop. `keys`: the service's key file; without it whoever can reach the
-    endpoint is served.
+    """The ROUTER. For the thread that runs the service's loop. `keys`: the service's key file; without it whoever can read the
+    endpoint's secret is served, which is this user (`transport.keys.cookie`).
 
-    Raises ValueError for an endpoint that others can reach without keys, for one that cannot be bound (a port in use), and for
-    keys that cannot be used."""
+    Raises ValueError for an endpoint that others can reach without keys, for one that cannot be bound (a port in use), for keys
+    that cannot be used, and where the secret cannot be written."""
 
     def __init__(self, endpoint: str, limits: Limits, keys: str | None = None) -> None:
         endpoint = check_bind(endpoint, keys is not None)
@@ -244,6 +245,7 @@ class ServiceEnd:
         self._context, self._sock = _context(endpoint, limits, zmq.ROUTER, self._added)
         self._max_frames = limits.max_frames
         self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._cookie = Cookie() if keys is None else None
         self.door: Door | None = None
         self._inflow: Inflow | None = None
         self._wakes = Wakes()
@@ -256,12 +258,17 @@ class ServiceEnd:
             if self.keys is not None:
                 guard(self._sock, self.keys.own)
                 self.door = Door(self._context, self.keys)
+            elif self._cookie is not None:
+                require(self._sock)
+                self.door = Door(self._context, self._cookie)
             self._sock.bind(endpoint)
+            self.endpoint = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
+            """the real one, if the port was left open"""
+            if self._cookie is not None:
+                self._cookie.publish(self.endpoint)
         except (zmq.ZMQError, ValueError) as error:
             self.close()
             raise ValueError(f"cannot listen at {endpoint}: {error}") from None
-        self.endpoint = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
-        """the real one, if the port was left open"""
         message_bytes = limits.max_header_bytes + limits.max_frame_bytes
         if endpoint.startswith("tcp://"):
             self._inflow = Inflow(self._sock, message_bytes)
@@ -328,6 +335,8 @@ class ServiceEnd:
             self._inflow.close()
         if self.door is not None:
             self.door.close()
+        if self._cookie is not None:
+            self._cookie.close()  # while nobody else can have the address
         self._context.destroy(linger=int(linger * 1000))
         self._wakes.close()
 
@@ -378,13 +387,15 @@ class ClientEnd:
         self.address = address
         self.connected = False
         self.refusal = ""
-        """why the service has refused this client's key, for good; "" = it has not"""
-        self._keyed = keys is not None
+        """why the service does not let this client in, for good or until the address has another secret; "" = it does"""
+        self._cookie = ClientCookie(address) if keys is None else None
         self.connections = 0
         """handshakes so far: a change means another connection, even if no loss was seen"""
         self._context, self._sock = _context(address, limits, zmq.DEALER, FRAME_BYTES)
         if keys is not None:
             introduce(self._sock, keys)
+        elif self._cookie is not None:
+            self._cookie.show(self._sock)
         self._max_frames = limits.max_frames
         self._sock.setsockopt(zmq.IMMEDIATE, 1)
         self._sock.setsockopt(zmq.HEARTBEAT_IVL, CLIENT_HEARTBEAT_MS)
@@ -410,6 +421,9 @@ class ClientEnd:
         self._wakes.clear_if(ready)
         if any(one is self._monitor for one, _ in ready):
             self._drain_events()
+        if not self.connected and self._cookie is not None and self._cookie.is_old:
+            self.refusal = ""
+            self._connect_anew()
         received: list[list[Frame]] = []
         while len(received) < BATCH:
             message = _receive(self._sock, self._max_frames)
@@ -422,16 +436,28 @@ class ClientEnd:
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self.refusal = f"{self.address} does not know this key: it was revoked, or is another service's"
-            elif self._keyed and self.connected and event == zmq.EVENT_DISCONNECTED:
+                self._refused()
+            elif self._cookie is None and self.connected and event == zmq.EVENT_DISCONNECTED:
                 self._connect_anew()
             self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.connections += self.connected
 
+    def _refused(self) -> None:
+        """Note why, unless another service has the address by now, with another secret. libzmq does not try again."""
+        if self._cookie is None:
+            self.refusal = f"{self.address} does not know this key: it was revoked, or is another service's"
+        elif self._cookie.is_old:
+            self._connect_anew()
+        else:
+            self.refusal = self._cookie.refusal
+
     def _connect_anew(self) -> None:
-        """Connect under another routing id; libzmq would keep it."""
+        """Connect with what holds now: another routing id, which libzmq would keep, or another secret."""
         self._sock.disconnect(self.address)
-        renew_routing_id(self._sock)
+        if self._cookie is None:
+            renew_routing_id(self._sock)
+        else:
+            self._cookie.show(self._sock)
         self._sock.connect(self.address)
 
     def send(self, frames: list[Frame]) -> bool:

@@ -29,7 +29,7 @@ from rollout.client.open_groups import aborts_of_children
 from rollout.client.outgoing import Outgoing, portions
 from rollout.client.patience import Patience, restarted
 from rollout.client.waiters import Waiters
-from rollout.logs import logger
+from rollout.logs import Repeats, logger
 from transport import messages as m
 from transport.errors import (
     ClientClosed,
@@ -82,8 +82,7 @@ class Link:
         self._waiters = Waiters(budget)
         self._groups, self._requests = self._waiters.groups, self._waiters.requests
         self.first_welcome = self._waiters.first_welcome
-        self._outgoing = Outgoing()
-        self._acks = Acks()
+        self._outgoing, self._acks, self._refusals = Outgoing(), Acks(), Repeats(log.error)
         self._thread = threading.Thread(target=self._run, name="rollout-client", daemon=True)
         self._thread.start()
 
@@ -128,6 +127,7 @@ class Link:
             self._connection.ready = False
             self.calls.end(error)
             self._fail_all(error)
+            self._refusals.end()
             self._transport.close(GOODBYE_S)
 
     def _run_once(self) -> None:
@@ -281,7 +281,7 @@ class Link:
                 self._groups.remove(handle)
                 handle.fail(error)
         else:
-            log.error("message refused kind=%s reason=%r", refused.kind, refused.message)
+            self._refusals.say(f"message refused kind={refused.kind} reason={refused.message!r}")
             self._start_over(error)
 
     # ends

@@ -8,7 +8,6 @@ import signal
 import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,7 +15,7 @@ import msgspec
 from rollout.commands.arguments import ServeArgs, with_journal, with_metrics_port, with_model
 from rollout.commands.starting import Stopper, open_journal, start
 from rollout.config import Config, InputError
-from rollout.process import write_atomically
+from rollout.process import Folder, write_atomically
 from rollout.service.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -52,8 +51,7 @@ def run(args: ServeArgs) -> int:
         if stop.asked:
             service.stop()
         with suppress(BrokenPipeError):  # whoever started it need not read on
-            who = "whoever can connect on this host may do everything" if config.service.keys is None else "for those with keys"
-            print(f"rollout: serving {config.engine.model} at {service.endpoint}, {who}, {told}", flush=True)
+            print(f"rollout: serving {config.engine.model} at {service.endpoint}, {clients_of(config)}, {told}", flush=True)
         if args.ready_file:
             write_atomically(Path(args.ready_file), service.endpoint)
         watchdog = Watchdog(service.watch, config.service.exit_when_stalled_s)
@@ -62,12 +60,20 @@ def run(args: ServeArgs) -> int:
     return stop.status
 
 
+def clients_of(config: Config) -> str:
+    """Tell people who may connect."""
+    front = config.fleet.join
+    if front is not None and "://" not in front:
+        return "for its front alone"  # by the keys that it makes for itself
+    return "for this user on this host" if config.service.keys is None else "for those with keys"
+
+
 def keep_serving(config: Config, stop: Stopper, ready_file: str | None) -> int:
     """Serve in one process after the other until a signal. Returns the exit status."""
     from rollout.commands.supervise import Supervisor, serving
 
-    with TemporaryDirectory(prefix="rollout-serve-") as folder:
-        supervisor = Supervisor(serving(config, Path(folder)), ready_file)
+    with Folder("serve") as folder:
+        supervisor = Supervisor(serving(config, folder), ready_file)
         stop.service_stop = supervisor.stop
         return supervisor.run()
 

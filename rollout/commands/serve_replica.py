@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,6 +12,7 @@ import msgspec
 from rollout.commands.starting import Stopper, start
 from rollout.config import DEFAULT_ENDPOINT, Config, InputError
 from rollout.fleet.joining import Joiner, own_name
+from rollout.process import Folder
 from transport.keys import files
 from transport.keys.files import ClientKey, ClientKeys
 from transport.sockets import check_address
@@ -37,7 +37,7 @@ def joined_service(config: Config, stop: Stopper, make: Callable[[Config], Engin
             keys = files.read_client(front) if "://" not in front else None
             if keys is None:
                 check_address(front, "replica")
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="rollout-replica-")))
+            folder = stack.enter_context(Folder("replica"))
             config, own = for_front(config, keys, folder)
         except ValueError as error:
             raise InputError(str(error)) from None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from rollout.config import Config, dump
-from rollout.process import write_atomically
+from rollout.process import Folder, write_atomically
 
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.5, 30.0
 """before the next start; twice as long each time, as long as lives are shorter than STEADY_S"""
@@ -60,10 +59,10 @@ class Supervisor:
         """Return when the process has ended and there is no use in another one: it was asked to stop, its model cannot be
         served, or the first one has never listened. The exit status is its own, 1 for a signal."""
         address, pause_s = None, 0.0
-        with tempfile.TemporaryDirectory(prefix="rollout-restart-") as folder:
+        with Folder("restart") as folder:
             while True:
                 started = self._clock()
-                status, address = self._live(Path(folder), address)
+                status, address = self._live(folder, address)
                 if self._asked.is_set() or status in USELESS or address is None:
                     return status if status >= 0 else 1
                 steady = self._clock() - started > STEADY_S

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
@@ -159,8 +158,3 @@ class Kept:
     def remove(self) -> None:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-
-
-def new_folder() -> str:
-    """Make a folder for this user only, with a name short enough for sockets in it."""
-    return tempfile.mkdtemp(prefix="rollout-fleet-")

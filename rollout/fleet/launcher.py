@@ -10,17 +10,18 @@ With a file (`rollout.fleet.kept`) processes outlive a front that is killed: the
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from rollout.fleet.kept import UNKNOWN, Adopted, Kept, KeptFleet, KeptReplica, adopt, begun_at, new_folder
+from rollout.fleet.kept import UNKNOWN, Adopted, Kept, KeptFleet, KeptReplica, adopt, begun_at
 from rollout.logs import logger
+from rollout.process import Folder
 from transport.keys.files import ClientKeys
 
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.5, 30.0
@@ -118,7 +119,7 @@ class Launcher:
         """why not all was done at the last look"""
         self._kept = kept if kept is not None else Kept(None)
         before = self._kept.read()
-        self._folder = Path(new_folder() if before is None else before.folder)
+        self._folder = folder_after(before)
         if before is None:
             self.scale(len(places))
         else:
@@ -204,7 +205,7 @@ class Launcher:
             if child.stdin is not None:
                 child.stdin.close()
         self._kept.remove()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     def _take_over(self, before: KeptFleet) -> None:
         """Go on with what the front before has left."""
@@ -223,7 +224,7 @@ class Launcher:
     def _keep(self) -> None:
         if self._kept.lasting:
             slots = [self._kept_slot(slot) for slot in self.slots.values()]
-            self._kept.write(KeptFleet(str(self._folder), self._kept.told, len(self._places), self._made, slots))
+            self._kept.write(KeptFleet(str(self._folder.path), self._kept.told, len(self._places), self._made, slots))
 
     def _kept_slot(self, slot: Slot) -> KeptReplica:
         place = self._places.index(slot.place)
@@ -252,7 +253,7 @@ class Launcher:
 
     def _start(self, slot: Slot, now: float) -> None:
         slot.starts += 1
-        slot.ready = self._folder / f"ready-{slot.name}-{slot.starts}"
+        slot.ready = self._folder.path / f"ready-{slot.name}-{slot.starts}"
         slot.up, slot.started_at, slot.born = False, now, 0.0
         slot.child = subprocess.Popen(
             self._command(slot.ready),
@@ -260,6 +261,7 @@ class Launcher:
             stdout=subprocess.DEVNULL,
             env={**os.environ, **slot.place.environment},
             start_new_session=True,
+            pass_fds=[self._folder.lock],  # its socket is there
         )
         slot.born = begun_at(slot.child.pid)
         if slot.place.cores:
@@ -282,3 +284,11 @@ class Launcher:
         why = f"signal {-code}" if code < 0 else why
         log.info("replica ended name=%s why=%r pause_s=%.1f", slot.name, why, pause)
         return Event(slot.name, None, f"its process ended with {why}", not slot.wanted)
+
+
+def folder_after(before: KeptFleet | None) -> Folder:
+    """Return the folder for the files of replicas: that of the front before, if there is one."""
+    if before is not None:
+        with suppress(OSError):  # no replica was left that held it
+            return Folder.of_another(Path(before.folder))
+    return Folder("fleet")

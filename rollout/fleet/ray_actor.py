@@ -9,8 +9,8 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
+
+from rollout.process import Folder
 
 STOP_S = 20.0
 """longest that a replica may take to stop in order"""
@@ -23,9 +23,7 @@ class Holder:
         toml: configuration of `rollout serve`, with [fleet] join and name."""
 
     def __init__(self, toml: str) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="rollout-ray-")
-        self._toml = Path(self._folder.name) / "replica.toml"
-        self._toml.write_text(toml)
+        self._toml = toml
         self._child: subprocess.Popen[bytes] | None = None
 
     def where(self) -> tuple[str, int]:
@@ -35,11 +33,21 @@ class Holder:
     def serve(self) -> int:
         """Run the replica until it ends. Returns its exit status, or minus the signal. It ends with this process, however that
         does: its standard input closes then."""
-        command = [sys.executable, "-m", "rollout", "serve", "--config", str(self._toml), "--exit-on-stdin-close"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as child:
-            self._child = child
-            assert child.stdin is not None
-            status = child.wait()
+        with Folder("ray") as folder:
+            (folder / "replica.toml").write_text(self._toml)
+            command = [
+                sys.executable,
+                "-m",
+                "rollout",
+                "serve",
+                "--config",
+                str(folder / "replica.toml"),
+                "--exit-on-stdin-close",
+            ]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as child:
+                self._child = child
+                assert child.stdin is not None
+                status = child.wait()
         return status
 
     def kill(self) -> None:

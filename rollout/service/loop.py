@@ -62,7 +62,7 @@ class Service:
     Args:
         endpoint: tcp://127.0.0.1:PORT (0 or *: any free one), tcp://[::1]:PORT or ipc://PATH; with `keys` any tcp://HOST:PORT.
             ValueError for an address that other hosts can reach without keys, and for one that cannot be bound.
-        keys: the service's key file (`rollout keys init`), also for clients of this host; None: whoever connects may do all.
+        keys: the service's key file (`rollout keys init`), also for clients of this host; None: this user's clients may do all.
         journal: with it sessions outlive the process; closed with the service.
         limits: what clients may ask for; the engine's own by default.
         transport: another end instead of a socket, e.g. `transport.loopback.LoopbackService()`.

@@ -25,6 +25,7 @@ from rollout.client.api import RolloutClient
 from rollout.service import inbox
 from rollout.service.loop import Service
 from rollout.service.session import Session
+from tests.support import by_hand
 from tests.support.fake_engine import FakeEngine, expected
 from tests.support.faulty_link import Proxy
 from tests.support.rubbish import rubbish
@@ -32,6 +33,7 @@ from tests.support.waiting import until
 from tests.support.wire import serving
 from transport import errors as e
 from transport import sockets
+from transport.keys.cookie import ClientCookie
 
 ROOT = Path(__file__).parents[2]
 ENDLESS = Sampling(n=2, max_tokens=40_000)
@@ -297,11 +299,13 @@ def raw_bytes(endpoint: str, count: int, seed: int) -> None:
     """Bytes that are no ZMTP, or the beginning of one."""
     rng = random.Random(seed)
     port = int(endpoint.rpartition(":")[2])
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+    greeting = rng.choice((by_hand.NULL, by_hand.GREETING))
     for _ in range(count):
         with socket.create_connection(("127.0.0.1", port)) as raw:
             try:
-                raw.sendall(rng.choice((b"", greeting[: rng.randrange(64)], greeting)) + rng.randbytes(rng.randrange(300)))
+                raw.sendall(
+                    rng.choice((b"", greeting[: rng.randrange(64)], greeting, b"POST /")) + rng.randbytes(rng.randrange(300))
+                )
                 if rng.random() < 0.3:
                     raw.sendall(greeting + b"\x02" + b"\xff" * 8)  # a frame of 2**64 - 1 bytes
             except OSError:
@@ -381,6 +385,7 @@ def test_the_rubbish_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.start()
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
+        ClientCookie(service.endpoint).show(dealer)
         dealer.connect(service.endpoint)
         dealer.send(b"rubbish")
         thread.join(WAIT)

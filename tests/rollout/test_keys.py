@@ -25,7 +25,7 @@ from tests.support.wire import serving, submit
 from transport import messages as m
 from transport import sockets
 from transport.errors import Forbidden, KeyRefused, ServiceLost
-from transport.keys import door, files
+from transport.keys import door, files, ring
 from transport.keys.files import Role
 
 WAIT = 60.0
@@ -260,16 +260,16 @@ class Broken:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
         self._look = files.read_service
-        monkeypatch.setattr(door.KeyRing, "look", self._die)
+        monkeypatch.setattr(ring.KeyRing, "look", self._die)
 
     def _die(self, *_: Any) -> None:
         raise RuntimeError("scripted death")
 
     def mend(self) -> None:
-        self._monkeypatch.setattr(door.KeyRing, "look", LOOK)
+        self._monkeypatch.setattr(ring.KeyRing, "look", LOOK)
 
 
-LOOK = door.KeyRing.look
+LOOK = ring.KeyRing.look
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ def test_a_dead_handler_is_started_again_and_told(
 ) -> None:
     path = keyed.add("late", "rollout")
     with keyed.client("early", "rollout", "read") as early, monkeypatch.context() as patch:
-        patch.setattr(door.KeyRing, "look", Broken._die)
+        patch.setattr(ring.KeyRing, "look", Broken._die)
         until(lambda: "has died" in caplog.text)
         assert early.submit([1], Sampling(max_tokens=2)).result(WAIT)  # who is in stays in
         patch.undo()

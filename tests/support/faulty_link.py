@@ -7,6 +7,28 @@ import socket
 import threading
 from types import TracebackType
 
+from transport.keys.cookie import Cookie, cookie_file, read
+
+
+class LentCookie:
+    """The secret of a service, where clients look for that of a relay in front of it; nothing for one with keys."""
+
+    def __init__(self, upstream: str, address: str) -> None:
+        self._upstream, self._address = upstream, address
+        self._cookie = Cookie()
+        self._secret = ""
+        self.follow()
+
+    def follow(self) -> None:
+        """Lend that of the service that is there now."""
+        secret, _ = read(cookie_file(self._upstream))
+        if secret not in ("", self._secret):
+            self._secret = self._cookie._secret = secret
+            self._cookie.publish(self._address)
+
+    def close(self) -> None:
+        self._cookie.close()
+
 
 class Proxy:
     """Forwards `address` to `upstream` (tcp://127.0.0.1:PORT). `cut` closes every connection; with `cut_after` each new one
@@ -26,6 +48,7 @@ class Proxy:
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._threads: list[threading.Thread] = []
+        self._cookie = LentCookie(upstream, self.address)
         self._start(self._accept)
 
     def cut(self) -> None:
@@ -49,6 +72,7 @@ class Proxy:
         for thread in self._threads:
             thread.join(60)
             assert not thread.is_alive()
+        self._cookie.close()
 
     def _start(self, target: object, *args: object) -> None:
         thread = threading.Thread(target=target, args=args, daemon=True)  # type: ignore[arg-type]
@@ -65,6 +89,7 @@ class Proxy:
                 if self.mute:
                     raise ConnectionRefusedError
                 service = socket.create_connection(self._upstream)
+                self._cookie.follow()
             except OSError:
                 client.close()
                 continue

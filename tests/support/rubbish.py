@@ -9,6 +9,7 @@ import zmq
 from tests.support.wire_fuzz import CLIENT_MESSAGES, mutate, valid_frames
 from transport import messages as m
 from transport.frames import pack
+from transport.keys.cookie import ClientCookie
 
 WAIT = 120.0
 """for what comes: a bound for hangs only"""
@@ -22,6 +23,7 @@ def rubbish(endpoint: str, count: int, seed: int) -> int:
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 30_000  # all of it arrives
         dealer.sndhwm = 50  # no faster than the service takes it
+        ClientCookie(endpoint).show(dealer)
         dealer.connect(endpoint)
         while sent < count:
             if not dealer.poll(1000 * WAIT, zmq.POLLOUT):

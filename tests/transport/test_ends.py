@@ -18,6 +18,7 @@ import zmq
 from engine.types import Limits
 from tests.support.waiting import until
 from transport import sockets
+from transport.keys.cookie import ClientCookie
 from transport.loopback import LoopbackClient, LoopbackService
 from transport.sockets import QUEUED_MESSAGES, ClientEnd, ServiceEnd, check_bind
 
@@ -211,19 +212,14 @@ def test_nothing_is_queued_for_a_connection_that_does_not_exist() -> None:
 
 
 SERVICE_THAT_READS_LATE = """
-import socket, struct, sys, time
+import socket, struct, time
 from engine.types import Limits
+from tests.support.by_hand import connected
 from transport.sockets import ServiceEnd
 
 end = ServiceEnd("tcp://127.0.0.1:*", Limits())
 ping = b"\\x04\\x09\\x04PING\\x00\\x00\\x07\\x07"
-greeting = b"\\xff" + bytes(8) + b"\\x7f\\x03\\x00NULL" + bytes(48)
-ready = b"\\x05READY\\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER\\x08Identity" + bytes(4)
-raw = socket.create_connection(("127.0.0.1", int(end.endpoint.rpartition(":")[2])))
-raw.sendall(greeting + b"\\x04" + bytes([len(ready)]) + ready)
-answered = b""
-while b"READY" not in answered:
-    answered += raw.recv(4096)
+raw = connected(end.endpoint)
 raw.sendall((b"\\x00\\xc8" + b"x" * 200 + ping) * 3000)
 raw.settimeout(1.0)
 try:
@@ -242,13 +238,19 @@ CLIENT_THAT_READS_LATE = """
 import socket, struct, time, zmq
 from engine.types import Limits
 from transport import sockets
+from transport.keys.cookie import Cookie, require
+from transport.keys.door import Door
 
 sockets.CLIENT_HEARTBEAT_MS = 100
 context = zmq.Context()
 service = context.socket(zmq.ROUTER)
+require(service)
+cookie = Cookie()
+door = Door(context, cookie)
 service.setsockopt(zmq.SNDHWM, 0)
 service.setsockopt(zmq.LINGER, 300)
 service.bind("tcp://127.0.0.1:*")
+cookie.publish(service.getsockopt_string(zmq.LAST_ENDPOINT))
 client = sockets.ClientEnd(service.getsockopt_string(zmq.LAST_ENDPOINT), Limits())
 while not client.connected:
     client.receive(0.05)
@@ -257,6 +259,8 @@ peer, _ = service.recv_multipart()
 for _ in range(2000):
     service.send_multipart([peer, b"x" * 200])
 time.sleep(0.5)
+door.close()
+cookie.close()
 service.close()
 context.term()
 time.sleep(1.0)
@@ -357,6 +361,7 @@ def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else() ->
 def test_too_many_frames_reach_the_decoder_as_one_too_many() -> None:
     service = ServiceEnd("tcp://127.0.0.1:*", LIMITS)
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        ClientCookie(service.endpoint).show(dealer)
         dealer.connect(service.endpoint)
         dealer.send_multipart([b"x"] * 5000)
         dealer.send_multipart([b"after"])

@@ -15,8 +15,10 @@ import pytest
 import zmq
 
 from engine.types import Limits
+from tests.support.by_hand import connected
 from tests.support.waiting import until
 from transport import inflow, sockets
+from transport.keys.cookie import ClientCookie
 from transport.sockets import ClientEnd, ServiceEnd
 
 LIMITS = Limits(max_frame_bytes=100_000, max_header_bytes=1000)
@@ -39,17 +41,6 @@ def connect(service: ServiceEnd) -> ClientEnd:
     return client
 
 
-def raw(service: ServiceEnd) -> socket.socket:
-    """A connection after ZMTP's handshake, for frames by hand."""
-    connection = socket.create_connection(("127.0.0.1", int(service.endpoint.rpartition(":")[2])))
-    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER\x08Identity" + bytes(4)
-    connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + b"\x04" + bytes([len(ready)]) + ready)
-    answered = b""
-    while b"READY" not in answered:
-        answered += connection.recv(4096)
-    return connection
-
-
 def sent_until_the_end(connection: socket.socket, frames: bytes) -> int:
     """Bytes that went out before the other end closed the connection; MOST if it did not."""
     sent = 0
@@ -67,7 +58,7 @@ def sent_until_the_end(connection: socket.socket, frames: bytes) -> int:
 )
 def test_a_message_without_an_end_ends_its_connection(service: ServiceEnd, frame: bytes) -> None:
     other = connect(service)
-    with raw(service) as connection:
+    with connected(service.endpoint) as connection:
         assert sent_until_the_end(connection, frame) < MOST
     assert other.send([b"x"]) and len(service.receive(60)) == 1 and other.connections == 1
     other.close()
@@ -75,7 +66,7 @@ def test_a_message_without_an_end_ends_its_connection(service: ServiceEnd, frame
 
 def test_without_the_watch_it_would_be_taken_in(service: ServiceEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inflow.Inflow, "_judge", lambda self: None)
-    with raw(service) as connection:
+    with connected(service.endpoint) as connection:
         assert sent_until_the_end(connection, b"\x03" + struct.pack(">Q", 50_000) + bytes(50_000)) >= MOST
 
 
@@ -104,7 +95,7 @@ def test_what_is_taken_does_not_count(service: ServiceEnd) -> None:
 
 def test_more_is_expected_by_agreement(service: ServiceEnd) -> None:
     service.expect(MOST)
-    with raw(service) as connection:
+    with connected(service.endpoint) as connection:
         assert sent_until_the_end(connection, (b"\x03" + struct.pack(">Q", 50_000) + bytes(50_000)) * 100) >= 3 * BOUND
 
 
@@ -112,7 +103,7 @@ def test_many_connections_share_a_bound(service: ServiceEnd, monkeypatch: pytest
     """Each is within its own."""
     monkeypatch.setattr(inflow, "TOTAL_BYTES", BOUND)
     ended, quiet = 0, connect(service)
-    connections = [raw(service) for _ in range(4)]
+    connections = [connected(service.endpoint) for _ in range(4)]
     for connection in connections:
         connection.sendall((b"\x03" + struct.pack(">Q", 50_000) + bytes(50_000)) * 10)
     for connection in connections:
@@ -130,10 +121,10 @@ def test_many_connections_share_a_bound(service: ServiceEnd, monkeypatch: pytest
     quiet.close()
 
 
-def test_the_watch_ends_with_its_service() -> None:
+def test_the_threads_end_with_their_service() -> None:
     before = threading.active_count()
     end = ServiceEnd("tcp://127.0.0.1:*", LIMITS)
-    assert threading.active_count() == before + 1
+    assert threading.active_count() == before + 2  # and the door's
     end.close()
     end.close()
     assert threading.active_count() == before
@@ -166,6 +157,7 @@ def test_a_peer_may_name_itself(service: ServiceEnd) -> None:
             dealer.linger = 0
             dealer.routing_id = b"same"
             dealer.sndhwm = 10
+            ClientCookie(service.endpoint).show(dealer)
         first.connect(service.endpoint)
         first.send(b"x")
         assert len(service.receive(60)) == 1

@@ -9,48 +9,70 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from typing import Protocol
 
 import zmq
-from zmq.utils import z85
-
-from transport.keys.ring import KeyRing
 
 ADDRESS = "inproc://zeromq.zap.01"
 DOMAIN = b"rollout"
 LOOK_MS = 100
 """between two looks at the key file, at most"""
+TELL_S = 60.0
+"""between two lines of the log that say who was refused, at least"""
+MOST_ADDRESSES = 16
+"""in such a line"""
 BIND_S = 2.0
 """longest that a new thread waits for the address of the one before it"""
 
 log = logging.getLogger("rollout.service.loop")
 
 
+class Judge(Protocol):
+    """Who may connect. For the door's thread: keys (`transport.keys.ring`) or a secret (`transport.keys.cookie`)."""
+
+    stranger: str
+    """what those lack whom it refuses, for the log"""
+
+    def look(self) -> None:
+        """Look whether something has changed."""
+        ...
+
+    def judge(self, mechanism: bytes, credentials: list[bytes]) -> tuple[bytes, bytes, bytes]:
+        """Return status, text and user of ZAP's answer."""
+        ...
+
+
 class Door:
-    """Lets the keys of a ring in, and nobody else. `context`: of the sockets that it guards.
+    """Lets those in whom a judge lets in, and nobody else. `context`: of the sockets that it guards.
 
     `tend` and `close` are for the thread that owns those sockets."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ring: KeyRing) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], judge: Judge) -> None:
         self.restarts = 0
         self.refused = 0
         """connections; the door's thread counts them"""
         self._context = context
-        self._ring = ring
+        self._judge = judge
         self._closed = threading.Event()
-        self._told_at = float("-inf")
+        self._told, self._told_at = 0, float("-inf")
+        """how many of the refused the log has, and since when"""
+        self._from = set[str]()
+        """addresses of those that it has not"""
         self._start()
 
     def tend(self) -> None:
         """Start the thread again if it has died."""
         if not self._thread.is_alive() and not self._closed.is_set():
             self.restarts += 1
-            log.error("the thread that checks keys has died, nobody could connect; started again restarts=%d", self.restarts)
+            log.error("the thread that checks who connects has died, nobody could; started again restarts=%d", self.restarts)
             self._start()
 
     def close(self) -> None:
         """End the thread. May be repeated."""
         self._closed.set()
         self._thread.join()
+        if self.refused > self._told:
+            self._tell()
 
     def _start(self) -> None:
         self._listens = threading.Event()
@@ -68,36 +90,38 @@ class Door:
             while not self._closed.is_set():
                 if sock.poll(LOOK_MS):
                     request = sock.recv_multipart()
-                    self._ring.look()
+                    self._judge.look()
                     sock.send_multipart(self.answer(request))
                 else:
-                    self._ring.look()
+                    self._judge.look()
         except Exception:
-            log.exception("the thread that checks keys failed")
+            log.exception("the thread that checks who connects failed")
         finally:
             sock.close()
 
     def answer(self, request: list[bytes]) -> list[bytes]:
-        """Answer one request of libzmq's: [version, request, domain, address, routing id, mechanism, key]."""
+        """Answer one request of libzmq's: [version, request, domain, address, routing id, mechanism, credentials]."""
         version, number, domain, address, _, mechanism, *credentials = request
-        if version != b"1.0" or domain != DOMAIN or mechanism != b"CURVE" or len(credentials) != 1:
-            return [b"1.0", number, b"400", b"no key", b"", b""]
-        key = z85.encode(credentials[0])
-        if not self._ring.readable:
-            return [b"1.0", number, b"300", b"the key file cannot be used", b"", b""]
-        if self._ring.client(key.decode()) is None:
+        if version != b"1.0" or domain != DOMAIN:
+            return [b"1.0", number, b"400", b"not for this door", b"", b""]
+        status, text, user = self._judge.judge(mechanism, credentials)
+        if status == b"400":
             self._refuse(address)
-            return [b"1.0", number, b"400", b"unknown key", b"", b""]
-        return [b"1.0", number, b"200", b"OK", key, b""]
+        return [b"1.0", number, status, text, user, b""]
 
     def _refuse(self, address: bytes) -> None:
         self.refused += 1
+        if len(self._from) < MOST_ADDRESSES:
+            self._from.add(address.decode("ascii", "replace"))
         now = time.monotonic()
-        if now - self._told_at >= 1.0:  # one who tries on fills no disk
+        if now - self._told_at >= TELL_S:  # one who tries on fills no disk
             self._told_at = now
-            log.warning(
-                "connection with an unknown key refused from=%s refused=%d", address.decode("ascii", "replace"), self.refused
-            )
+            self._tell()
+
+    def _tell(self) -> None:
+        new, self._told = self.refused - self._told, self.refused
+        where, self._from = ",".join(sorted(self._from)), set()
+        log.warning("connections refused why=%r from=%s new=%d refused=%d", self._judge.stranger, where, new, self.refused)
 
 
 def _bind(sock: zmq.Socket[bytes]) -> None:

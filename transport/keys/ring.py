@@ -6,6 +6,8 @@ import logging
 import os
 from pathlib import Path
 
+from zmq.utils import z85
+
 from transport.errors import KeyRefused, ProtocolError
 from transport.keys.files import BadKeys, ClientKey, read_service
 
@@ -19,7 +21,9 @@ log = logging.getLogger("rollout.service.loop")
 
 
 class KeyRing:
-    """One thread calls `look`, the door's; any may read. Raises BadKeys for a file that cannot be used."""
+    """One thread calls `look` and `judge`, the door's; any may read. Raises BadKeys for a file that cannot be used."""
+
+    stranger = "an unknown key"
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -52,6 +56,15 @@ class KeyRing:
         gone, new = self._clients.keys() - clients.keys(), clients.keys() - self._clients.keys()
         log.info("key file read clients=%d added=%d revoked=%d", len(clients), len(new), len(gone))
         self._clients, self.readable = clients, True
+
+    def judge(self, mechanism: bytes, credentials: list[bytes]) -> tuple[bytes, bytes, bytes]:
+        """Return status, text and user of ZAP's answer. The user is the key, which libzmq puts on every message."""
+        if mechanism != b"CURVE" or len(credentials) != 1:
+            return b"400", b"no key", b""
+        if not self.readable:
+            return b"300", b"the key file cannot be used", b""
+        key = z85.encode(credentials[0])
+        return (b"400", b"unknown key", b"") if self.client(key.decode()) is None else (b"200", b"OK", key)
 
     def _signature(self) -> tuple[int, ...]:
         try:

@@ -20,13 +20,16 @@ import zmq
 
 from engine.types import Limits
 from rollout.process import write_atomically
+from tests.support import by_hand
 from tests.support.wire_fuzz import CLIENT_MESSAGES, mutate, valid_frames
 from transport import messages as m
 from transport.errors import RolloutError
 from transport.frames import Decoder, pack
+from transport.keys.cookie import ClientCookie
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
-READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+READY = by_hand.command(b"READY", by_hand.PROPERTIES)
+HELLO = by_hand.command(b"HELLO", by_hand.text(b"rollout") + by_hand.text(b"no secret"))
+PAGE = [bytes(pack(each)[0]) for each in (m.Hello(m.PROTOCOL, "e" * 32, 1, "page"), m.Control(1, "abort_all"))]
 MOST_HALF_OPEN = 30
 RECONNECT_EVERY = 4000
 """messages of one connection; then another one, which the service does not know. The old one stays until its messages are
@@ -57,6 +60,8 @@ class Attacker:
         dealer = self.context.socket(zmq.DEALER)
         dealer.linger = 0
         dealer.sndhwm = 50  # no faster than the service takes it
+        self.cookie = ClientCookie(self.endpoint)
+        self.cookie.show(dealer)  # of this user: what it sends is read
         dealer.connect(self.endpoint)
         return dealer
 
@@ -80,6 +85,9 @@ class Attacker:
             self.dealer = self.connect()
         if not self.dealer.poll(0, zmq.POLLOUT):
             self.counts["not_taken"] += 1
+            if self.cookie.is_old:  # another service is there, which does not let this connection in
+                self.dealer.close()
+                self.dealer = self.connect()
             return
         if self.rng.random() < 0.05:
             self.dealer.send_multipart(pack(m.Hello(m.PROTOCOL, f"{self.rng.randrange(5):032x}", name="attacker")))
@@ -108,13 +116,15 @@ class Attacker:
             return
         try:
             half = self.rng.random() < 0.3
+            greeting = self.rng.choice((by_hand.NULL, by_hand.GREETING))
             if half:
-                raw.sendall(self.rng.choice((b"", GREETING[: self.rng.randrange(64)], GREETING)))
+                raw.sendall(self.rng.choice((b"", greeting[: self.rng.randrange(64)], greeting)))
             else:
-                begin = self.rng.choice((b"", GREETING[: self.rng.randrange(64)], GREETING, GREETING + READY))
+                begin = self.rng.choice((b"", greeting[: self.rng.randrange(64)], greeting, by_hand.GREETING + HELLO))
+                begin = self.rng.choice((begin, greeting + READY, by_hand.post(*PAGE), by_hand.version_1(b"", *PAGE)))
                 raw.sendall(begin + self.rng.randbytes(self.rng.randrange(300)))
                 if self.rng.random() < 0.3:
-                    raw.sendall(GREETING + b"\x02" + b"\xff" * 8)  # a frame of 2**64 - 1 bytes
+                    raw.sendall(greeting + b"\x02" + b"\xff" * 8)  # a frame of 2**64 - 1 bytes
         except OSError:
             half = False  # thrown out already
         self.counts["half_handshakes" if half else "raw"] += 1

@@ -1,0 +1,56 @@
+"""ZMTP 3 without libzmq: a connection after its handshake, for frames by hand."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+from transport.keys.cookie import USER, cookie_file, read
+
+NULL = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00PLAIN" + bytes(47)
+PROPERTIES = b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER\x08Identity" + bytes(4)
+
+
+def command(name: bytes, body: bytes) -> bytes:
+    """A command of less than 256 bytes."""
+    body = bytes([len(name)]) + name + body
+    return b"\x04" + bytes([len(body)]) + body
+
+
+def text(data: bytes) -> bytes:
+    return bytes([len(data)]) + data
+
+
+def version_1(*frames: bytes) -> bytes:
+    """Messages of one frame each as a peer of ZMTP 1.0 sends them, which has no handshake."""
+    return b"".join(bytes([len(frame) + 1, 0]) + frame for frame in frames)
+
+
+def post(*frames: bytes) -> bytes:
+    """A request of a web page that libzmq may take for a peer of ZMTP 1.0: its head is frames of the lengths of its letters."""
+    head = b"POST /" + b"a" * 200 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nOrigin: https://evil.example\r\n\r\n"
+    at = 0
+    while at < len(head):
+        at += 1 + head[at]
+    return head + (b"x" * (at - len(head)) + b"\x01\x00" + version_1(*frames)).ljust(2000, b"\x01")
+
+
+def connected(endpoint: str) -> socket.socket:
+    """Connect as a DEALER of this user, with the secret of the endpoint."""
+    connection = socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])))
+    secret, why = read(cookie_file(endpoint))
+    assert secret, why
+    connection.sendall(GREETING + command(b"HELLO", text(USER) + text(secret.encode())))
+    _await(connection, b"WELCOME")
+    connection.sendall(command(b"INITIATE", PROPERTIES))
+    _await(connection, b"READY")
+    return connection
+
+
+def _await(connection: socket.socket, name: bytes) -> None:
+    answered = b""
+    while name not in answered:
+        data = connection.recv(4096)
+        assert data, answered
+        answered += data

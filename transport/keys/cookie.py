@@ -1,0 +1,236 @@
+"""The secret of an address without keys, in a file that its user alone can read: a service writes it, clients read it.
+
+    service: bind ──→ Cookie.publish ──→ the file, mode 0600 ──→ ClientCookie.show ──→ ZMTP's PLAIN ──→ Door: who shows it is in
+
+Whoever can read the files of the service's user is let in; a web page in that user's browser, another user and a program that
+speaks another protocol are not: libzmq refuses whoever has not come through the handshake of ZMTP 3, before a message is read.
+
+A secret is a service's own and lives as long: a client that is refused reads the file again and shows what is new there. So it
+does no harm that a program which listens at the address while no service does is shown an old one.
+
+A service holds a lock on its file. Files without one are those of services that were killed; the next service removes them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import ipaddress
+import logging
+import os
+import re
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import quote
+
+import zmq
+
+from transport.keys.door import DOMAIN
+from transport.keys.files import BadKeys
+
+FOLDER_VARIABLE = "ROLLOUT_COOKIES"
+USER = b"rollout"
+NOTHING = "-"
+"""shown by a client that has found no secret: libzmq takes no empty one"""
+SECRET = re.compile(rb"[0-9a-f]{64}")
+
+log = logging.getLogger("rollout.service.loop")
+
+
+def folder() -> Path:
+    """Return where the files of tcp:// addresses are. Raises BadKeys for a user without a home."""
+    if chosen := os.environ.get(FOLDER_VARIABLE):
+        return Path(chosen)
+    try:
+        return Path.home() / ".cache" / "rollout" / "cookies"
+    except RuntimeError as error:
+        raise BadKeys(f"{error}: set {FOLDER_VARIABLE} to a folder for secrets of this user's services") from None
+
+
+def cookie_file(address: str) -> Path:
+    """Return the file with the secret of an address: beside the socket of ipc://PATH; for tcp:// in `folder`, under a name that
+    says on which loopback, since hosts may share a home. Raises BadKeys."""
+    scheme, _, rest = address.partition("://")
+    if scheme == "ipc" and not rest.startswith("@"):
+        return Path(os.path.abspath(f"{rest}.cookie"))
+    host, colon, port = rest.rpartition(":")
+    host = "127.0.0.1" if host == "localhost" else host.strip("[]")
+    with suppress(ValueError):
+        host, port = str(ipaddress.ip_address(host)), str(int(port))
+    return folder() / f"{quote(host + colon + port, safe='.:')}-{_loopback()}"
+
+
+def _loopback() -> str:
+    """Name the loopback of this process: that of its kernel, since it was started, and of its network namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        return "0"
+    return hashlib.blake2b(f"{boot}:{namespace}".encode(), digest_size=8).hexdigest()
+
+
+# the service's end
+
+
+def require(sock: zmq.Socket[bytes]) -> None:
+    """Let only those in whom the door of this context lets in; if there is none, nobody."""
+    sock.setsockopt(zmq.PLAIN_SERVER, 1)
+    sock.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+    sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+class Cookie:
+    """A service's secret. Once it is published, `look` and `judge` are for the door's thread until that has ended."""
+
+    stranger = "without the secret of this address"
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_hex(32)
+        self._path: Path | None = None
+        self._held = -1
+        """descriptor of the file, with the lock"""
+        self._trouble = ""
+
+    def publish(self, endpoint: str) -> None:
+        """Write the file of the endpoint, which is bound. From then on clients are let in. Raises BadKeys."""
+        path = cookie_file(endpoint)
+        try:
+            self._write(path)
+            self._path = path
+            if path.parent == folder():
+                if _not_alone(os.stat(path.parent)):
+                    raise BadKeys(f"folder {path.parent} of secrets: others can use it; chmod 700, or set {FOLDER_VARIABLE}")
+                remove_dead(path.parent)
+        except OSError as error:
+            raise BadKeys(
+                f"cannot write the secret of {endpoint} to {path} ({error.strerror}): set {FOLDER_VARIABLE} to a folder that "
+                "clients of this user see as well, or give keys (docs/security.md)"
+            ) from None
+
+    def look(self) -> None:
+        """Write the file again if somebody has removed it."""
+        if self._path is None or self._path.exists():
+            return
+        try:
+            self._write(self._path)
+            log.warning("the file with the secret was gone, written again path=%s", self._path)
+        except OSError as error:
+            if str(error) != self._trouble:
+                log.error("the file with the secret is gone, no client finds it reason=%s", error)
+            self._trouble = str(error)
+
+    def judge(self, mechanism: bytes, credentials: list[bytes]) -> tuple[bytes, bytes, bytes]:
+        """Return status, text and user of ZAP's answer."""
+        if self._path is None:
+            return b"300", b"not yet", b""
+        known = mechanism == b"PLAIN" and len(credentials) == 2 and hmac.compare_digest(credentials[1], self._secret.encode())
+        return (b"200", b"OK", USER) if known else (b"400", b"not the secret", b"")
+
+    def close(self) -> None:
+        """Remove the file, unless it is another service's by now. May be repeated."""
+        if self._path is not None:
+            _remove_if(self._path, self._held)
+            os.close(self._held)
+            self._path = None
+
+    def _write(self, path: Path) -> None:
+        """Write a file that appears whole, locked, and is its owner's alone from the first byte on. Raises OSError."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        held = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.fchmod(held, 0o600)
+            with suppress(OSError):  # a file system without locks: a file that was removed as dead is written again
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(held, self._secret.encode())
+            os.replace(temporary, path)
+        except OSError:
+            os.close(held)
+            temporary.unlink(missing_ok=True)
+            raise
+        if self._held >= 0:
+            os.close(self._held)
+        self._held = held
+
+
+def remove_dead(where: Path) -> None:
+    """Remove the files of services that were killed: nobody holds their lock."""
+    for path in where.iterdir():
+        if path.name.startswith("."):
+            continue  # that one is being written
+        try:
+            found = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_if(path, found)
+        except OSError:
+            pass  # its service lives
+        finally:
+            os.close(found)
+
+
+def _remove_if(path: Path, opened: int) -> None:
+    """Remove a file if it is still the one that was opened."""
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(opened), os.stat(path)):
+            path.unlink()
+
+
+def _not_alone(about: os.stat_result) -> bool:
+    """Whether others than this user own a file or may use it."""
+    return about.st_uid != os.geteuid() or bool(about.st_mode & (stat.S_IRWXG | stat.S_IRWXO))
+
+
+# the client's end
+
+
+class ClientCookie:
+    """What a client shows at an address without keys. Raises BadKeys."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._path = cookie_file(address)
+        self._shown = ""
+        self._why = ""
+
+    def show(self, sock: zmq.Socket[bytes]) -> None:
+        """Have the next connection of a socket show what is in the file now."""
+        self._shown, self._why = read(self._path)
+        sock.setsockopt(zmq.PLAIN_USERNAME, USER)
+        sock.setsockopt(zmq.PLAIN_PASSWORD, (self._shown or NOTHING).encode())
+
+    @property
+    def is_old(self) -> bool:
+        """Whether another secret is in the file than was shown."""
+        return read(self._path)[0] not in ("", self._shown)
+
+    @property
+    def refusal(self) -> str:
+        """Say why the service refuses what was shown, and what to do."""
+        why = self._why or "what is there is not its secret"
+        return (
+            f"{self._address} lets in only who has its secret, looked for in {self._path}: {why}. The service runs as another "
+            f"user, in a container or with another home: give both ends one {FOLDER_VARIABLE} of one user, or give the "
+            "service keys and its clients connection files (`rollout keys`, docs/security.md)"
+        )
+
+
+def read(path: Path) -> tuple[str, str]:
+    """Read a secret. Returns it and "", or "" and why it cannot be used."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            about = os.fstat(file.fileno())
+            data = file.read(1000)
+    except FileNotFoundError:
+        return "", "there is no such file"
+    except OSError as error:
+        return "", f"it cannot be read: {error.strerror}"
+    if _not_alone(about):
+        return "", f"it is not this user's alone (user {about.st_uid}, mode {about.st_mode & 0o777:o})"
+    return (data.decode(), "") if SECRET.fullmatch(data) else ("", "it holds no secret")
