@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from engine.types import Sampling
+from rollout.client import connection
 from rollout.client.api import RolloutClient
 from rollout.service.access import ROLES_OF
 from rollout.service.loop import Service
@@ -175,6 +176,21 @@ def test_keys_come_and_go_while_the_service_runs(keyed: Keyed) -> None:
             assert new.submit([3], Sampling(max_tokens=2)).result(WAIT)
         assert [sample.token_ids.tolist() for sample in other.result(WAIT)] == [expected([7], i, 300) for i in range(2)]
         until(lambda: not keyed.engine.groups)
+
+
+def test_a_revoked_client_says_so_once(keyed: Keyed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """However often it asks; and how often, once it is closed."""
+    monkeypatch.setattr(connection, "HELLO_RETRY_S", 0.01)
+    with keyed.client("old", "rollout") as old:
+        files.revoke(keyed.file, "old")
+        until(lambda: "message refused" in caplog.text)
+        before = taken(keyed.service)
+        until(lambda: taken(keyed.service) > before + 20)
+        told = [record.getMessage() for record in caplog.records if "message refused" in record.getMessage()]
+        assert len(set(told)) == len(told) <= 2, "for each reason once"
+        assert all("times=1" in line for line in told)
+    told = [record.getMessage() for record in caplog.records if "message refused" in record.getMessage()]
+    assert int(told[-1].rpartition("=")[2]) >= 10
 
 
 def test_a_key_file_that_cannot_be_read_lets_nobody_new_in(keyed: Keyed, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,14 +4,42 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rollout.logs import MOST_LINES, Repeats
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("transport", "rollout/client", "rollout/service", "engine/weights")
 LINE = re.compile(r"[^%=]+( \w+=%[.\d]*[a-z])+")
+
+
+def test_what_is_said_again_and_again_is_counted() -> None:
+    told: list[str] = []
+    now = [0.0]
+    lines = Repeats(lambda text, line, times: told.append(text % (line, times)), clock=lambda: now[0])
+    for second in range(100):
+        now[0] = float(second)
+        lines.say("refused kind=x")
+    lines.say("refused kind=y")
+    assert told == ["refused kind=x times=1", "refused kind=x times=60", "refused kind=y times=1"]
+    lines.end()
+    assert told[3:] == ["refused kind=x times=39"]
+    lines.end()
+    assert len(told) == 4
+
+
+def test_however_many_different_lines_come_none_is_lost() -> None:
+    counts: Counter[str] = Counter()
+    lines = Repeats(lambda text, line, times: counts.update({line: times}), clock=lambda: 0.0)
+    for i in range(1000):
+        lines.say(f"kind={i % 100}")
+        assert len(lines._told) <= MOST_LINES
+    lines.end()
+    assert counts == {f"kind={i}": 10 for i in range(100)}
 
 
 def log_lines(source: str) -> Iterator[str]:
