@@ -40,7 +40,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Where the service listens and how long it waits for its clients."""
 
     endpoint: str = DEFAULT_ENDPOINT
-    """loopback or ipc without keys; port 0 or * takes a free one"""
+    """without keys loopback or ipc, for clients of this user; port 0 or * takes a free one"""
     keys: str | None = None
     """key file that `rollout keys init` made: clients need a key, on this host as well"""
     journal: str | None = None

@@ -12,7 +12,8 @@ RolloutError                    kind on the wire
 │   └── WrongBase               wrong_base          it says how weights change, and these here are others
 ├── SourceUnreachable           source_unreachable  the service does not see the memory or folder that a refresh offers
 ├── StaleWeights                stale_weights       the service's weights are older than the client accepts
-├── KeyRefused                  key_refused         the service does not know this key: unknown, wrong, or revoked
+├── KeyRefused                  key_refused         the service does not let this client in: its key is unknown,
+│                                                   wrong or revoked, or it has not the secret of the address
 ├── Forbidden                   forbidden           the key has no role for this request
 ├── GroupFailed                 group_failed        the service itself failed on this request
 ├── ServiceLost  (ConnectionError) service_lost        the service is dead, unreachable, stopping or stalled

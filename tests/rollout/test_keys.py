@@ -157,6 +157,18 @@ def test_without_keys_every_local_client_may_do_all() -> None:
         client.abort_all()
 
 
+def test_without_keys_another_user_is_told_at_once_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    with serving(engine) as service, RolloutClient(service.endpoint) as friend:
+        with monkeypatch.context() as patch:
+            patch.setenv("ROLLOUT_COOKIES", str(tmp_path / "of another"))
+            began = time.monotonic()
+            with pytest.raises(KeyRefused, match=r"of another.*no such file(?s:.*)rollout keys"):
+                RolloutClient(service.endpoint, connect_timeout_s=WAIT)
+            assert time.monotonic() - began < WAIT / 2
+        assert len(friend.status()["service"]["clients"]) == 1
+
+
 # rotation and revocation
 
 
@@ -181,7 +193,7 @@ def test_keys_come_and_go_while_the_service_runs(keyed: Keyed) -> None:
 def test_a_revoked_client_says_so_once(keyed: Keyed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """However often it asks; and how often, once it is closed."""
     monkeypatch.setattr(connection, "HELLO_RETRY_S", 0.01)
-    with keyed.client("old", "rollout") as old:
+    with keyed.client("old", "rollout"):
         files.revoke(keyed.file, "old")
         until(lambda: "message refused" in caplog.text)
         before = taken(keyed.service)

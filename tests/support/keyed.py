@@ -16,6 +16,7 @@ from rollout.service.loop import Service
 from tests.support.wire import serving_at
 from transport.frames import Decoder, pack
 from transport.keys import files
+from transport.keys.cookie import ClientCookie, cookie_file
 from transport.keys.curve import introduce
 from transport.keys.files import ClientKeys, Role
 from transport.messages import Alive, ServiceMessage, answer_limits
@@ -59,6 +60,8 @@ class RawDealer:
         self.sock.setsockopt(zmq.LINGER, 0)
         if keys is not None:
             introduce(self.sock, keys)
+        elif cookie_file(address).exists():  # it is this user's
+            ClientCookie(address).show(self.sock)
         for option, value in keypair.items():
             self.sock.setsockopt(getattr(zmq, option), value)
         if routing_id is not None:

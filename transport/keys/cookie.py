@@ -53,14 +53,19 @@ def folder() -> Path:
 def cookie_file(address: str) -> Path:
     """Return the file with the secret of an address: beside the socket of ipc://PATH; for tcp:// in `folder`, under a name that
     says on which loopback, since hosts may share a home. Raises BadKeys."""
-    scheme, _, rest = address.partition("://")
-    if scheme == "ipc" and not rest.startswith("@"):
+    _, _, rest = address.partition("://")
+    if _beside(address):
         return Path(os.path.abspath(f"{rest}.cookie"))
     host, colon, port = rest.rpartition(":")
     host = "127.0.0.1" if host == "localhost" else host.strip("[]")
     with suppress(ValueError):
         host, port = str(ipaddress.ip_address(host)), str(int(port))
     return folder() / f"{quote(host + colon + port, safe='.:')}-{_loopback()}"
+
+
+def _beside(address: str) -> bool:
+    """Whether the file is beside a socket's, in a folder that is not ours; an abstract socket (ipc://@NAME) has none."""
+    return address.startswith("ipc://") and not address.startswith("ipc://@")
 
 
 def _loopback() -> str:
@@ -93,15 +98,17 @@ class Cookie:
         self._path: Path | None = None
         self._held = -1
         """descriptor of the file, with the lock"""
+        self._makes_folder = False
         self._trouble = ""
 
     def publish(self, endpoint: str) -> None:
         """Write the file of the endpoint, which is bound. From then on clients are let in. Raises BadKeys."""
         path = cookie_file(endpoint)
+        self._makes_folder = not _beside(endpoint)
         try:
             self._write(path)
             self._path = path
-            if path.parent == folder():
+            if self._makes_folder:
                 if _not_alone(os.stat(path.parent)):
                     raise BadKeys(f"folder {path.parent} of secrets: others can use it; chmod 700, or set {FOLDER_VARIABLE}")
                 remove_dead(path.parent)
@@ -139,7 +146,8 @@ class Cookie:
 
     def _write(self, path: Path) -> None:
         """Write a file that appears whole, locked, and is its owner's alone from the first byte on. Raises OSError."""
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._makes_folder:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         held = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
