@@ -126,9 +126,10 @@ class Cookie:
             self._write(self._path)
             log.warning("the file with the secret was gone, written again path=%s", self._path)
         except OSError as error:
-            if str(error) != self._trouble:
-                log.error("the file with the secret is gone, no client finds it reason=%s", error)
-            self._trouble = str(error)
+            trouble = error.strerror or ""
+            if trouble != self._trouble:  # once, however often it is tried again
+                log.error("the file with the secret is gone, no new client finds it path=%s reason=%s", self._path, trouble)
+            self._trouble = trouble
 
     def judge(self, mechanism: bytes, credentials: list[bytes]) -> tuple[bytes, bytes, bytes]:
         """Return status, text and user of ZAP's answer."""
