@@ -12,6 +12,8 @@ OrderName = Literal["first_come", "least_far", "longest_expected", "longest_last
 PrefillName = Literal["paged", "varlen"]
 IsaName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torch"]
 KVName = Literal["auto", "fp8_e4m3"]
+MOST_THREADS = 4096
+"""more than any host has cores"""
 
 
 class WeightOffload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -175,7 +177,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         need(self.mirror_blocks_per_step >= 1, f"mirror_blocks_per_step={self.mirror_blocks_per_step}: must be at least 1")
         need(self.kv_dtype in get_args(KVName), f"kv_dtype={self.kv_dtype!r}: must be one of {', '.join(get_args(KVName))}")
         need(self.order in get_args(OrderName), f"order={self.order!r}: must be one of {', '.join(get_args(OrderName))}")
-        need(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1")
+        need(self.threads is None or 1 <= self.threads <= MOST_THREADS, f"threads={self.threads}: must be 1 to {MOST_THREADS}")
 
 
 def _no_varlen(config: EngineConfig) -> str:

@@ -22,6 +22,7 @@ import tomli_w
 
 from engine.config import EngineConfig
 from engine.types import Limits
+from transport.messages import MOST_REPLICAS
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5655"
 MIN_GRACE_S = 2.0
@@ -110,8 +111,8 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""
-        if self.replicas < 0:
-            raise ValueError(f"replicas={self.replicas}: must be 0 (no fleet) or positive")
+        if not 0 <= self.replicas <= MOST_REPLICAS:
+            raise ValueError(f"replicas={self.replicas}: must be 0 (no fleet) to {MOST_REPLICAS}")
         if not self.replica_grace_s >= 0:
             raise ValueError(f"replica_grace_s={self.replica_grace_s}: must be 0 or positive")
         if self.hedge < 0:

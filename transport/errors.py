@@ -2,6 +2,7 @@
 
 RolloutError                    kind on the wire
 ├── ProtocolError               protocol_error      bytes that are no message of this protocol
+│   └── NotBelieved             (does not travel)   the other end sent what cannot be: a sample that nobody can have asked for
 ├── VersionMismatch             version_mismatch    the two ends speak different protocol versions
 ├── NoSession                   no_session          the service does not (or no longer) know the session; Hello again
 ├── InvalidRequest  (ValueError)   invalid_request     a field has a value that cannot be served
@@ -58,6 +59,10 @@ def copy_of(error: RolloutError, group_id: str | None = None) -> RolloutError:
 
 class ProtocolError(RolloutError):
     kind = "protocol_error"
+
+
+class NotBelieved(ProtocolError):
+    """Raised at the end that does not believe, so it has no kind of its own."""
 
 
 class VersionMismatch(RolloutError):

@@ -36,6 +36,8 @@ GATHERS = "gathers"
 UNTAKEN_BYTES = 8 << 20
 """that a client sends ahead of what the service says it has taken; chunks of weights have their own window"""
 DIGEST_BYTES = 16
+MOST_REPLICAS = 1024
+"""of a fleet"""
 
 SessionId = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 PushId = SessionId
@@ -417,6 +419,16 @@ AdminMessage = WeightsRequest | Share | Control | Replicas | Sleep | Wake
 ClientMessage = Hello | Submit | Abort | Ack | StatusRequest | Heartbeat | Goodbye | WeightMessage | AdminMessage
 Answer = Lease | Staged | Applied | Asleep | Done
 ServiceMessage = Welcome | Refused | SampleDone | SamplesDone | Progress | StatusReply | Alive | Closing | Answer
+
+ANSWERS: dict[type, type] = {
+    **dict.fromkeys((StatusRequest, WeightsRequest, Share), StatusReply),
+    **dict.fromkeys((Chunk, Prepare), Staged),
+    **dict.fromkeys((Abandon, Control, Replicas, Wake), Done),
+    Begin: Lease,
+    Commit: Applied,
+    Sleep: Asleep,
+}
+"""of each request, unless it is refused"""
 
 
 ANSWER_HEADER_BYTES = 1 << 24

@@ -53,6 +53,13 @@ class Connection:
         """Ignore answers to the Hello that is on its way or due; the next one keeps its time."""
         self.hello_number += 1
 
+    def put_right(self, now: float) -> None:
+        """Greet again, so that the service drops what nobody waits for: a new group may use the same id."""
+        if self.ready:
+            self.renew(now)
+        else:  # Hello is on its way, or is what went wrong: what answers it is of before this
+            self.outdate_hello()
+
     def expect_close(self, now: float) -> None:
         """Leave the service the time to go before it is greeted again."""
         self.ready, self._hello_at = False, now + HELLO_RETRY_S

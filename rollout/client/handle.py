@@ -11,6 +11,7 @@ import numpy as np
 
 from engine.types import Begun, Chunk, Group, Sample
 from rollout.client.partials import Partials
+from transport.checks import NOTHING, any_version, check_goes_on, check_sample
 from transport.errors import InvalidRequest, RequestTimeout, RolloutError
 from transport.frames import Frame
 
@@ -46,10 +47,17 @@ class Handle:
         """the client has asked for its end"""
         self.cancelled_children: set[int] = set()
         """indices of children whose end the client has asked for"""
+        self.sent_at: float | None = None
+        """time.monotonic when it was sent; None: it waits for room"""
+        self.bounds = NOTHING
+        """of what may come of it, from when it is sent on"""
+        self.was_live: Callable[[int], bool] = any_version
+        """whether weights of a version were live, for whoever knows"""
         self.on_cancel: Callable[[Handle, frozenset[int] | None], None] | None = None
         self.on_change: OnChange | None = None
         self._on_tokens: OnTokens | None = None
         self._partials = Partials(group)
+        self._begun = {child.index: child for child in group.begun}
         self._changed = threading.Condition()
         self._samples: list[Sample] = []
         self._indices: set[int] = set()
@@ -189,11 +197,22 @@ class Handle:
         if tell is not None and new:
             tell(self, new)
 
-    def add_chunk(self, chunk: Chunk, vocab_size: int) -> None:
+    def check(self, sample: Sample) -> None:
+        """Compare a sample that has come with what was asked, and with what was streamed of it. Raises ValueError naming the
+        field; a repeated one is not looked at."""
+        if sample.index in self._indices:
+            return
+        check_sample(sample, self.group, self._begun.get(sample.index), self.bounds)
+        with self._changed:
+            streamed = self._partials.streamed(sample.index)
+        if streamed is not None:
+            check_goes_on(sample, streamed)
+
+    def add_chunk(self, chunk: Chunk) -> None:
         """Hand out tokens of a child that runs; those that are known change nothing. Raises ValueError for tokens that this
         group cannot have."""
         with self._changed:
-            new = self._partials.add(chunk, vocab_size)
+            new = self._partials.add(chunk, self.bounds)
             tell = self._on_tokens
         if tell is not None and new is not None:
             tell(self, new)

@@ -26,8 +26,8 @@ from rollout.client.calls import Calls
 from rollout.client.connection import Connection
 from rollout.client.handle import Handle
 from rollout.client.open_groups import aborts_of_children
-from rollout.client.outgoing import Outgoing, portions
-from rollout.client.patience import Patience, restarted
+from rollout.client.outgoing import Outgoing
+from rollout.client.patience import Patience, check_same, restarted
 from rollout.client.waiters import Waiters
 from rollout.logs import Repeats, logger
 from transport import messages as m
@@ -36,6 +36,7 @@ from transport.errors import (
     IdConflict,
     KeyRefused,
     NoSession,
+    NotBelieved,
     ProtocolError,
     RolloutError,
     ServiceLost,
@@ -101,7 +102,7 @@ class Link:
         is asked for again after a reconnect."""
         request_id, future = next(self._request_ids), Future[Any]()
         message = make(request_id)
-        self.calls.put(self._request, (request_id, pack(message), isinstance(message, m.Chunk), future))
+        self.calls.put(self._request, (request_id, pack(message), type(message), future))
         return future
 
     def close(self) -> None:
@@ -200,13 +201,13 @@ class Link:
             if self._connection.ready:
                 self._send(abort)
 
-    def _request(self, argument: tuple[int, list[Frame], bool, Future[Any]]) -> None:
-        request_id, frames, is_chunk, future = argument
+    def _request(self, argument: tuple[int, list[Frame], type, Future[Any]]) -> None:
+        request_id, frames, kind, future = argument
         if self.calls.ended is not None:
             future.set_exception(copy_of(self.calls.ended))
             return
-        self._requests.add(request_id, frames, future)
-        if is_chunk:
+        self._requests.add(request_id, frames, future, m.ANSWERS[kind])
+        if kind is m.Chunk:
             self._outgoing.add_chunk(request_id, frames)
         if self._connection.ready:
             self._outgoing.add(frames)
@@ -225,7 +226,7 @@ class Link:
                 case m.SamplesDone():
                     self._acks.samples += self._groups.add_samples(unpack_samples(message))
                 case m.Progress() if self.welcome is not None:
-                    self._groups.add_progress(message, self.welcome.limits, self.welcome.vocab_size)
+                    self._groups.add_progress(message, self.welcome.limits)
                     self._acks.progress = message.number
                 case m.StatusReply():
                     self._answer(message.request_id, _status_dict(message.status))
@@ -244,25 +245,27 @@ class Link:
             reason = error.message if isinstance(error, ProtocolError) else str(error)
             log.error("unreadable message from the service reason=%r", reason)
             # nobody can tell what was lost with it
-            self._start_over(ProtocolError(f"the service sent what cannot be read: {reason}"))
+            self._start_over(NotBelieved(f"the service sent what cannot be read: {reason}"))
+        if self._groups.disbelieved:
+            self._groups.disbelieved = False
+            self._connection.put_right(time.monotonic())
 
     def _welcomed(self, welcome: m.Welcome) -> None:
         if welcome.protocol != m.PROTOCOL:
             raise ProtocolError(f"Welcome of protocol {welcome.protocol}; this client speaks {m.PROTOCOL}")
         if self._connection.ready or welcome.hello != self._connection.hello_number:
             return  # the answer to a repeated or an outdated Hello
+        check_same(self.welcome, welcome)
         if self.welcome is not None and restarted(self.welcome, welcome):
             for request_id in self._waiters.restarted(self.welcome, welcome, self._transport.address, self._patience.resubmit):
                 self._outgoing.answered(request_id)
-        self.welcome, self._groups.version = welcome, welcome.version
+        self.welcome = welcome
+        self._groups.welcomed(welcome)
         self._decoder = Decoder(m.ServiceMessage, m.answer_limits(welcome.limits))
         self._connection.welcomed(time.monotonic())
         self._outgoing.start(paced=m.TAKEN in welcome.capabilities)
         self._outgoing.add(*self._groups.resent(welcome.groups))
-        cancelled = [handle.group_id for handle in self._groups.sent.values() if handle.cancelled]
-        for some in portions(cancelled, welcome.limits):
-            self._send(m.Abort(some))
-        for abort in aborts_of_children(self._groups.sent.values(), welcome.limits):
+        for abort in self._groups.aborts(welcome.limits):
             self._send(abort)
         self._outgoing.add(*self._requests.wanted())
         if not self.first_welcome.done():
@@ -292,12 +295,9 @@ class Link:
         self._requests.answer(request_id, result)
 
     def _start_over(self, error: RolloutError) -> None:
-        """Fail everybody, and have the service drop what it still runs for them: a new group may use the same id."""
+        """Fail everybody, and have the service drop what it still runs for them."""
         self._fail_all(error)
-        if self._connection.ready:
-            self._connection.renew(time.monotonic())
-        else:  # Hello is on its way, or is what went wrong: what answers it is of before this
-            self._connection.outdate_hello()
+        self._connection.put_right(time.monotonic())
 
     def _fail_all(self, error: RolloutError) -> None:
         for request_id in self._waiters.fail(error):

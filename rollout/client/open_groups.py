@@ -5,6 +5,7 @@ add -> unsent, by priority, then in order -> pop_sendable -> sent -> remove (who
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import count, groupby
@@ -15,9 +16,14 @@ import numpy as np
 from engine.types import Limits, Sample
 from rollout.client.handle import Handle
 from rollout.client.outgoing import portions
+from rollout.logs import logger
+from transport.checks import NOTHING, Bounds
+from transport.errors import NotBelieved
 from transport.frames import Frame
-from transport.messages import Abort, Progress, digests
+from transport.messages import Abort, Progress, Welcome, digests
 from transport.progress import unpack_progress
+
+log = logger("rollout.client.api")
 
 
 class OpenGroups:
@@ -33,6 +39,10 @@ class OpenGroups:
         self._order = count()
         self.version = 0
         """of the service's weights, as it last said"""
+        self.bounds = NOTHING
+        """of samples of the service's model"""
+        self.disbelieved = False
+        """a group has failed for what came of it, and the service does not know"""
         self._budget = budget
         self._sent_samples = self._sent_tokens = 0
 
@@ -71,6 +81,9 @@ class OpenGroups:
         if self.sent and not room and 1 <= handle.n <= limits.max_n:
             return None
         heappop(self._unsent)
+        least = max(self.version, handle.bounds.least_version)
+        handle.bounds = self.bounds._replace(least_version=least, was_live=handle.was_live)
+        handle.sent_at = time.monotonic()
         self.sent[handle.group_id] = handle
         self._sent_samples += handle.n
         self._sent_tokens += handle.in_flight
@@ -98,28 +111,49 @@ class OpenGroups:
             handle.abort_unsent(limits.max_n)
 
     def add_samples(self, samples: Iterable[Sample]) -> list[tuple[str, int]]:
-        """Give samples to their groups, where they are wanted. Returns what is to be acked: (group id, index) of each. Raises
-        ValueError for one that its group cannot have."""
+        """Give samples to their groups, where they are wanted; a group that cannot have one fails. Returns what is to be acked:
+        (group id, index) of each."""
         came = []
         for group_id, some in groupby(samples, attrgetter("group_id")):
             of_group = list(some)
-            handle = self.sent.get(group_id)
-            if handle is not None:
-                before = handle.in_flight
-                handle.add_samples(of_group)
-                self._sent_tokens -= before - handle.in_flight
-                if handle.done:
-                    self.remove(handle)
             came += [(group_id, sample.index) for sample in of_group]
+            if (handle := self.sent.get(group_id)) is None:
+                continue
+            before = handle.in_flight
+            try:
+                for sample in of_group:
+                    handle.check(sample)
+                handle.add_samples(of_group)
+            except ValueError as error:
+                self._disbelieve(handle, error)
+                continue
+            self._sent_tokens -= before - handle.in_flight
+            if handle.done:
+                self.remove(handle)
         return came
 
-    def add_progress(self, progress: Progress, limits: Limits, vocab_size: int) -> None:
-        """Give tokens of running children to their groups, if these are wanted. Raises ProtocolError and ValueError for what
-        they cannot have."""
+    def add_progress(self, progress: Progress, limits: Limits) -> None:
+        """Give tokens of running children to their groups, if these are wanted; a group that cannot have some fails. Raises
+        ProtocolError for what cannot be read."""
         for group_id, chunk in unpack_progress(progress, limits.max_samples_per_client):
-            handle = self.sent.get(group_id)
-            if handle is not None:
-                handle.add_chunk(chunk, vocab_size)
+            if (handle := self.sent.get(group_id)) is not None:
+                try:
+                    handle.add_chunk(chunk)
+                except ValueError as error:
+                    self._disbelieve(handle, error)
+
+    def _disbelieve(self, handle: Handle, error: ValueError) -> None:
+        """Fail a group of which came what it cannot have. What else comes of it is nobody's."""
+        log.error("not believed group=%s reason=%r", handle.group_id, str(error))
+        self.remove(handle)
+        self.disbelieved = True
+        handle.fail(NotBelieved(f"the service sent what cannot be: {error}", handle.group_id))
+
+    def aborts(self, limits: Limits) -> Iterator[Abort]:
+        """Yield what asks for the end of all that was cancelled and sent."""
+        for some in portions([handle.group_id for handle in self.sent.values() if handle.cancelled], limits):
+            yield Abort(some)
+        yield from aborts_of_children(self.sent.values(), limits)
 
     def remove(self, handle: Handle) -> None:
         del self._all[handle.group_id]
@@ -135,6 +169,11 @@ class OpenGroups:
         self.sent.clear()
         self._sent_samples = self._sent_tokens = 0
         return handles
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """Note which weights the service has, and what its model may make."""
+        self.version = welcome.version
+        self.bounds = Bounds(welcome.vocab_size, frozenset(welcome.eos_token_ids))
 
     def digests(self) -> np.ndarray:
         """List digests of those sent, as Hello tells them: [groups, DIGEST_BYTES] uint8."""

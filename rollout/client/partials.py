@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.types import Begun, Chunk, Group, Sampling
 from transport.begun import COLUMNS, joined
+from transport.checks import Bounds, check_chunk
 
 
 class Partials:
@@ -31,14 +32,14 @@ class Partials:
         self._pieces = {child.index: [child] for child in self._group.begun if child.index not in self._ended}
         self._known = {child.index: len(child.token_ids) for child in self._group.begun}
 
-    def add(self, chunk: Chunk, vocab_size: int) -> Chunk | None:
+    def add(self, chunk: Chunk, bounds: Bounds) -> Chunk | None:
         """Take in a chunk. Returns the part of it that is new, if there is one. Raises ValueError for a chunk that this group
         cannot have."""
         group, index = self._group, chunk.index
         if index not in group.wanted:
             raise ValueError(f"tokens of child {index} of a group that has {list(group.wanted[:20])}")
         chunk = _asked(chunk, group.sampling)
-        chunk.validate(group.sampling, vocab_size)
+        check_chunk(chunk, group, bounds)
         if index in self._ended:  # a service that was killed before it knew so runs it again
             return None
         known, most = self._known.get(index, 0), group.sampling.most_tokens(index)
@@ -54,6 +55,11 @@ class Partials:
         self._pieces.setdefault(index, []).append(new)
         self._known[index] = known + len(new.token_ids)
         return new
+
+    def streamed(self, index: int) -> Begun | None:
+        """Return what a child has, if tokens of it were streamed."""
+        pieces = self._pieces.get(index, [])
+        return _joined(index, pieces) if any(isinstance(piece, Chunk) for piece in pieces) else None
 
     def end(self, index: int) -> None:
         """Forget a child that has come back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from transport.errors import NotBelieved
 from transport.messages import Welcome
 
 
@@ -28,3 +29,15 @@ class Patience(NamedTuple):
 def restarted(old: Welcome, new: Welcome) -> bool:
     """Whether the service was started again in between."""
     return (old.incarnation, old.starts) != (new.incarnation, new.starts)
+
+
+FACTS = ("model", "vocab_size", "context", "eos_token_ids")
+
+
+def check_same(old: Welcome | None, new: Welcome) -> None:
+    """Raises NotBelieved for a service that was not started again, and says to be another than before."""
+    if old is None or restarted(old, new):
+        return
+    for name in FACTS:
+        if getattr(old, name) != getattr(new, name):
+            raise NotBelieved(f"{name} {getattr(new, name)!r:.80} of a service that said {getattr(old, name)!r:.80} before")

@@ -28,7 +28,8 @@ from engine.types import Adapter, KVPolicy, Limits, Refreshed, manifest_digest
 from rollout.client.link import Link
 from rollout.logs import logger
 from transport import messages as m
-from transport.errors import InvalidRequest, RequestTimeout, RolloutError, SourceUnreachable, WeightsRefused
+from transport.checks import check_refreshed
+from transport.errors import InvalidRequest, NotBelieved, RequestTimeout, RolloutError, SourceUnreachable, WeightsRefused
 from transport.weights import Sender, Via, ways
 from transport.weights.manifest import pack_manifest, pack_targets
 from transport.weights.tensors import Tensors
@@ -202,6 +203,10 @@ class Transaction:
         except SourceUnreachable as error:
             self._say_why(error, committed)
         applied: m.Applied = self._answer(committed, "refresh; weights_status() tells what came of it")
+        try:
+            check_refreshed(applied.refreshed, wanted.version)
+        except ValueError as error:
+            raise NotBelieved(f"the service answered what cannot be: {error}") from None
         return applied.refreshed
 
     def _say_why(self, error: SourceUnreachable, committed: Future[m.Applied]) -> None:

@@ -19,6 +19,8 @@ from transport.weights.shm import Segment, ShmOffer
 
 WIDTHS = dict(DTYPES.values())
 """bytes of an element, by dtype"""
+MOST_VERSIONS = 1024
+"""that are remembered: of groups that run"""
 
 
 class Content(msgspec.Struct, frozen=True, eq=False):
@@ -41,6 +43,21 @@ class Content(msgspec.Struct, frozen=True, eq=False):
         for info in self.manifest:
             yield info.name, self.memory[at : at + bytes_of(info)]
             at += bytes_of(info)
+
+
+class Versions:
+    """Versions of weights that are live, or were, as far back as MOST_VERSIONS. Read by any thread: the set is exchanged, and
+    never changed."""
+
+    def __init__(self, version: int) -> None:
+        self._known = frozenset((version,))
+
+    def __contains__(self, version: int) -> bool:
+        return version in self._known
+
+    def add(self, version: int) -> None:
+        """Add one that replicas are about to have."""
+        self._known = frozenset(sorted(self._known | {version})[-MOST_VERSIONS:])
 
 
 class Live:

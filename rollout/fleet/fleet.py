@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from engine.types import Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
+from rollout.fleet.failures import sent_before
 from rollout.fleet.groups import Groups
 from rollout.fleet.inbox import Inbox
 from rollout.fleet.launcher import LauncherLike
@@ -64,9 +65,11 @@ class Fleet:
         self.inbox = Inbox()
         self._launcher = launcher
         self._grace_s = replica_grace_s
-        self._members = Members(launcher, self.inbox, self._lost, self._serving, self._asked_of_all, version)
+        self._members = Members(launcher, self.inbox, self._lost, self._serving, self._asked_of_all, self._sent, version)
         self.weights = self._members.weights
-        self._groups = Groups(self.inbox, self._members.serving, lambda: self.version, self._members.failed, seed, hedge)
+        members, weights = self._members, self.weights
+        told = members.failed, weights.versions.__contains__
+        self._groups = Groups(self.inbox, members.serving, lambda: self.version, *told, seed, hedge)
         self._mode = Mode.RUNNING
         """RUNNING, DRAINING or PAUSED: what was asked for last"""
         self._asleep = Asleep()
@@ -182,9 +185,12 @@ class Fleet:
         if replica.status:
             self._retired = [merged([*self._retired, counters(replica.status)])]
         replica.status = {}
-        replica.asked_status = False
         self._drains.pop(replica, None)
         self._groups.move(replica, time.monotonic())
+
+    def _sent(self, replica: Replica, before: float) -> int | None:
+        """Count the groups that a replica holds; None where it may do nothing with them."""
+        return sent_before(self._groups.at.get(replica, ()), before) if self.mode is Mode.RUNNING else None
 
     def _serving(self) -> None:
         self._groups.place_waiting(time.monotonic())
@@ -251,7 +257,7 @@ class Fleet:
         return [*asked, *self._asleep.told()]
 
     def change_replicas(self, action: str, count: int, name: str) -> None:
-        self._members.change(action, count, name)
+        self._members.changes.change(action, count, name)
 
     # looking
 

@@ -13,25 +13,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
-import xxhash
 
-from engine.types import SEED_LIMIT, Begun, Chunk, FinishReason, Group, Sample
+from engine.types import Begun, Chunk, FinishReason, Group, Sample
 from rollout.client.link import Link
 from rollout.client.submission import handle_of, submit_of
-from rollout.fleet import routing
+from rollout.fleet import failures, routing
+from rollout.fleet.failures import candidates, note, of_the_group, spent, unasked
 from rollout.fleet.hedging import Hedging
 from rollout.fleet.homes import Homes
 from rollout.fleet.inbox import Inbox
-from rollout.fleet.parts import OpenGroup, Part, new_tokens
+from rollout.fleet.parts import OpenGroup, Part, new_tokens, seeded
 from rollout.fleet.replica import Replica
-from transport.errors import InvalidRequest, LimitExceeded, RolloutError
+from transport.checks import NOTHING
+from transport.errors import NotBelieved, RolloutError, ServiceLost, StaleWeights
 
-MOST_MOVES = 8
-"""replicas that may be lost with a group before it ends as "error": it may be what kills them"""
 MOST_PLACED = 2048
 """children of waiting groups that are sent, or ended, at once"""
-MOST_ERRORS = 2
-"""times that children are tried again after an "error" or a refusal of a replica"""
 
 
 class Groups:
@@ -40,7 +37,8 @@ class Groups:
     Args:
         serving: replicas that may be given groups.
         version: of the live weights; a replica that has older ones refuses.
-        fail: called with a replica that has failed on several groups in a row.
+        fail: called with a replica that has failed on a group, or whose link has ended.
+        was_live: whether weights of a version were live; called by the links' threads.
         seed: from which groups without a seed get theirs.
         hedge: children that idle replicas run as well, see `rollout.fleet.hedging`; 0 = none."""
 
@@ -50,6 +48,7 @@ class Groups:
         serving: Callable[[], list[Replica]],
         version: Callable[[], int],
         fail: Callable[[Replica, str, RolloutError | None], None],
+        was_live: Callable[[int], bool],
         seed: int = 0,
         hedge: int = 0,
     ) -> None:
@@ -72,6 +71,7 @@ class Groups:
         self._serving = serving
         self._version = version
         self._fail = fail
+        self._was_live = was_live
         self._seed = seed
         self._seeded = 0
         self._numbers = itertools.count(1)
@@ -85,11 +85,8 @@ class Groups:
         """Take a group, and send it if a replica serves."""
         if group.sampling.seed is None:
             self._seeded += 1
-            seed = xxhash.xxh3_64_intdigest(f"{self._seed}/{self._seeded}".encode()) % SEED_LIMIT
-            group = msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, seed=seed))
-        wanted = set(group.wanted)
-        begun = {child.index: child for child in group.begun}
-        self.open[group.id] = one = OpenGroup(group, client, now, wanted, set(wanted), begun=begun)
+            group = seeded(group, f"{self._seed}/{self._seeded}")
+        self.open[group.id] = one = OpenGroup.of(group, client, now)
         self.place(one, now)
 
     def place(self, one: OpenGroup, now: float) -> None:
@@ -97,9 +94,7 @@ class Groups:
         if one.cut:
             self._end(one, sorted(one.unplaced - one.cancelled), "cut")
         self._end(one, sorted(one.unplaced & one.cancelled), "aborted")
-        serving = self._serving()
-        others = [replica for replica in serving if replica.name not in one.failed_on]
-        replicas = {replica.name: replica for replica in others or serving}
+        replicas = candidates(one, self._serving())
         if not one.unplaced or not replicas:
             if one.unplaced:
                 self.waiting[one.group.id] = one
@@ -123,11 +118,8 @@ class Groups:
             self._send(one, indices, replica, now, hedge=True)
 
     def _send(self, one: OpenGroup, indices: tuple[int, ...], replica: Replica, now: float, hedge: bool = False) -> None:
-        begun = tuple(one.begun[index] for index in indices if index in one.begun)
         name = f"{one.group.id}/{next(self._numbers)}"
-        sampling = one.sampling(indices, now)
-        after = self._homes.hint(one.group.after, replica)
-        group = msgspec.structs.replace(one.group, id=name, sampling=sampling, indices=indices, begun=begun, after=after)
+        group = one.at(name, indices, self._homes.hint(one.group.after, replica), now)
         submit = submit_of(group, serial=0, require_version=self._version(), client=one.client)
         handle = handle_of(group, submit, replica.welcome.limits)
         part = Part(one, replica, handle, set(indices), self.aborts, submit.require_version, hedge)
@@ -136,6 +128,7 @@ class Groups:
         self.at[replica].add(part)
         replica.load += len(one.group.prompt) + len(indices) * one.group.sampling.max_tokens
         assert replica.link is not None
+        handle.bounds, handle.was_live = NOTHING._replace(least_version=submit.require_version), self._was_live
         handle.on_cancel = replica.link.cancel
         if group.sampling.stream_every:
             handle.on_tokens(lambda handle, chunk: self._inbox.post(lambda: None))  # so that the service looks
@@ -170,14 +163,8 @@ class Groups:
         lost, replica.load = self.at.pop(replica, set()), 0
         for part in lost:
             one, orphans = part.open, part.open.orphans(part)
-            one.take_back(part, orphans)
             one.parts.discard(part)
-            one.moves += 1
-            self.moved += len(orphans)
-            if one.moves > MOST_MOVES:
-                self._end(one, sorted(one.unplaced), "error", f"{one.moves} replicas were lost while they ran this group")
-            if one.unplaced:
-                self.waiting[one.group.id] = one
+            self._lost(part, orphans)
 
     def place_waiting(self, now: float) -> None:
         """Send what waits, if a replica serves: some of it at each call."""
@@ -203,9 +190,9 @@ class Groups:
         if sample.index not in one.left:
             self._left(part, sample.index)
             self.repeats += not self.hedging.came_second(part, sample)
-        elif rivals and (self._unasked(part, sample) or not self.hedging.may_win(part, sample)):
+        elif rivals and (unasked(part, sample, self.aborts) or not self.hedging.may_win(part, sample)):
             self._left(part, sample.index)  # it runs on elsewhere
-        elif self._unasked(part, sample):
+        elif unasked(part, sample, self.aborts):
             self._again(part, sample)
         else:
             if sample.finish_reason != "error":
@@ -218,17 +205,11 @@ class Groups:
                 self.hedging.won(part, sample, rivals)
             self._out(one, msgspec.structs.replace(sample, group_id=one.group.id))
 
-    def _unasked(self, part: Part, sample: Sample) -> bool:
-        """Whether a replica ended this child for a reason of its own: it fails, or it stops."""
-        if sample.finish_reason == "error":
-            return part.open.errors < MOST_ERRORS
-        return sample.finish_reason == "aborted" and sample.index not in part.open.cancelled and part.aborts == self.aborts
-
     def _again(self, part: Part, sample: Sample) -> None:
         """Have a child go on elsewhere: from the tokens that it has, unless something failed while they were made."""
         one = part.open
-        if part not in one.parts:  # it was moved already
-            return
+        if part not in one.parts:
+            return  # it was moved already
         self._left(part, sample.index)
         if len(sample.token_ids) and sample.finish_reason == "aborted" and not one.group.score:
             one.begun[sample.index] = Begun.of(sample)
@@ -236,29 +217,46 @@ class Groups:
         self.waiting[one.group.id] = one  # until the next look: by then its replica may be known to stop
         self.moved += 1
         if sample.finish_reason == "error":
-            self._failed_on(part, None)
+            note(part, {sample.index})
+            self._fail(part.replica, one.group.id, None)
+        else:
+            part.replica.gives_back()
 
     def _part_failed(self, part: Part) -> None:
-        """A replica has refused these children, or has lost them."""
-        one = part.open
-        error = part.handle.error
+        """A replica has refused these children, has lost them, or is not believed."""
+        one, error = part.open, part.handle.error
         assert error is not None
         orphans = one.orphans(part)
         for index in sorted(part.left):
             self._left(part, index)
-        if not orphans:  # they have come, or run elsewhere
-            return
-        one.take_back(part, orphans)
-        if isinstance(error, InvalidRequest | LimitExceeded) or one.errors >= MOST_ERRORS:
-            self._end(one, sorted(one.unplaced), "error", f"{error.kind}: {error.message}")
-            return
-        self.waiting[one.group.id] = one
-        self._failed_on(part, error)
+        if isinstance(error, ServiceLost | StaleWeights | NotBelieved):
+            part.replica.believed &= not isinstance(error, NotBelieved)
+            self._lost(part, orphans)
+            self._fail(part.replica, one.group.id, error)
+        elif orphans:  # the others have come, or run elsewhere
+            self._refused(part, orphans, error)
 
-    def _failed_on(self, part: Part, error: RolloutError | None) -> None:
-        part.open.errors += 1
-        part.open.failed_on.add(part.replica.name)
-        self._fail(part.replica, part.open.group.id, error)
+    def _lost(self, part: Part, orphans: set[int]) -> None:
+        """Have the children of a part whose replica is lost run elsewhere."""
+        one = part.open
+        one.take_back(part, orphans)
+        one.moves += 1
+        self.moved += len(orphans)
+        if one.moves > failures.MOST_MOVES:
+            self._end(one, sorted(one.unplaced), "error", f"{one.moves} replicas were lost while they ran this group")
+        if one.unplaced:
+            self.waiting[one.group.id] = one
+
+    def _refused(self, part: Part, orphans: set[int], error: RolloutError) -> None:
+        """Have others asked for children that a replica has refused."""
+        one = part.open
+        one.take_back(part, orphans)
+        note(part, orphans)
+        self._end(one, sorted(spent(part, orphans, error, self._serving())), "error", f"{error.kind}: {error.message}")
+        if one.unplaced:
+            self.waiting[one.group.id] = one
+        if not of_the_group(error):
+            self._fail(part.replica, one.group.id, error)
 
     def _left(self, part: Part, index: int) -> None:
         """Take a child off its part."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.types import Limits
-from rollout.fleet.launcher import FIRST_PAUSE_S, MOST_PAUSE_S, Event, LauncherLike
+from rollout.fleet.launcher import FIRST_PAUSE_S, MOST_PAUSE_S, Event, LauncherLike, Use, alike, least_used
 from rollout.logs import logger
 from transport import messages as m
 from transport.errors import Busy, Forbidden, InvalidRequest, LimitExceeded, RolloutError, VersionMismatch
@@ -29,7 +29,6 @@ SILENT_S = 4.0
 """a name is free for another process when its own has said nothing for so long"""
 GONE_S = 60.0
 """a replica that is lost, and silent for so long, is forgotten"""
-MOST_JOINED = 1024
 
 log = logger("rollout.fleet.joins")
 
@@ -114,12 +113,13 @@ class Joins:
         if (known := self._known.get(name)) is not None and not known.going:
             known.going, known.answer = True, m.Joined("stop", "the fleet does without it")
 
-    def scale(self, count: int) -> list[str]:
-        """Name those that are to go, the last that joined. Raises ValueError where there are not as many as wanted."""
-        here = [name for name, known in self._known.items() if known.up and not known.going]
-        if count > len(here):
-            raise ValueError(f"{len(here)} replicas have joined: start more with `rollout serve --join …` to have {count}")
-        return here[count:]
+    def scale(self, count: int, use: Use = alike) -> list[str]:
+        """Name those that are to go. Raises ValueError where there are not as many as wanted."""
+        staying = [name for name, known in self._known.items() if not known.going]
+        here = sum(self._known[name].up for name in staying)
+        if count > here:
+            raise ValueError(f"{here} replicas have joined: start more with `rollout serve --join …` to have {count}")
+        return least_used(staying, count, use)
 
     def pid(self, name: str) -> int | None:
         known = self._known.get(name)
@@ -183,8 +183,8 @@ class Joins:
                 raise Busy(f"another process is the replica {join.name!r}: --fleet.name gives this one another name")
             if before.up:
                 self._events.append(Event(join.name, None, "another process has its name"))
-        elif len(self._known) >= MOST_JOINED:
-            raise LimitExceeded(f"{MOST_JOINED} replicas have joined")
+        elif len(self._known) >= m.MOST_REPLICAS:
+            raise LimitExceeded(f"{m.MOST_REPLICAS} replicas have joined")
         again_at, pause_s = (now, FIRST_PAUSE_S) if before is None else (before.again_at, before.pause_s)
         known = self._known[join.name] = Known(join, key, now, again_at, pause_s)
         if before is not None and before.going:
@@ -230,9 +230,9 @@ class Both:
     def remove(self, name: str) -> None:
         self._of(name).remove(name)
 
-    def scale(self, count: int) -> list[str]:
+    def scale(self, count: int, use: Use = alike) -> list[str]:
         """Change how many are started here; others come and go by themselves."""
-        return self._started.scale(count)
+        return self._started.scale(count, use)
 
     def pid(self, name: str) -> int | None:
         return self._of(name).pid(name)

@@ -46,6 +46,20 @@ class Event(NamedTuple):
     """for good: nobody will be the replica of this name"""
 
 
+Use = Callable[[str], tuple[int, ...]]
+"""ranks replicas by name: those of least use first"""
+
+
+def alike(name: str) -> tuple[int, ...]:
+    """Take all for equally useful."""
+    return ()
+
+
+def least_used(names: Sequence[str], count: int, use: Use) -> list[str]:
+    """Choose which of `names`, the newest last, are to go so that `count` stay: the least useful, of equal ones the newest."""
+    return sorted(reversed(names), key=use)[: max(0, len(names) - count)]
+
+
 class LauncherLike(Protocol):
     """Whoever has replicas: starts them (`Launcher`), or lets them join (`rollout.fleet.joins`)."""
 
@@ -60,7 +74,11 @@ class LauncherLike(Protocol):
     def replace(self, name: str, sick: bool = False) -> None: ...
     def restart(self, name: str) -> None: ...
     def remove(self, name: str) -> None: ...
-    def scale(self, count: int) -> list[str]: ...
+    def scale(self, count: int, use: Use = alike) -> list[str]:
+        """Have so many replicas. Returns the names of those that are to go, least used first: `remove` each when nothing runs
+        there."""
+        ...
+
     def pid(self, name: str) -> int | None: ...
     def close(self) -> None: ...
 
@@ -135,7 +153,7 @@ class Launcher:
     def outlived(self) -> frozenset[str]:
         return self._outlived
 
-    def scale(self, count: int) -> list[str]:
+    def scale(self, count: int, use: Use = alike) -> list[str]:
         """Have so many replicas. Returns the names of those that are to go: `remove` each when nothing runs there."""
         staying = [slot for slot in self.slots.values() if slot.wanted]
         for _ in range(count - len(staying)):
@@ -145,10 +163,10 @@ class Launcher:
             self._made += 1
             self.slots[slot.name] = slot
             staying.append(slot)
-        going = staying[count:]
-        for slot in going:
-            slot.wanted = False
-        return [slot.name for slot in going]
+        going = least_used([slot.name for slot in staying], count, use)
+        for name in going:
+            self.slots[name].wanted = False
+        return going
 
     def tend(self) -> list[Event]:
         """Start what is to be started. Returns what has become of the others since the last call."""
@@ -236,7 +254,8 @@ class Launcher:
         if child is None:
             if not slot.wanted:
                 del self.slots[slot.name]
-            elif now >= slot.start_at:
+                return [Event(slot.name, None, "it is not wanted any more", gone=True)]
+            if now >= slot.start_at:
                 slot.start_at = now + FIRST_PAUSE_S  # unless it succeeds
                 self._start(slot, now)
             return []

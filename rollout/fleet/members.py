@@ -9,17 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from rollout.fleet.changes import Changes
 from rollout.fleet.inbox import Inbox
 from rollout.fleet.launcher import Event, LauncherLike
-from rollout.fleet.replica import Replica, State
+from rollout.fleet.replica import OVERDUE_S, Replica, State
+from rollout.fleet.told import Told, ToldWeights
 from rollout.fleet.weights import FleetWeights
 from rollout.logs import logger
 from transport import messages as m
-from transport.errors import RolloutError, ServiceLost, StaleWeights
+from transport.errors import NotBelieved, RolloutError, ServiceLost, StaleWeights
 
 JOIN_S = 10.0
 """longest that a replica that listens may take to say who it is"""
@@ -29,8 +32,9 @@ STATUS_S = 1.0
 """between two looks at a replica's status"""
 ANSWER_S = 120.0
 """longest that the front waits for replicas to pause, to sleep or to wake"""
+GIVEN_BACK_S = 10.0
+"""longest that a replica may be stopping, once it has given children back that nobody had ended"""
 LOOK_S = 0.05
-MOST_REPLICAS = 1024
 MOST_FAILING = 3
 """groups in a row that a replica may fail on"""
 MOST_UPDATES = 3
@@ -64,6 +68,8 @@ class Members:
         on_lost: called with a replica that is dead, after its link is closed.
         on_serving: called when a replica serves that has not.
         asked: requests that a replica gets before its first group: the fleet is paused, drains or sleeps.
+        sent: counts the groups that a replica was sent before a time, and that have not come back; None where it may do nothing
+            with them: the fleet is paused, drains or sleeps.
         version: of the weights that were live when the front before was killed; 0: there was none. What is live now is known
             when all replicas that have outlived it have told, or are lost."""
 
@@ -74,11 +80,13 @@ class Members:
         on_lost: Callable[[Replica], None],
         on_serving: Callable[[], None],
         asked: Callable[[], list[Make]],
+        sent: Callable[[Replica, float], int | None],
         version: int = 0,
     ) -> None:
         self.facts: Facts | None = None
         """of the first replica"""
         self.replicas: dict[str, Replica] = {}
+        self.changes = Changes(launcher, self.replicas)
         self.deaths = 0
         self.none_since: float | None = time.monotonic()
         """when the last replica stopped serving; None: one serves"""
@@ -89,13 +97,14 @@ class Members:
         self._on_lost = on_lost
         self._on_serving = on_serving
         self._asked = asked
+        self._sent = sent
         self._looked_at = 0.0
-        self._to_roll: list[str] = []
         self._failed_updates: dict[Replica, int] = {}
 
     def serving(self) -> list[Replica]:
-        """List those that have the live weights and a link, and do not leave."""
-        return [one for one in self.replicas.values() if one.state is State.SERVING and not one.leaving | one.restarting]
+        """List those that have the live weights and a link, and do not leave or stop."""
+        there = [one for one in self.replicas.values() if one.state is State.SERVING and one.gave_back_at is None]
+        return [one for one in there if not one.leaving | one.restarting]
 
     def linked(self) -> list[Replica]:
         """List those that a request may be sent to."""
@@ -107,15 +116,13 @@ class Members:
             self._happened(event)
         for replica in list(self.replicas.values()):
             self._look_at_link(replica, now)
-            if replica.leaving and not replica.load:
-                self._launcher.remove(replica.name)
-        if self._to_roll and len(self.serving()) == self._launcher.wanted:
-            self.restart(self._to_roll.pop(0))
+            self._look_at_work(replica, now)
+        self.changes.tend(len(self.serving()))
         self.weights.tend(now)
         if now - self._looked_at >= STATUS_S:
             self._looked_at = now
             for replica in self.linked():
-                replica.ask_status(self.weights.sized)
+                replica.ask_status(partial(self._told_status, replica))
                 if replica.state is State.STALE and self.weights.settled:
                     self._admit(replica)
         self.none_since = None if self.serving() or self.weights.lost else self.none_since or now
@@ -140,6 +147,9 @@ class Members:
         """Note that a replica has failed on a group. `error`: why it refused; None: a sample ended as "error"."""
         if replica.state is State.DEAD:
             return
+        if isinstance(error, NotBelieved):
+            self.lose(replica, error.message)
+            return
         replica.failing.add(group_id)
         if isinstance(error, ServiceLost):
             self.lose(replica, error.message, sick=False)
@@ -161,37 +171,13 @@ class Members:
                     self.lose(replica, f"it did not answer for {ANSWER_S} s")
         return results([future for replica, future in asked.items() if replica.link is not None])
 
-    def change(self, action: str, count: int, name: str) -> None:
-        """Scale to `count` replicas, drain the one of this name, or roll: restart all, in turn. Raises ValueError."""
-        if action == "scale" and not 1 <= count <= MOST_REPLICAS:
-            raise ValueError(f"scale to {count} replicas: must be 1 to {MOST_REPLICAS}")
-        if action == "drain" and name not in self.replicas:
-            raise ValueError(f"no replica {name!r}: there are {', '.join(self.replicas)}")
-        for going in self._launcher.scale(count) if action == "scale" else [name] if action == "drain" else []:
-            self.retire(going)
-        self._to_roll = list(self.replicas) if action == "roll" else self._to_roll
-
-    def retire(self, name: str) -> None:
-        """Give a replica nothing more, and end it when nothing runs there. Raises KeyError."""
-        replica = self.replicas.get(name)
-        if replica is None:
-            self._launcher.remove(name)
-        else:
-            replica.leaving = True
-
-    def restart(self, name: str) -> None:
-        """Stop a replica in order, if it is there; what it runs goes on elsewhere from the tokens it has."""
-        if name in self.replicas:
-            self.replicas[name].restarting = True
-            self._launcher.restart(name)
-
     # joining
 
     def _happened(self, event: Event) -> None:
         replica = self.replicas.get(event.name)
         if event.address is None:
             if replica is None and not event.gone:  # it never listened
-                replica = self.replicas[event.name] = Replica(event.name, self._inbox)
+                replica = self.replicas[event.name] = Replica(event.name, self._inbox, self.lose)
             if replica is not None:
                 self.lose(replica, event.why, sick=False)
                 if replica.leaving:
@@ -201,10 +187,9 @@ class Members:
             self._told_or_gone(event.name)  # also of one that had not said where it listens
             return
         if replica is None:
-            replica = self.replicas[event.name] = Replica(event.name, self._inbox)
+            replica = self.replicas[event.name] = Replica(event.name, self._inbox, self.lose)
         self._set(replica, State.JOINING, "it is asked who it is")
-        replica.failing.clear()
-        replica.silent_since, replica.restarting = None, False
+        replica.fresh()
         replica.connect(event.address, lambda answer: self._welcomed(replica, answer))
 
     def _welcomed(self, replica: Replica, answer: Future[Any]) -> None:
@@ -219,17 +204,16 @@ class Members:
             what = ", ".join(f"{name} {getattr(facts, name)!r} for {getattr(self.facts, name)!r}" for name in differs)
             self.lose(replica, f"it is not as the others: {what}")
             return
-        replica.ask_status(self.weights.sized)
+        replica.ask_status(partial(self._told_status, replica))
         replica.ask(lambda id: m.WeightsRequest(id), lambda answer: self._told_weights(replica, answer))
 
     def _told_weights(self, replica: Replica, answer: Future[Any]) -> None:
         if (error := answer.exception()) is not None:
             self.lose(replica, f"it does not say which weights it has: {error}")
             return
-        told = answer.result()
-        replica.version, replica.digest = told["version"], told["digest"]
-        replica.base_digest = told["base_digest"]
-        self.weights.names = max(self.weights.names, told["names"])
+        told = msgspec.convert(answer.result(), ToldWeights)
+        replica.version, replica.digest, replica.base_digest = told.version, told.digest, told.base_digest
+        self.weights.names = max(self.weights.names, told.names)
         self._set(replica, State.STALE, "its weights are looked at")
         self._told_or_gone(replica.name)
         if self.weights.settled:
@@ -252,7 +236,7 @@ class Members:
         if (replica.version, replica.digest) == (weights.version, weights.digest):
             self._failed_updates.pop(replica, None)
             for make in self._asked():
-                replica.ask(make)
+                replica.request(make)  # its answer to drain comes when nothing runs there
             self._set(replica, State.SERVING, "it has the live weights")
             self.none_since = None
             self._on_serving()
@@ -280,6 +264,22 @@ class Members:
                 self._admit(replica)
 
     # looking
+
+    def _told_status(self, replica: Replica, told: Told) -> None:
+        """Look at what a replica says that it does."""
+        self.weights.sized(told.weights.resident_bytes + told.weights.offloaded_bytes)
+        sent = self._sent(replica, replica.status_asked_at)
+        if replica.state is State.SERVING:
+            why = replica.progress.look(told, sent or 0, sent is not None, time.monotonic())
+            if why:
+                self.lose(replica, why)
+
+    def _look_at_work(self, replica: Replica, now: float) -> None:
+        if replica.overdue(now):
+            self.lose(replica, f"it has not answered a request for {OVERDUE_S} s, and lives")
+        elif replica.gave_back_at is not None and now - replica.gave_back_at > GIVEN_BACK_S:
+            replica.gave_back_at = None
+            self.failed(replica, f"given back at {now}", None)
 
     def _look_at_link(self, replica: Replica, now: float) -> None:
         if replica.link is None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import xxhash
 
-from engine.types import Begun, Chunk, FinishReason, Group, Sample, Sampling
+from engine.types import SEED_LIMIT, Begun, Chunk, FinishReason, Group, Sample, Sampling
 from rollout.client.handle import Handle
 from rollout.client.partials import beyond
 from rollout.fleet.replica import Replica
@@ -63,7 +65,14 @@ class OpenGroup:
     finished: int = 0
     """children that have ended by themselves"""
     moves: int = 0
-    errors: int = 0
+    errors: Counter[int] = field(default_factory=Counter)
+    """times that each child has ended as "error", or was refused, by index"""
+
+    @classmethod
+    def of(cls, group: Group, client: str, now: float) -> OpenGroup:
+        """Take a group that has its seed; no replica has any of it."""
+        begun = {child.index: child for child in group.begun}
+        return cls(group, client, now, set(group.wanted), set(group.wanted), begun=begun)
 
     @property
     def cut(self) -> bool:
@@ -79,6 +88,13 @@ class OpenGroup:
         if sampling.finish_after is not None:
             changes["finish_after"] = min(len(indices), sampling.finish_after - self.finished)
         return msgspec.structs.replace(sampling, **changes) if changes else sampling
+
+    def at(self, name: str, indices: Sequence[int], after: tuple[str, int] | None, now: float) -> Group:
+        """Make the group of these children, with what they have, for a replica that is sent it at `now`. after: the child that
+        it continues, as that replica names it."""
+        begun = tuple(self.begun[index] for index in indices if index in self.begun)
+        fields = dict(id=name, sampling=self.sampling(indices, now), indices=tuple(indices), begun=begun, after=after)
+        return msgspec.structs.replace(self.group, **fields)
 
     def unfinished(self, index: int, reason: FinishReason, error: str | None = None) -> Sample:
         """Make the sample of a child that ends here, with what is known of it."""
@@ -103,10 +119,17 @@ class OpenGroup:
         return {index for index in part.left & self.left if not self.rivals(part, index)}
 
     def take_back(self, part: Part, orphans: set[int]) -> None:
-        """Have these children of a part run elsewhere, from the tokens that were streamed of them."""
-        if not self.group.score:  # whose tokens are not drawn
+        """Have these children of a part run elsewhere, from the tokens that were streamed of them by a replica that is
+        believed."""
+        if part.replica.believed and not self.group.score:  # whose tokens are not drawn
             self.begun |= {child.index: child for child in part.handle.begun() if child.index in orphans}
         self.unplaced |= orphans
+
+
+def seeded(group: Group, text: str) -> Group:
+    """Give a group the seed that follows from a text."""
+    seed = xxhash.xxh3_64_intdigest(text.encode()) % SEED_LIMIT
+    return msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, seed=seed))
 
 
 def nothing(index: int) -> Begun:

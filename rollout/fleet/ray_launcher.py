@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.fleet.joins import Joins
-from rollout.fleet.launcher import FIRST_PAUSE_S, MOST_PAUSE_S, STEADY_S, Event
+from rollout.fleet.launcher import FIRST_PAUSE_S, MOST_PAUSE_S, STEADY_S, Event, Use, alike, least_used
 from rollout.fleet.ray_actor import STOP_S, Holder
 from rollout.logs import logger
 
@@ -124,12 +124,12 @@ class RayLauncher:
         self._joins.remove(name)
         self._calls.put(lambda: self._release(name))
 
-    def scale(self, count: int) -> list[str]:
-        """Have so many of Ray's replicas. Returns those that are to go, the last that were made."""
+    def scale(self, count: int, use: Use = alike) -> list[str]:
+        """Have so many of Ray's replicas. Returns those that are to go."""
         more, self._wanted = count - self._wanted, count
         if more > 0:
             self._calls.put(lambda: self._place(more))
-        return [name for name, slot in self._slots.items() if slot.wanted][count:]
+        return least_used([name for name, slot in self._slots.items() if slot.wanted], count, use)
 
     def pid(self, name: str) -> int | None:
         return self._joins.pid(name)

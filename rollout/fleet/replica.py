@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -14,6 +15,9 @@ from engine.types import Limits
 from rollout.client.link import Link
 from rollout.client.patience import Patience
 from rollout.fleet.inbox import Inbox
+from rollout.fleet.told import Progress, Told, told
+from rollout.logs import logger
+from transport.errors import NotBelieved
 from transport.keys.files import ClientKeys
 from transport.messages import GATHERS, StatusRequest, Welcome
 from transport.sockets import ClientEnd
@@ -22,6 +26,10 @@ NEVER_S = 1e9
 """the front, not the link, judges how long a replica may be away"""
 STALL_S = 300.0
 """longest that a connected replica's loop may say nothing; a single step may take minutes"""
+OVERDUE_S = 600.0
+"""longest that an answer may take, of staging all weights as well"""
+
+log = logger("rollout.fleet.replica")
 
 
 class State(enum.Enum):
@@ -40,7 +48,8 @@ class State(enum.Enum):
 class Replica:
     """Written by `Members`, in the service's thread."""
 
-    def __init__(self, name: str, inbox: Inbox) -> None:
+    def __init__(self, name: str, inbox: Inbox, wrong: Callable[[Replica, str], None]) -> None:
+        """wrong: called with what makes an answer useless; the replica is lost then."""
         self.name = name
         self.state = State.JOINING
         self.why = "its process starts"
@@ -54,17 +63,26 @@ class Replica:
         """outstanding tokens: prompts, and what their children may make; 0: nothing runs there. Written by `Groups`"""
         self.failing: set[str] = set()
         """groups that it has failed on since it last succeeded"""
+        self.believed = True
+        """nothing has come of it that cannot be"""
+        self.gave_back_at: float | None = None
+        """when it gave back a child that nobody had ended, as one that stops does; it is given nothing meanwhile"""
         self.silent_since: float | None = None
         """when its link was seen to be down"""
         self.status: dict[str, Any] = {}
         """the last one that came"""
         self.asked_status = False
+        self.status_asked_at = 0.0
+        self.progress = Progress()
         self.deaths = 0
         self.leaving = False
         """it is given nothing more, and goes when nothing runs there"""
         self.restarting = False
         """it was asked to stop, and is given nothing until it is back"""
         self._inbox = inbox
+        self._wrong = wrong
+        self._asked_at: dict[Future[Any], float] = {}
+        """of what has not been answered"""
         self._end: ClientEnd | None = None
         self._wanted: tuple[str | ClientKeys, Callable[[Future[Any]], None]] | None = None
         """a link that is not open yet, and who hears of it"""
@@ -110,18 +128,35 @@ class Replica:
         assert self.link is not None
         return self.link.request(make)
 
-    def ask_status(self, told: Callable[[dict[str, Any]], None]) -> None:
-        """Ask for the status, unless that is under way; `told` is called with it as well."""
-        if self.asked_status and self.status:
+    def overdue(self, now: float) -> bool:
+        """Whether it has not answered something for too long."""
+        return any(now - asked_at > OVERDUE_S for asked_at in self._asked_at.values())
+
+    def gives_back(self) -> None:
+        """Note that it has ended a child for no reason of its group's: it stops. Nothing is given to it until it is back, or
+        has not stopped after all, which is a failure."""
+        self.gave_back_at = self.gave_back_at or time.monotonic()
+
+    def fresh(self) -> None:
+        """Begin again with a new process: nothing is held against it, or awaited of it."""
+        self.failing.clear()
+        self.believed, self.gave_back_at, self.silent_since, self.restarting = True, None, None, False
+        self.progress, self.asked_status = Progress(), False
+        self._asked_at.clear()
+
+    def ask_status(self, look: Callable[[Told], None]) -> None:
+        """Ask for the status, unless that is under way; `look` is called with it."""
+        if self.asked_status:
             return
 
         def then(answer: Future[Any]) -> None:
             self.asked_status = False
             if answer.exception() is None:
+                status = told(answer.result())
                 self.status = answer.result()
-                told(self.status)
+                look(status)
 
-        self.asked_status = True
+        self.asked_status, self.status_asked_at = True, time.monotonic()
         self.ask(StatusRequest, then)
 
     def disconnect(self) -> None:
@@ -132,10 +167,21 @@ class Replica:
 
     def _answer(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
         link = self.link
+        self._asked_at[future] = time.monotonic()
 
         def call(answer: Future[Any]) -> None:
-            if self.link is link:
+            self._asked_at.pop(answer, None)
+            if self.link is not link:
+                return
+            try:
+                if isinstance(error := answer.exception(), NotBelieved):
+                    self.believed = False
                 then(answer)
+            except (ValueError, TypeError, LookupError, AttributeError) as wrong:
+                log.exception("answer of a replica not understood name=%s", self.name)
+                self.believed, error = False, wrong
+            if not self.believed:
+                self._wrong(self, f"it answered what cannot be: {error}")
 
         # `answer` is given, not enclosed: a future keeps its callbacks, and would be garbage that holds all that `then` does
         future.add_done_callback(lambda answer: self._inbox.post(partial(call, answer)))

@@ -20,6 +20,7 @@ from rollout.fleet.content import Content
 from rollout.fleet.replica import Replica
 from rollout.logs import logger
 from transport import messages as m
+from transport.checks import check_refreshed
 from transport.errors import InvalidRequest, WeightsRefused
 from transport.weights.inline import InlineOffer, chunks
 from transport.weights.manifest import pack_manifest, pack_targets
@@ -153,6 +154,7 @@ class Transaction:
             return
         if (error := answer.exception()) is None:
             applied: m.Applied = answer.result()
+            check_refreshed(applied.refreshed, self.content.version)
             self.applied[replica] = applied.refreshed
             return
         assert isinstance(error, Exception)

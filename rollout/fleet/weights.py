@@ -11,6 +11,7 @@ a replica that has not the live weights ←─ what is kept, at any time; served
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import msgspec
 import numpy as np
 
 from engine.types import Adapter, KVPolicy, Refreshed, TensorInfo, manifest_digest
-from rollout.fleet.content import Content, Live, bytes_of
+from rollout.fleet.content import Content, Live, Versions, bytes_of
 from rollout.fleet.replica import Replica
 from rollout.fleet.transaction import Transaction, sees_memory
 from rollout.logs import logger
@@ -32,10 +33,20 @@ MOST_WIDTH = 4
 READ_BYTES = 1 << 20
 LOOK_S = 0.02
 
+
 Told = Callable[[Replica, Exception | None], None]
 """called with a replica that has the live weights, or with why it has not"""
 
 log = logger("rollout.fleet.weights")
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """Where a replica has written the live weights."""
+
+    version: int
+    digest: str
+    manifest: list[TensorInfo]
+    offer: ShmOffer
 
 
 class Base(NamedTuple):
@@ -127,6 +138,7 @@ class FleetWeights:
         version: int = 0,
     ) -> None:
         self.version = version
+        self.versions = Versions(version)
         self.digest = ""
         """of the live weights, "" until somebody has said it"""
         self.settled = False
@@ -176,10 +188,9 @@ class FleetWeights:
         held = (replica.version for replica in self._linked())
         return all(version != self.version and self.live.next_for(version) is None for version in held)
 
-    def sized(self, status: dict[str, Any]) -> None:
-        """Learn from a replica's status how large the model is."""
-        sizes = status.get("weights", {})
-        self.model_bytes = max(self.model_bytes, sizes.get("resident_bytes", 0) + sizes.get("offloaded_bytes", 0))
+    def sized(self, size: int) -> None:
+        """Learn how large the model is, in bytes, as a replica says."""
+        self.model_bytes = max(self.model_bytes, size)
 
     def settle(self, told: Sequence[Replica]) -> None:
         """Say which weights are live when a front starts: the newest that a replica has. A refresh that the front before had
@@ -192,6 +203,7 @@ class FleetWeights:
         else:
             log.warning("weights lost with the replicas version=%d newest=%d", self.version, newest.version)
         self.live.since = self.version
+        self.versions.add(self.version)
 
     # a refresh of all
 
@@ -224,6 +236,7 @@ class FleetWeights:
         """Apply what all have prepared. None: not all have said yet that they have it. Raises why nobody has."""
         assert staging.transaction is not None
         if not staging.transaction.committing:
+            self.versions.add(staging.version)  # as soon as a replica has it, and before all have
             staging.transaction.commit(kv)
         if not staging.transaction.done:
             return None
@@ -267,7 +280,7 @@ class FleetWeights:
         done = list(transaction.applied.values())
         self.version = content.version
         self.base_digest = "" if content.adapter is None else self.base.digest
-        self.digest = done[0].digest if done else ""
+        self.digest = Counter(one.digest for one in done).most_common(1)[0][0] if done else ""
         self._lender = None
         self.live.keep(msgspec.structs.replace(content, kv=transaction.kv))
         for replica, refreshed in transaction.applied.items():
@@ -301,15 +314,12 @@ class FleetWeights:
             if (error := answer.exception()) is not None:
                 log.warning("replica does not share its weights name=%s reason=%s", lender.name, error)
                 return
-            shared = answer.result()
-            same = (shared["version"], shared["digest"]) == (version, self.digest) and version == self.version
+            shared = msgspec.convert(answer.result(), Shared)
+            same = (shared.version, shared.digest) == (version, self.digest) and version == self.version
             if self.live.base is None and same:
-                manifest, offer = (
-                    msgspec.convert(shared["manifest"], list[TensorInfo]),
-                    msgspec.convert(shared["offer"], ShmOffer),
-                )
+                memory = SegmentView()
                 try:
-                    self.live.borrow(Content(version, False, manifest, offer, SegmentView().open(offer)))
+                    self.live.borrow(Content(version, False, shared.manifest, shared.offer, memory.open(shared.offer)))
                     self._lender = lender
                 except SourceUnreachable as gone:
                     log.warning("replica has not shared its weights name=%s reason=%s", lender.name, gone)
@@ -353,7 +363,7 @@ class FleetWeights:
         while pending := [future for future in asked.values() if not future.done()]:
             wait(pending, LOOK_S)
             yield None
-        found = {name: future.result()["live_digest"] for name, future in asked.items() if future.exception() is None}
+        found = {name: future.result().get("live_digest", "") for name, future in asked.items() if future.exception() is None}
         yield next(iter(found.values())) if len(set(found.values())) == 1 else f"not the same everywhere: {found}"
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from tests.support.plans import commit, launch, rows, small_scheduler, step, sub
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import engine as toy_engine
 from tests.support.toy import group, run
+from transport.checks import Bounds
 
 Samples = dict[tuple[str, int], Sample]
 
@@ -130,7 +131,7 @@ def crashed(engine: Engine, each: Group, steps: int) -> list[Sample]:
             samples += engine.step()
             since = {child.index: len(child.token_ids) for child in known.begun()}
             for chunk in engine.chunks(each.id, since, every, 16):
-                known.add(chunk, engine.vocab_size)
+                known.add(chunk, Bounds(engine.vocab_size, frozenset()))
     for sample in samples:
         known.end(sample.index)
     begun, gone = {child.index: child for child in known.begun()}, {sample.index for sample in samples}

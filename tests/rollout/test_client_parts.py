@@ -18,6 +18,7 @@ from rollout.client.open_requests import OpenRequests
 from rollout.client.scoring import scored_group
 from rollout.client.submission import check_budget, group_of, sendable
 from rollout.service.clock import LoopClock
+from transport.checks import Bounds
 from transport.errors import ClientClosed, LimitExceeded, WeightsRefused
 
 # the connection, as the client sees it
@@ -74,7 +75,7 @@ def test_a_hello_on_its_way_is_outdated_without_another_one_in_a_hurry() -> None
 def test_a_request_is_answered_once_and_asked_for_again_until_then() -> None:
     requests, future = OpenRequests(), Future[Any]()
     assert not requests
-    requests.add(7, [b"frames"], future)
+    requests.add(7, [b"frames"], future, str)
     assert requests and list(requests.wanted()) == [[b"frames"]] and requests.ids == [7]
     requests.answer(7, "done")
     requests.answer(7, "done again")
@@ -83,8 +84,8 @@ def test_a_request_is_answered_once_and_asked_for_again_until_then() -> None:
 
 def test_an_answer_that_is_an_error_is_raised_and_who_gave_up_is_not_waited_for() -> None:
     requests, failing, given_up = OpenRequests(), Future[Any](), Future[Any]()
-    requests.add(1, [], failing)
-    requests.add(2, [], given_up)
+    requests.add(1, [], failing, str)
+    requests.add(2, [], given_up, str)
     given_up.cancel()
     assert len(list(requests.wanted())) == 1
     requests.answer(1, WeightsRefused("no"))
@@ -174,6 +175,7 @@ def sent(groups: OpenGroups) -> list[str]:
 def test_groups_over_the_budget_wait_until_children_have_come_back() -> None:
     """A prompt of 2 and two children of 10 are 22 tokens; a child that comes back leaves 12."""
     groups = OpenGroups(budget=50)
+    groups.bounds = Bounds(1, frozenset({0}))
     for name in "abcd":
         assert groups.add(handle(name))
     assert sent(groups) == ["a", "b"]

@@ -27,7 +27,7 @@ from rollout.client.api import RolloutClient
 from rollout.commands.serve_fleet import core_sets, divided
 from rollout.commands.top import View
 from rollout.config import Config, FleetConfig, InputError
-from rollout.fleet import groups as groups_module
+from rollout.fleet import failures as failures_module
 from rollout.fleet import members as members_module
 from rollout.fleet import replica as replica_module
 from rollout.fleet import routing
@@ -157,7 +157,7 @@ def test_what_ran_on_a_lost_replica_runs_elsewhere() -> None:
 
 
 def test_a_group_that_seems_to_kill_replicas_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups_module, "MOST_MOVES", 2)
+    monkeypatch.setattr(failures_module, "MOST_MOVES", 2)
     with fleet_of(2, step_s=0.01) as (fleet, threads):
         fleet.submit(group(1, max_tokens=10_000))
         for _ in range(3):
@@ -290,7 +290,7 @@ def test_a_replica_that_stops_hands_its_tokens_on() -> None:
         (part,) = fleet._groups.open["g1"].parts
         first, second = threads.engines[part.replica.name], threads.engines["1" if part.replica.name == "0" else "0"]
         until(lambda: first.made["steps"] > 200)
-        fleet._members.restart(part.replica.name)
+        fleet._members.changes.restart(part.replica.name)
         check(collect(fleet, 4).values())
         assert second.made["generated_tokens"] <= 4 * 850, "it did not begin again"
 

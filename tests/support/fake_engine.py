@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from engine.types import Chunk, Group, Limits, Sample
+from engine.types import Begun, Chunk, Group, Limits, Sample
 
 VOCAB = 1000
 
@@ -29,6 +29,7 @@ class Child:
     group: Group
     index: int
     tokens: list[int] = field(default_factory=list)
+    begun: Begun | None = None
 
 
 def token(prompt: np.ndarray, index: int, position: int) -> int:
@@ -68,8 +69,10 @@ class FakeEngine:
         if len(group.prompt) + group.sampling.max_tokens > 50_000:
             raise ValueError("it can never fit the KV pool of 50000 tokens")
         self.clients[client] += 1
-        begun = {child.index: child.token_ids.tolist() for child in group.begun}
-        self.groups[group.id] = [Child(group, i, begun.get(i, [])) for i in group.wanted]
+        begun = {child.index: child for child in group.begun}
+        self.groups[group.id] = [
+            Child(group, i, begun[i].token_ids.tolist() if i in begun else [], begun.get(i)) for i in group.wanted
+        ]
 
     def step(self) -> list[Sample]:
         time.sleep(self.step_s)
@@ -117,15 +120,22 @@ class FakeEngine:
         siblings.remove(child)
         if not siblings:
             del self.groups[child.group.id]
-        count = len(child.tokens)
+        count, begun = len(child.tokens), child.begun
+        logprobs, spans = np.full(count, -0.5, np.float32), [(0, self.version)] if count else []
+        if begun is not None:
+            known = len(begun.token_ids)
+            logprobs[:known] = begun.logprobs
+            spans = begun.weight_versions + ([(known, self.version)] if count > known else [])
         return Sample(
             group_id=child.group.id,
             index=child.index,
             token_ids=np.array(child.tokens, np.int32),
-            logprobs=np.linspace(-1, 0, count, dtype=np.float32),
+            logprobs=logprobs,
+            raw_logprobs=logprobs if child.group.sampling.raw_logprobs else None,
             finish_reason=reason,  # type: ignore[arg-type]
-            weight_versions=[(0, self.version)] if count else [],
+            weight_versions=spans,
             prompt_tokens=len(child.group.prompt),
+            seed=child.group.sampling.seed or 0,
         )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.types import KVPolicy, Refreshed, Sample
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.launcher import Event
+from rollout.fleet.launcher import Event, Use, alike, least_used
 from rollout.service.loop import Service
 from tests.support.hash_engine import HashEngine, Weights, expected, key_of, manifest_of, weights_of
 from tests.support.waiting import until
@@ -99,8 +99,8 @@ class Threads:
             self.services[name].stop()
             self.events.append(Event(name, None, "it was asked to go"))
 
-    def scale(self, count: int) -> list[str]:
-        going = sorted(self.services)[count:]
+    def scale(self, count: int, use: Use = alike) -> list[str]:
+        going = least_used(sorted(self.services), count, use)
         for i in range(self.wanted, count):
             self.start(str(i))
         self.wanted = count

@@ -1,0 +1,222 @@
+"""What a sample or a chunk may say, compared with what was asked before it is anybody's data.
+
+Another process has made it: a service for its client, a replica for its front. Both call these functions on what came, for the
+group as they sent it. Tokens that are possible and wrong are not found here: docs/fleet.md says what finds those.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.types import SEED_LIMIT, Begun, Chunk, Group, Refreshed, Sample, Sampling
+
+ROUNDING = 1e-4
+"""by which the log-prob of a token that is nearly certain may be above 0: sums of float32"""
+LOWEST = float(np.finfo(np.float32).min)
+"""what is below is -inf"""
+DTYPES = {"logprobs": np.float32, "raw_logprobs": np.float32, "top_ids": np.int32, "top_logprobs": np.float32}
+
+Spans = Sequence[tuple[int, int]]
+"""(first token, version), ascending"""
+
+
+def any_version(version: int) -> bool:
+    """Take any version for one that was live: a client cannot know."""
+    return True
+
+
+class Bounds(NamedTuple):
+    """What else than the group bounds its samples."""
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    """the model's own"""
+    least_version: int = 0
+    """of the weights when the group was sent: nothing older draws its tokens"""
+    was_live: Callable[[int], bool] = any_version
+
+
+NOTHING = Bounds(0, frozenset())
+"""may come of a group that was not sent"""
+
+
+def check_sample(sample: Sample, group: Group, begun: Begun | None, bounds: Bounds) -> None:
+    """Raises ValueError naming the child, the field and what the group allows. begun: what the child had when it was sent."""
+    if sample.index not in group.wanted:
+        raise ValueError(f"sample {sample.index} of a group of {len(group.wanted)}")
+    if sample.prompt_tokens != len(group.prompt):
+        raise _wrong(sample, "prompt_tokens", sample.prompt_tokens, f"{len(group.prompt)}, as in the prompt")
+    if not _is_seed(sample.seed, group.sampling):
+        raise _wrong(sample, "seed", sample.seed, f"{group.sampling.seed}")
+    if not (0.0 <= sample.seconds < math.inf and sample.offloads >= 0):
+        raise _wrong(sample, "seconds, offloads", (sample.seconds, sample.offloads), "finite, and not below 0")
+    if sample.error is not None and sample.finish_reason != "error":
+        raise _wrong(sample, "error", sample.error, 'None, unless finish_reason is "error"')
+    _check_columns(sample, group.sampling, bounds.vocab_size)
+    if sample.finish_reason == "error" and not len(sample.token_ids):
+        begun = None  # what it had was dropped with it
+    skip = 0 if begun is None or group.score else len(begun.token_ids)
+    _check_values(sample, skip, bounds.vocab_size, given=group.score)
+    _check_begun(sample, begun, group.score)
+    _check_versions(sample, skip, bounds)
+    _check_end(sample, group, begun, bounds.eos_token_ids)
+
+
+def check_chunk(chunk: Chunk, group: Group, bounds: Bounds) -> None:
+    """Raises ValueError for new tokens that a child of the group cannot have; the columns are checked by `Begun.validate`."""
+    if not _is_seed(chunk.seed, group.sampling):
+        raise _wrong(chunk, "seed", chunk.seed, f"{group.sampling.seed}")
+    chunk.validate(group.sampling, bounds.vocab_size)
+    _check_values(chunk, 0, bounds.vocab_size, given=False)
+    _check_versions(chunk, 0, bounds)
+
+
+def check_goes_on(sample: Sample, known: Begun) -> None:
+    """Raises ValueError for a sample that has other tokens than were streamed of it, as far as the same versions made both."""
+    same = agreed(sample.weight_versions, known.weight_versions, min(len(sample.token_ids), len(known.token_ids)))
+    for name in ("token_ids", "logprobs"):
+        if getattr(sample, name)[:same].tobytes() != getattr(known, name)[:same].tobytes():
+            raise ValueError(f"sample {sample.index} has other {name} than the tokens that were streamed of it")
+
+
+def check_refreshed(refreshed: Refreshed, version: int | None) -> None:
+    """Raises ValueError for the answer to a refresh that names other weights than it brought, or times that are none. version:
+    that the weights were to have; None: the next one."""
+    if refreshed.version < 0 or version not in (None, refreshed.version):
+        raise ValueError(f"version {refreshed.version} for a refresh of version {version}")
+    for name in ("bytes", "sent_bytes", "seconds", "staged_seconds", "paused_seconds"):
+        if not 0 <= getattr(refreshed, name) < math.inf:
+            raise ValueError(f"{name}={getattr(refreshed, name)}: must be finite, and not below 0")
+
+
+def agreed(one: Spans, other: Spans, length: int) -> int:
+    """Count the first tokens, of `length`, that both say the same versions made."""
+    starts = sorted({first for first, _ in (*one, *other) if first < length})
+    return next((at for at in starts if version_at(one, at) != version_at(other, at)), length)
+
+
+def version_at(spans: Spans, at: int) -> int:
+    """Return which version made the token `at`, -1 if the spans do not say."""
+    place = bisect_right(spans, (at, math.inf)) - 1
+    return spans[place][1] if place >= 0 else -1
+
+
+def _wrong(child: Sample | Chunk, field: str, value: object, must: str) -> ValueError:
+    kind = "sample" if isinstance(child, Sample) else "chunk of child"
+    return ValueError(f"{kind} {child.index} has {field} {str(value)[:80]}: must be {must}")
+
+
+def _is_seed(seed: int, sampling: Sampling) -> bool:
+    return 0 <= seed < SEED_LIMIT if sampling.seed is None else seed == sampling.seed
+
+
+def _check_columns(sample: Sample, sampling: Sampling, vocab_size: int) -> None:
+    """Check which arrays there are, their dtypes and shapes, and token ids."""
+    tokens, k = sample.token_ids, sampling.top_logprobs
+    if tokens.dtype != np.int32 or tokens.ndim != 1:
+        raise _wrong(sample, "token_ids", f"{tokens.dtype} {tokens.shape}", "int32 [tokens]")
+    asked = {"logprobs": True, "raw_logprobs": sampling.raw_logprobs, "top_ids": k > 0, "top_logprobs": k > 0}
+    for name, wanted in asked.items():
+        column = getattr(sample, name)
+        if column is None and (not wanted or not len(tokens)):
+            continue
+        shape = (len(tokens), k) if name.startswith("top") else (len(tokens),)
+        if column is None or not wanted or column.dtype != DTYPES[name] or column.shape != shape:
+            found = "none" if column is None else f"{column.dtype} {column.shape}"
+            raise _wrong(
+                sample, name, found, f"{np.dtype(DTYPES[name]).name} {list(shape)}" if wanted else "none: nobody asked"
+            )
+    if sampling.lengths is not None and not sample.index < len(sampling.lengths):
+        raise ValueError(f"sample {sample.index}: the group has {len(sampling.lengths)} lengths")
+    if len(tokens) > (most := sampling.most_tokens(sample.index)):
+        raise _wrong(sample, "token_ids", f"of {len(tokens)} tokens", f"at most max_tokens={most}")
+    if len(tokens) and int(tokens.view(np.uint32).max()) >= vocab_size:  # those below 0 are the largest
+        bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+        raise _wrong(sample, "token_ids", f"with {bad}", f"0 to {vocab_size - 1}")
+
+
+def _check_values(child: Sample | Chunk, skip: int, vocab_size: int, given: bool) -> None:
+    """Check log-probs behind the first `skip` tokens, which others made. given: the tokens were, so that some may be none of
+    those that could be drawn."""
+    for name in ("logprobs", "raw_logprobs"):
+        values = getattr(child, name)
+        if values is None or len(values) <= skip:
+            continue
+        values = values[skip:]
+        if not (values.max() <= ROUNDING and (given or values.min() >= LOWEST)):
+            bad = values[~(np.isfinite(values) & (values <= ROUNDING))][0]
+            raise _wrong(child, name, f"with {bad}", "finite, and not above 0")
+    ids, values = child.top_ids, child.top_logprobs
+    if ids is None or values is None or not ids[skip:].size:
+        return
+    ids, values = ids[skip:], values[skip:]
+    if not -1 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise _wrong(child, "top_ids", f"from {ids.min()} to {ids.max()}", f"0 to {vocab_size - 1}, and -1 for none")
+    if not (values.max() <= ROUNDING and np.array_equal(values >= LOWEST, ids >= 0)):
+        raise _wrong(child, "top_logprobs", "that are none", "finite, not above 0, and -inf where top_ids is -1")
+
+
+def _check_begun(sample: Sample, begun: Begun | None, score: bool) -> None:
+    """Check that what the child had comes back with it."""
+    if begun is None:
+        return
+    had, tokens = len(begun.token_ids), sample.token_ids
+    if score:
+        if not np.array_equal(tokens, begun.token_ids[: len(tokens)]):
+            raise _wrong(sample, "token_ids", "that were not given", "those to score")
+        return
+    if not np.array_equal(tokens[:had], begun.token_ids):
+        raise _wrong(sample, "token_ids", "that do not go on from those it had", f"the {had} of begun, then others")
+    if sample.logprobs[:had].tobytes() != begun.logprobs.tobytes():
+        raise _wrong(sample, "logprobs", "that do not go on from those it had", f"the {had} of begun, then others")
+    if agreed(sample.weight_versions, begun.weight_versions, had) < had:
+        raise _wrong(sample, "weight_versions", sample.weight_versions, f"{begun.weight_versions} of begun, then others")
+
+
+def _check_versions(child: Sample | Chunk, skip: int, bounds: Bounds) -> None:
+    """Check the spans: their order, and which weights made the tokens behind the first `skip`."""
+    spans, tokens = child.weight_versions, len(child.token_ids)
+    firsts = [first for first, _ in spans]
+    if firsts != sorted(set(firsts)) or firsts[:1] != ([0] if tokens else []) or (tokens and firsts[-1] >= tokens):
+        raise _wrong(child, "weight_versions", spans, f"spans that ascend from token 0 to below {tokens}")
+    if tokens <= skip:
+        return
+    new = [version_at(spans, skip), *(version for first, version in spans if first > skip)]
+    if new != sorted(set(new)) or not bounds.least_version <= new[0] <= new[-1] < 2**63:
+        raise _wrong(child, "weight_versions", spans, f"versions that ascend from {bounds.least_version}, the live one before")
+    for version in new:
+        if not bounds.was_live(version):
+            raise _wrong(child, "weight_versions", spans, f"versions that were live; {version} never was")
+
+
+def _check_end(sample: Sample, group: Group, begun: Begun | None, eos: frozenset[int]) -> None:
+    """Check that a child may have ended for this reason, with these tokens."""
+    reason, sampling, tokens = sample.finish_reason, group.sampling, sample.token_ids
+    most = sampling.most_tokens(sample.index) if begun is None or not group.score else len(begun.token_ids)
+    allowed = {
+        "stop": not group.score and len(tokens) > sampling.min_tokens and _stops(sample, sampling, eos),
+        "length": not group.score and len(tokens) == most,
+        "cut": not group.score and sampling.finish_after is not None,
+        "deadline": sampling.deadline_s is not None,
+        "stale": sampling.max_version_lag is not None and len(tokens) > 0,
+        "scored": group.score and len(tokens) == most,
+        "aborted": True,
+        "error": True,
+    }
+    if not allowed[reason]:
+        raise _wrong(sample, "finish_reason", f"{reason!r} after {len(tokens)} tokens", "one that its group allows")
+    by, end = sample.stopped_by, sample.text_end
+    if (by is None) != (end is None) or by is not None and (reason != "stop" or by not in sampling.stop) or (end or 0) < 0:
+        raise _wrong(sample, "stopped_by, text_end", (by, end), "one of Sampling.stop, and where it begins, or None")
+
+
+def _stops(sample: Sample, sampling: Sampling, eos: frozenset[int]) -> bool:
+    """Whether the last token may end the child."""
+    last = int(sample.token_ids[-1])
+    own = last in sampling.stop_token_ids or (last in eos and not sampling.ignore_eos)
+    return own or sample.stopped_by is not None
