@@ -120,9 +120,13 @@ def _check_columns(sample: Sample, sampling: Sampling, vocab_size: int) -> None:
     tokens, k = sample.token_ids, sampling.top_logprobs
     if tokens.dtype != np.int32 or tokens.ndim != 1:
         raise _wrong(sample, "token_ids", f"{tokens.dtype} {tokens.shape}", "int32 [tokens]")
-    asked = {"logprobs": True, "raw_logprobs": sampling.raw_logprobs, "top_ids": k > 0, "top_logprobs": k > 0}
-    for name, wanted in asked.items():
-        column = getattr(sample, name)
+    raw, top = sampling.raw_logprobs, k > 0
+    for name, column, wanted in (
+        ("logprobs", sample.logprobs, True),
+        ("raw_logprobs", sample.raw_logprobs, raw),
+        ("top_ids", sample.top_ids, top),
+        ("top_logprobs", sample.top_logprobs, top),
+    ):
         if column is None and (not wanted or not len(tokens)):
             continue
         shape = (len(tokens), k) if name.startswith("top") else (len(tokens),)
@@ -181,34 +185,46 @@ def _check_begun(sample: Sample, begun: Begun | None, score: bool) -> None:
 def _check_versions(child: Sample | Chunk, skip: int, bounds: Bounds) -> None:
     """Check the spans: their order, and which weights made the tokens behind the first `skip`."""
     spans, tokens = child.weight_versions, len(child.token_ids)
-    firsts = [first for first, _ in spans]
-    if firsts != sorted(set(firsts)) or firsts[:1] != ([0] if tokens else []) or (tokens and firsts[-1] >= tokens):
-        raise _wrong(child, "weight_versions", spans, f"spans that ascend from token 0 to below {tokens}")
-    if tokens <= skip:
-        return
-    new = [version_at(spans, skip), *(version for first, version in spans if first > skip)]
-    if new != sorted(set(new)) or not bounds.least_version <= new[0] <= new[-1] < 2**63:
+    if len(spans) == 1 and not skip and tokens and spans[0][0] == 0:  # as nearly always
+        new = [spans[0][1]]
+    else:
+        new = _new_versions(child, skip)
+    if new and (new != sorted(set(new)) or not bounds.least_version <= new[0] <= new[-1] < 2**63):
         raise _wrong(child, "weight_versions", spans, f"versions that ascend from {bounds.least_version}, the live one before")
     for version in new:
         if not bounds.was_live(version):
             raise _wrong(child, "weight_versions", spans, f"versions that were live; {version} never was")
 
 
+def _new_versions(child: Sample | Chunk, skip: int) -> list[int]:
+    """Return which weights made the tokens behind the first `skip`, in order. Raises ValueError for spans that are none."""
+    spans, tokens = child.weight_versions, len(child.token_ids)
+    firsts = [first for first, _ in spans]
+    if firsts != sorted(set(firsts)) or firsts[:1] != ([0] if tokens else []) or (tokens and firsts[-1] >= tokens):
+        raise _wrong(child, "weight_versions", spans, f"spans that ascend from token 0 to below {tokens}")
+    return [version_at(spans, skip), *(version for first, version in spans if first > skip)] if tokens > skip else []
+
+
 def _check_end(sample: Sample, group: Group, begun: Begun | None, eos: frozenset[int]) -> None:
     """Check that a child may have ended for this reason, with these tokens."""
     reason, sampling, tokens = sample.finish_reason, group.sampling, sample.token_ids
     most = sampling.most_tokens(sample.index) if begun is None or not group.score else len(begun.token_ids)
-    allowed = {
-        "stop": not group.score and len(tokens) > sampling.min_tokens and _stops(sample, sampling, eos),
-        "length": not group.score and len(tokens) == most,
-        "cut": not group.score and sampling.finish_after is not None,
-        "deadline": sampling.deadline_s is not None,
-        "stale": sampling.max_version_lag is not None and len(tokens) > 0,
-        "scored": group.score and len(tokens) == most,
-        "aborted": True,
-        "error": True,
-    }
-    if not allowed[reason]:
+    match reason:
+        case "length":
+            allowed = not group.score and len(tokens) == most
+        case "stop":
+            allowed = not group.score and len(tokens) > sampling.min_tokens and _stops(sample, sampling, eos)
+        case "scored":
+            allowed = group.score and len(tokens) == most
+        case "cut":
+            allowed = not group.score and sampling.finish_after is not None
+        case "deadline":
+            allowed = sampling.deadline_s is not None
+        case "stale":
+            allowed = sampling.max_version_lag is not None and len(tokens) > 0
+        case _:  # "error", and "aborted", which others than the client may ask for
+            allowed = True
+    if not allowed:
         raise _wrong(sample, "finish_reason", f"{reason!r} after {len(tokens)} tokens", "one that its group allows")
     by, end = sample.stopped_by, sample.text_end
     if (by is None) != (end is None) or by is not None and (reason != "stop" or by not in sampling.stop) or (end or 0) < 0:

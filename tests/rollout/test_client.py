@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Limits, Sample, Sampling
+from engine.types import Chunk, Limits, Sample, Sampling
 from rollout.client import connection, link
 from rollout.client.api import Handle, RolloutClient
 from rollout.client.submission import token_array
@@ -26,6 +26,7 @@ from transport import errors as e
 from transport import messages as m
 from transport.frames import Decoder, Frame, pack
 from transport.loopback import LoopbackService
+from transport.progress import pack_progress
 
 WAIT = 60.0
 """for what comes: a bound for hangs only"""
@@ -628,6 +629,66 @@ def test_nonsense_from_the_service_is_told_to_everybody_who_waits(played: Played
     played.get(m.Submit)
     played.send(played.sample("g", 0))
     again.result(WAIT)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"index": 7}, "sample 7 of a group of 2"),
+        ({"index": -1}, "sample -1 of a group of 2"),
+        ({"token_ids": np.full(3, VOCAB, np.int32)}, f"token_ids with {VOCAB}"),
+        ({"logprobs": np.full(3, np.nan, np.float32)}, "logprobs with nan"),
+        ({"finish_reason": "length"}, "finish_reason 'length' after 3 tokens"),
+        ({"finish_reason": "scored"}, "finish_reason 'scored'"),
+        ({"weight_versions": [(0, 0)]}, "weight_versions"),
+        ({"prompt_tokens": 999}, "prompt_tokens 999"),
+    ],
+)
+def test_a_sample_that_cannot_be_is_an_error_of_its_group(played: Played, fields: dict[str, Any], reason: str) -> None:
+    """Nothing of it is data. Others go on, and the service drops the rest of it: the id may be used again."""
+    handle, other = played.client.submit([1], Sampling(n=2), "g"), played.client.submit([1], Sampling(), "other")
+    for _ in range(2):
+        played.get(m.Submit)
+    played.send(m.SampleDone(msgspec.structs.replace(played.sample("g", 0).sample, **fields)))
+    error = failure(handle)
+    assert type(error) is e.NotBelieved and error.group_id == "g" and reason in str(error)
+    assert not handle.finished and not other.done
+    hello = played.get(m.Hello)
+    assert wanted(hello) == 1
+    played.welcome(hello, hello.groups)
+    again = played.client.submit([1], Sampling(), "g")
+    played.get(m.Submit)
+    played.send(played.sample("other", 0), played.sample("g", 0))
+    assert len(other.result(WAIT)) == len(again.result(WAIT)) == 1
+
+
+def test_new_tokens_that_cannot_be_are_an_error_of_their_group(played: Played) -> None:
+    handle, other = played.client.submit([1], Sampling(stream_every=2), "g"), played.client.submit([1], Sampling(), "other")
+    for _ in range(2):
+        played.get(m.Submit)
+    tokens = dict(token_ids=np.array([3], np.int32), logprobs=np.array([np.nan], np.float32), weight_versions=[(0, 1)])
+    played.send(pack_progress(1, {"g": [Chunk(index=0, first=0, seed=7, **tokens)]}))
+    assert "chunk of child 0 has logprobs with nan" in str(failure(handle)) and not handle.begun()
+    hello = played.get(m.Hello)
+    played.welcome(hello, hello.groups)
+    played.send(played.sample("other", 0))
+    other.result(WAIT)
+
+
+def test_an_answer_to_another_kind_of_request_is_none(played: Played) -> None:
+    future = played.client._link.request(m.WeightsRequest)
+    played.send(m.Done(played.get(m.WeightsRequest).request_id))
+    with pytest.raises(e.NotBelieved, match="a StatusReply was asked for, and a Done came"):
+        future.result(WAIT)
+
+
+def test_a_service_does_not_become_another_one_without_a_restart(played: Played) -> None:
+    handle = played.client.submit([1], Sampling(), "g")
+    played.get(m.Submit)
+    played.send(m.Refused(e.NoSession.kind, "who are you"))
+    info = ("played", 10 * VOCAB, 9999, (), 1, Limits(), ())
+    played.send(m.Welcome(m.PROTOCOL, played.get(m.Hello).number, played.incarnation, *info))
+    assert f"vocab_size {10 * VOCAB} of a service that said {VOCAB} before" in str(failure(handle))
 
 
 def test_a_restarted_service_is_told(played: Played) -> None:
