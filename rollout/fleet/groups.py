@@ -225,7 +225,6 @@ class Groups:
     def _part_failed(self, part: Part) -> None:
         """A replica has refused these children, has lost them, or is not believed."""
         one, error = part.open, part.handle.error
-        assert error is not None
         orphans = one.orphans(part)
         for index in sorted(part.left):
             self._left(part, index)
@@ -233,7 +232,7 @@ class Groups:
             part.replica.believed &= not isinstance(error, NotBelieved)
             self._lost(part, orphans)
             self._fail(part.replica, one.group.id, error)
-        elif orphans:  # the others have come, or run elsewhere
+        elif orphans and error is not None:  # the others have come, or run elsewhere
             self._refused(part, orphans, error)
 
     def _lost(self, part: Part, orphans: set[int]) -> None:
