@@ -33,7 +33,6 @@ MOST_WIDTH = 4
 READ_BYTES = 1 << 20
 LOOK_S = 0.02
 
-
 Told = Callable[[Replica, Exception | None], None]
 """called with a replica that has the live weights, or with why it has not"""
 

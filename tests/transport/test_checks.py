@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import pytest
 
 from engine.types import Begun, Chunk, Group, Refreshed, Sample, Sampling
+from transport import messages as m
 from transport.checks import Bounds, agreed, check_chunk, check_goes_on, check_refreshed, check_sample
 
 PROMPT = np.array([5, 6, 7], np.int32)
@@ -195,6 +196,10 @@ def test_a_sample_goes_on_from_what_was_streamed_of_it() -> None:
     check_goes_on(sample(10, finish_reason="aborted"), streamed)
     assert agreed([(0, 1), (4, 2)], [(0, 1), (3, 2)], 9) == 3
     assert agreed([(0, 1), (4, 2)], [(0, 1), (4, 2)], 9) == 9 and agreed([], [], 0) == 0 and agreed([(0, 1)], [], 2) == 0
+
+
+def test_every_request_names_its_answer() -> None:
+    assert set(m.ANSWERS) == {kind for kind in get_args(m.ClientMessage) if "request_id" in kind.__struct_fields__}
 
 
 def test_a_refresh_is_the_one_that_was_asked_for() -> None:
