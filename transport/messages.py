@@ -8,7 +8,7 @@
 
 A message with a request_id is answered by one with the same request_id, a Refused if it is refused.
 
-Adding one: define the Struct with its own tag, put it into the union of its direction, a request into ANSWERS as well, and handle
+Adding one: define the Struct with its own tag, put it into the union of its direction, a request into ANSWERS as well, handle
 it on that side. A changed meaning or a changed field raises PROTOCOL.
 """
 
