@@ -143,7 +143,9 @@ class HttpArgs(msgspec.Struct, kw_only=True):
     admin_port: int | None = None
     """port of its own for pause, weights and sleep; without it they are on --port"""
     token_file: str | None = None
-    """file with the token that requests must bring as Authorization: Bearer"""
+    """file with the token that requests must bring as Authorization: Bearer; nobody but its owner may read it"""
+    allowed_hosts: tuple[str, ...] = ()
+    """names by which requests call this process (Host), besides loopback's and those of --host: what a proxy passes on"""
     model_name: tuple[str, ...] = ()
     """names by which requests call the model; without it the service's own"""
     tokenizer: str | None = None

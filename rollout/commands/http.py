@@ -12,6 +12,7 @@ from rollout.commands.arguments import HttpArgs
 from rollout.commands.connecting import connected
 from rollout.config import InputError
 from rollout.process import write_atomically
+from transport.keys.files import BadKeys, read_private
 
 
 def run(args: HttpArgs) -> int:
@@ -20,7 +21,7 @@ def run(args: HttpArgs) -> int:
         from rollout.http.facade import Settings
         from rollout.http.facade import run as run_facade
     except ModuleNotFoundError as error:
-        raise InputError(f"{error.name} is not installed: pip install 'rollout[http]'") from error
+        raise InputError(f"{error.name} is not installed: from a checkout, pip install -e '.[http]'") from error
     from rollout import models
 
     try:
@@ -30,11 +31,14 @@ def run(args: HttpArgs) -> int:
             admin_host=args.admin_host,
             admin_port=args.admin_port,
             token=token_of(args.token_file),
+            allowed_hosts=args.allowed_hosts,
             names=args.model_name,
             overlong=args.overlong,
         )
     except ValueError as error:
         raise InputError(str(error)) from error
+    if args.ready_file and not Path(args.ready_file).absolute().parent.is_dir():
+        raise InputError(f"--ready-file {args.ready_file}: there is no folder for it; make it first")
     models.hide_progress_bars()
 
     def ready(url: str, admin: str) -> None:
@@ -56,13 +60,13 @@ def run(args: HttpArgs) -> int:
 
 
 def token_of(path: str | None) -> str | None:
-    """Read a token. Raises InputError."""
+    """Read a token. Raises InputError, also for a file that others can read."""
     if path is None:
         return None
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise InputError(f"--token-file {path}: {error.strerror}") from error
+        return read_private(path, "--token-file").decode().strip()
+    except BadKeys as error:
+        raise InputError(str(error)) from None
     except UnicodeDecodeError as error:
         raise InputError(f"--token-file {path}: {error}") from error
 

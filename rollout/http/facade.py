@@ -19,7 +19,8 @@ from rollout.http.chat import Chat
 from rollout.http.control import Control
 from rollout.http.data import Data, Overlong
 from rollout.http.errors import HttpError
-from rollout.http.frame import LOOPBACK, App, Bodies, Bounds, Handler, Route
+from rollout.http.frame import App, Bodies, Bounds, Handler, Route
+from rollout.http.hosts import LOOPBACK, check_names, named
 from rollout.http.server import listen, serve, server_of
 from rollout.http.sglang import SGLang
 from rollout.http.text import Text
@@ -37,18 +38,32 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """of pause, weights, sleep; None = those of `port`"""
     token: str | None = None
     """that `Authorization: Bearer` must have; needed for any address but loopback"""
+    allowed_hosts: tuple[str, ...] = ()
+    """names that `Host` may have, besides those that this process listens at"""
     names: tuple[str, ...] = ()
     """of the model, () = the service's own"""
     overlong: Overlong = "refuse"
     bounds: Bounds = Bounds()
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an address that would be open to everybody."""
+        """Raises ValueError for an address that would be open to everybody, or that is none."""
+        for name, port in (("--port", self.port), ("--admin-port", self.admin_port or 0)):
+            if not 0 <= port <= 65_535:
+                raise ValueError(f"{name} {port}: must be 1 to 65535, or 0 for a free one")
+        check_names(self.allowed_hosts)
         for host in (self.host, *([self.admin_host] if self.admin_port is not None else [])):
             if host not in LOOPBACK and self.token is None:
                 raise ValueError(f"{host} is open to other machines: give --token-file, or listen at 127.0.0.1")
         if self.token is not None and (len(self.token) < 16 or not self.token.isascii() or not self.token.isprintable()):
             raise ValueError("the token must be at least 16 printable ASCII characters")
+
+    def hosts(self) -> frozenset[str] | None:
+        """Return the names that `Host` may have, None = any. At an address of other machines a request needs the token, which no
+        web page has, and is called by names and addresses that this process cannot know (pods, proxies)."""
+        bound = {self.host} if self.admin_port is None else {self.host, self.admin_host}
+        if not bound <= LOOPBACK and not self.allowed_hosts:
+            return None
+        return frozenset(map(named, {*LOOPBACK, *bound, *self.allowed_hosts}))
 
 
 def apps(upstream: Upstream, text: Text, settings: Settings, url: str) -> tuple[App, App | None]:
@@ -60,9 +75,10 @@ def apps(upstream: Upstream, text: Text, settings: Settings, url: str) -> tuple[
     admin = [*control.routes(), *sglang.routes(), *AdapterRoutes(data, bodies).routes()]
     work = [*data.routes(), *Chat(data).routes()]
     if settings.admin_port is None:
-        return App([*work, *looks, *admin], settings.token), None
+        return App([*work, *looks, *admin], settings.token, settings.hosts()), None
     moved = [Route("POST", one.path, elsewhere(one.path)) for one in admin]
-    return App([*work, *looks, *moved], settings.token), App([*admin, *looks, *data.routes()[2:]], settings.token)
+    main, own = [*work, *looks, *moved], [*admin, *looks, *data.routes()[2:]]
+    return App(main, settings.token, settings.hosts()), App(own, settings.token, settings.hosts())
 
 
 def elsewhere(path: str) -> Handler:

@@ -1,6 +1,6 @@
 """What all routes have in common: who may ask, how much, and how it is refused.
 
-    request -> Guard (token, web pages, host) -> route -> body (size, time, JSON) -> dialect -> response
+    request -> App (Host, token, web pages) -> route -> body (size, time, JSON) -> dialect -> response
                                                     └──── any error ────> errors.response_of
 
 A body is read into memory whole, so all bodies together have a budget as well as each of them.
@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rollout.http.errors import HttpError, bad, response_of
+from rollout.http.hosts import check_host
 from rollout.http.upstream import Gone
 
 Answer = Union[Response, "Events"]
@@ -28,7 +29,6 @@ T = TypeVar("T")
 
 GONE = "rollout.gone"
 """in the scope of a request: a future that is done when whoever asked has hung up"""
-LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,14 +124,16 @@ class App:
 
     Args:
         token: that `Authorization: Bearer` must have; None = nobody needs one.
+        hosts: names that `Host` may have; None = any.
     """
 
-    def __init__(self, routes: Iterable[Route], token: str | None) -> None:
+    def __init__(self, routes: Iterable[Route], token: str | None, hosts: frozenset[str] | None) -> None:
         self._handlers = {(route.path, route.method): route.handler for route in routes}
         self._methods: dict[str, list[str]] = {}
         for path, method in self._handlers:
             self._methods.setdefault(path, []).append(method)
-        self._token = None if token is None else b"Bearer " + token.encode()
+        self._token = None if token is None else token.encode()
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; every error is answered in the dialects' form."""
@@ -147,6 +149,8 @@ class App:
     def _handler(self, scope: Scope) -> Handler:
         """Find who serves a request. Raises HttpError."""
         path = scope["path"]
+        if self._hosts is not None:
+            check_host(scope["headers"], scope["http_version"], self._hosts)
         if path not in ("/health", "/liveness"):
             self._admit(scope["headers"])
         handler = self._handlers.get((path, scope["method"]))
@@ -160,7 +164,8 @@ class App:
         """Raise HttpError for who may not ask."""
         if self._token is not None:
             given = next((value for name, value in headers if name == b"authorization"), b"")
-            if not hmac.compare_digest(given, self._token):
+            scheme, _, token = given.partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(b" "), self._token):
                 raise HttpError(401, "give Authorization: Bearer TOKEN")
         elif any(name == b"origin" for name, _ in headers):
             raise HttpError(403, "web pages may not ask a facade without a token: start it with --token-file")

@@ -122,15 +122,16 @@ class Server(uvicorn.Server):  # type: ignore[misc]
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind a port; 0 = a free one. Raises InputError."""
+    """Bind a port, 0 to 65,535; 0 = a free one. Raises InputError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: what is no name of a host
         bound.close()
-        raise InputError(f"{host} port {port}: {error.strerror}; give another --host or --port") from error
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{host} port {port}: {reason}; give another --host or --port") from error
     return bound
 
 

@@ -82,17 +82,24 @@ def read_client(path: str | Path) -> ClientKeys:
     return keys
 
 
-def _read(path: Path) -> ServiceKeys | ClientKeys:
+def read_private(path: str | Path, what: str) -> bytes:
+    """Read a file that holds a secret: at most 16 MiB of it. `what`: how messages call it. Raises BadKeys for one that others can
+    read, or that belongs to somebody else."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC), "rb") as file:
             about = os.fstat(file.fileno())
             data = file.read(1 << 24)
-    except OSError as error:
-        raise BadKeys(f"key file {path}: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise BadKeys(f"{what} {path}: {getattr(error, 'strerror', None) or error}") from None
     if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise BadKeys(f"key file {path}: others can read it (mode {about.st_mode & 0o777:o}); chmod 600 {path}")
+        raise BadKeys(f"{what} {path}: others can read it (mode {about.st_mode & 0o777:o}); chmod 600 {path}")
     if about.st_uid not in (os.geteuid(), 0):
-        raise BadKeys(f"key file {path}: it belongs to user {about.st_uid}; it must belong to who uses it")
+        raise BadKeys(f"{what} {path}: it belongs to user {about.st_uid}; it must belong to who uses it")
+    return data
+
+
+def _read(path: Path) -> ServiceKeys | ClientKeys:
+    data = read_private(path, "key file")
     try:
         found = msgspec.json.decode(data, type=dict[str, object]).get("version")
         if found != FILE_VERSION:
