@@ -10,8 +10,9 @@ from __future__ import annotations
 import msgspec
 from starlette.requests import Request
 
+from engine.types import KVPolicy, Refreshed
 from rollout.http.answers import json
-from rollout.http.control import step_of, version_above
+from rollout.http.control import from_folder, step_of, version_above
 from rollout.http.data import Data, name_of
 from rollout.http.errors import HttpError, bad, not_served
 from rollout.http.frame import Answer, Bodies, Route
@@ -55,42 +56,43 @@ class AdapterRoutes:
 
     async def load(self, request: Request) -> Answer:
         asked = await self._bodies.decode(request, self._load)
-        name, loaded = name_of(asked.lora_name, "lora_name"), self._upstream.adapter
+        name = name_of(asked.lora_name, "lora_name")
         if asked.lora_name in self._data.names:
             raise bad(f"lora_name={name!r}: is the model's own name; give another", "lora_name")
         if asked.base_model_name is not None and asked.base_model_name not in self._data.names:
             raise HttpError(404, f"the model {asked.base_model_name[:200]!r} is not here", "base_model_name")
-        if loaded is not None and loaded.name != name:
-            raise bad(f"adapter {loaded.name!r} is loaded, and there is one at a time: unload it first", "lora_name")
-        version = await self._refresh(asked.lora_path, 1.0, step_of(asked.lora_path))
-        self._upstream.adapter = LoadedAdapter(asked.lora_name, asked.lora_path)
+        with self._upstream.changing_weights():
+            loaded = self._upstream.adapter
+            if loaded is not None and loaded.name != name:
+                raise bad(f"adapter {loaded.name!r} is loaded, and there is one at a time: unload it first", "lora_name")
+            version = await self._refresh(asked.lora_path, 1.0, step_of(asked.lora_path), self._upstream.kv)
+            self._upstream.adapter = LoadedAdapter(asked.lora_name, asked.lora_path)
         return json({**done(version), "loaded_adapters": {asked.lora_name: asked.lora_path}})
 
     async def unload(self, request: Request) -> Answer:
         """Put the base weights back: the adapter's folder says which tensors these are."""
         asked = await self._bodies.decode(request, self._unload)
-        loaded = self._upstream.adapter
-        if loaded is None or loaded.name != asked.lora_name:
-            raise HttpError(404, f"no adapter {asked.lora_name[:200]!r} is loaded", "lora_name")
-        version = await self._refresh(loaded.path, 0.0, None)
-        self._upstream.adapter = None
+        with self._upstream.changing_weights():
+            loaded = self._upstream.adapter
+            if loaded is None or loaded.name != asked.lora_name:
+                raise HttpError(404, f"no adapter {asked.lora_name[:200]!r} is loaded", "lora_name")
+            version = await self._refresh(loaded.path, 0.0, None, self._upstream.kv)
+            self._upstream.adapter = None
         return json({**done(version), "loaded_adapters": {}})
 
-    async def _refresh(self, path: str, scale: float, version: int | None) -> int:
+    async def _refresh(self, path: str, scale: float, version: int | None, kv: KVPolicy) -> int:
         """Add the adapter to the base weights. Returns the version that is live. Raises HttpError, and as `refresh_lora`."""
-        if not path or "\0" in path:
-            raise bad("lora_path is empty, or no path", "lora_path")
-        upstream = self._upstream
-        wanted = await version_above(upstream, version)
-        client, kv = upstream.client, upstream.kv
+        client = self._upstream.client
+        wanted = await version_above(self._upstream, version)
+
+        def refresh() -> Refreshed:
+            return client.refresh_lora(path, scale=scale, version=wanted, kv=kv)
+
         try:
-            live = await upstream.control(lambda: client.refresh_lora(path, scale=scale, version=wanted, kv=kv))
+            return (await from_folder(self._upstream, path, refresh, "lora_path")).version
         except ModuleNotFoundError as error:
-            raise not_served(
-                "an adapter", f"{error.name} is not installed with the facade: pip install 'rollout[lora]'"
-            ) from None
-        upstream.saw(live.version)
-        return live.version
+            instead = f"{error.name} is not installed with the facade: from a checkout, pip install -e '.[lora]'"
+            raise not_served("an adapter", instead) from None
 
 
 def done(version: int) -> dict[str, object]:

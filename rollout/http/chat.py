@@ -22,17 +22,17 @@ from starlette.responses import Response
 from engine.types import Chunk, Sample, Sampling
 from rollout.http.answers import as_id, ending, json, tops, usage
 from rollout.http.data import Data, Group, name_of
-from rollout.http.errors import bad, not_served
-from rollout.http.frame import Answer, Events, Route
+from rollout.http.errors import NO_JSON, bad, not_served
+from rollout.http.frame import Answer, Events, Route, unless_gone
 from rollout.http.pieces import Spelling
+from rollout.http.prompts import Conversation, Messages
 from rollout.http.sampling import Draws, top_logprobs_of
-from rollout.http.splice import Messages, Turns, last_turn, spliced, told_ids
+from rollout.http.splice import Turns, last_turn, told_ids
 from rollout.http.streams import Contents, counted, wants_usage
 
 CALL = "<tool_call>"
 """begins one"""
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.S)
-
 
 Keep = Callable[[dict[str, Any], Sample], None]
 
@@ -78,6 +78,27 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class Function(msgspec.Struct):
+    """What a tool is called, and with what. What else it has is the template's."""
+
+    name: str
+    arguments: Any = None
+
+
+class Tool(msgspec.Struct):
+    """A tool, or a call of one."""
+
+    function: Function
+
+
+class Message(msgspec.Struct):
+    """What every message must be like, whatever else the template reads of it."""
+
+    role: str
+    content: str | list[Any] | None = None
+    tool_calls: list[Tool] | None = None
+
+
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of /detokenize."""
 
@@ -105,12 +126,15 @@ class Chat:
         asked = await self.data.bodies.decode(request, self._chat)
         name = self.data.name(asked.model)
         refuse(asked)
-        messages, template = conversation(asked.messages), template_of(asked)
+        messages = conversation(asked.messages)
+        template = self._template(asked.chat_template_kwargs, asked.tools if asked.tool_choice != "none" else None)
+        self.data.prompts.check(messages, template)
         session = request.headers.get("x-session-id", "")
-        ids = self._ids(session, asked.messages, messages, template)
+        ids = await unless_gone(request, self._ids(session, asked.messages, messages, template))
         asked.max_tokens = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
         more = top_logprobs_of(asked.top_logprobs or 0, "top_logprobs") | self.data.streaming(bool(asked.stream))
         group = self.data.group(ids, asked, None, asked.cache_salt, asked.priority, more)
+        self.data.check_samples([group])
         given = name_of(asked.request_id)
         names = {id := f"chatcmpl-{given}" if given else self.data.id("chatcmpl"), *([given] if given else [])}
         answer = {"id": id, "created": int(time.time()), "model": name}
@@ -130,16 +154,27 @@ class Chat:
         tokens = usage([group[0]], [samples])
         return json(answer | {"object": "chat.completion", "choices": choices, "usage": tokens})
 
-    def _ids(self, session: str, given: Messages, messages: Messages, template: dict[str, Any]) -> list[int]:
+    async def _ids(self, session: str, given: Messages, messages: Messages, template: dict[str, Any]) -> list[int]:
         """Return the ids of a conversation, exact as far as its turns are known. Raises HttpError."""
         upto = last_turn(messages)
-        if upto:
-            known = told_ids(given[upto - 1])
-            known = self._turns.find(session, messages[:upto], template) if known is None else known
-            exact = None if known is None else spliced(self._text, messages, known, template)
-            if exact is not None:
-                return exact
-        return self._text.encode(self._text.render(messages, add_generation_prompt=True, **template), special=False)
+        known = told_ids(given[upto - 1]) if upto else None
+        if known is None and upto:
+            known = self._turns.find(session, messages[:upto], template)
+        if known is None:
+            job = Conversation(messages=messages, template=template)
+        else:
+            last = int(known[-1]) if len(known) else None
+            job = Conversation(messages=messages, template=template, upto=upto, last=last)
+        found = await self.data.prompts.conversation(job)
+        return [*known.tolist(), *found.ids[0]] if found.behind and known is not None else found.ids[0]
+
+    def _template(self, given: dict[str, Any] | None, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
+        """Return what the template gets besides the messages. Raises HttpError for what says which template it is, or how it is
+        called."""
+        taken = sorted(self.data.prompts.reserved & (given or {}).keys())
+        if taken:
+            raise bad(f"chat_template_kwargs.{taken[0]}: not to be set here", "chat_template_kwargs")
+        return {**(given or {}), **({"tools": tools} if tools else {})}
 
     def choice(self, sample: Sample, group: tuple[np.ndarray, Sampling], asked: ChatRequest) -> dict[str, Any]:
         """Describe a whole sample."""
@@ -177,19 +212,24 @@ class Chat:
         if (asked.prompt is None) == (asked.messages is None):
             raise bad("give prompt or messages, one of the two", "prompt")
         if asked.prompt is not None:
-            ids = self._text.encode(asked.prompt, asked.add_special_tokens)
+            work = self.data.prompts.texts([asked.prompt], asked.add_special_tokens, "prompt")
+            (ids,) = await unless_gone(request, work)
         else:
-            template = {**(asked.chat_template_kwargs or {}), "tools": asked.tools}
+            shaped(asked.tools or [], Tool, "tools")
+            template = self._template(asked.chat_template_kwargs, asked.tools)
             messages = conversation(asked.messages or [])
-            written = self._text.render(messages, add_generation_prompt=asked.add_generation_prompt, **template)
-            ids = self._text.encode(written, special=False)
+            self.data.prompts.check(messages, template)
+            job = Conversation(messages=messages, template=template, generate=asked.add_generation_prompt)
+            (ids,) = (await unless_gone(request, self.data.prompts.conversation(job))).ids
         answer = {"count": len(ids), "max_model_len": self.data.upstream.info.context, "tokens": ids}
         return json(answer | {"token_strs": [self._text.token(id) for id in ids] if asked.return_token_strs else None})
 
     async def detokenize(self, request: Request) -> Response:
         asked = await self.data.bodies.decode(request, self._detokenize)
         self.data.name(asked.model)
-        vocab = self.data.upstream.info.vocab_size
+        vocab, most = self.data.upstream.info.vocab_size, self.data.upstream.info.context
+        if len(asked.tokens) > most:
+            raise bad(f"{len(asked.tokens)} tokens: at most {most}, the context of the model", "tokens")
         wrong = next((id for id in asked.tokens if not 0 <= id < vocab), None)
         if wrong is not None:
             raise bad(f"tokens holds {wrong}: the model's token ids are 0 to {vocab - 1}", "tokens")
@@ -221,33 +261,27 @@ def refuse(asked: ChatRequest) -> None:
         raise not_served("add_generation_prompt=false", "POST /v1/completions with the ids so far", "add_generation_prompt")
     if asked.chat_template is not None:
         raise not_served("chat_template", "render it yourself and POST /v1/completions with token ids", "chat_template")
-    for tool in asked.tools or []:
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad("tools: each must be {type: function, function: {name, …}}", "tools")
+    shaped(asked.tools or [], Tool, "tools")
 
 
-def template_of(asked: ChatRequest) -> dict[str, Any]:
-    """Return what the template is told besides the messages."""
-    template = dict(asked.chat_template_kwargs or {})
-    taken = sorted(
-        {"add_generation_prompt", "tokenize", "messages", "conversation", "chat_template", "tools"} & template.keys()
-    )
-    if taken:
-        raise bad(f"chat_template_kwargs.{taken[0]}: not to be set here", "chat_template_kwargs")
-    return template | ({"tools": asked.tools} if asked.tools and asked.tool_choice != "none" else {})
+def shaped(given: list[dict[str, Any]], kind: type[Any], param: str) -> None:
+    """Raise HttpError, naming the field, for a list whose entries are not of a kind."""
+    try:
+        msgspec.convert(given, list[kind])  # type: ignore[valid-type]
+    except msgspec.ValidationError as error:
+        raise bad(f"{param}: {error}", param) from None
 
 
 def conversation(messages: Messages) -> Messages:
     """Return messages as templates want them: contents as text, arguments of calls as objects. Raises HttpError."""
     if not messages:
         raise bad("messages is empty", "messages")
+    shaped(messages, Message, "messages")
     return [templated(message) for message in messages]
 
 
 def templated(message: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(message.get("role"), str):
-        raise bad("messages: each must have a role", "messages")
+    """Return a message, which has the shape of one, as templates want it. Raises HttpError."""
     exact = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
     message = {name: value for name, value in message.items() if name not in exact}
     content = message.get("content")
@@ -255,23 +289,19 @@ def templated(message: dict[str, Any]) -> dict[str, Any]:
         if any(not isinstance(part, dict) or not isinstance(part.get("text"), str) for part in content):
             raise not_served("content that is no text", "the service samples text only", "messages")
         message["content"] = "".join(part["text"] for part in content)
-    elif content is not None and not isinstance(content, str):
-        raise bad("messages: content must be text, a list of parts or null", "messages")
     if message.get("tool_calls"):
         message["tool_calls"] = [with_object(call) for call in message["tool_calls"]]
     return message
 
 
-def with_object(call: Any) -> dict[str, Any]:
+def with_object(call: dict[str, Any]) -> dict[str, Any]:
     """Return a tool call whose arguments are an object, as templates write them. Raises HttpError."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise bad("tool_calls: each must be {id, type: function, function: {name, arguments}}", "messages")
+    function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments or "{}")
-        except msgspec.DecodeError:
+        except NO_JSON:
             raise bad(f"tool_calls: the arguments of {function['name'][:100]!r} are no JSON", "messages") from None
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -282,7 +312,7 @@ def tool_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
     for found in TOOL_CALL.finditer(text):
         try:
             call = msgspec.json.decode(found[1])
-        except msgspec.DecodeError:
+        except NO_JSON:
             return text, []
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return text, []

@@ -7,6 +7,7 @@ between two steps, so a pause around them is allowed and not needed.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
@@ -14,7 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.types import Tag
+from engine.types import KVPolicy, Refreshed, Tag
 from rollout.http.answers import json
 from rollout.http.errors import bad, not_served
 from rollout.http.frame import Bodies, Handler, Route, flag, only_parameters
@@ -152,11 +153,12 @@ class Control:
         mode = request.query_params.get("mode", "wait" if flag(request, "wait_for_inflight_requests", False) else "abort")
         if mode not in ("keep", "wait", "abort"):
             raise bad(f"mode={mode!r}: must be keep, wait or abort", "mode")
-        self.upstream.kv = "recompute" if flag(request, "clear_cache", True) else "keep"
+        kv: KVPolicy = "recompute" if flag(request, "clear_cache", True) else "keep"
         client = self.upstream.client
         await self.upstream.control(client.drain if mode == "wait" else client.pause)
         if mode == "abort":
             await self.upstream.control(client.abort_all)
+        self.upstream.kv = kv
         return json({"status": "paused", "mode": mode})
 
     async def resume(self, request: Request) -> Response:
@@ -168,7 +170,8 @@ class Control:
         asked = await self.bodies.decode(request, self._update)
         if asked.weight_dir is None:
             raise not_served("an update without weight_dir", FILES, "update_info" if asked.update_info else "weight_dir")
-        version = await load_folder(self.upstream, asked.weight_dir, step_of(asked.weight_dir))
+        kv = self.upstream.kv  # as it is now: a pause that comes later is for later weights
+        version = await load_folder(self.upstream, asked.weight_dir, step_of(asked.weight_dir), kv, "weight_dir")
         return json({"status": "ok", "weight_version": str(version)})
 
     async def abort_requests(self, request: Request) -> Response:
@@ -206,17 +209,33 @@ def step_of(folder: str) -> int | None:
     return int(found[1]) if found else None
 
 
-async def load_folder(upstream: Upstream, folder: str, version: int | None) -> int:
-    """Refresh the service's weights from a folder that both see. `version`: taken if it is above the live one, else the next.
-    Returns the version that is live. Raises the typed errors of `RolloutClient.refresh`."""
-    if not folder or "\0" in folder:
-        raise bad("the folder's path is empty, or no path", "weight_dir")
-    wanted = await version_above(upstream, version)
-    client, kv = upstream.client, upstream.kv
-    refreshed = await upstream.control(lambda: client.refresh(folder, version=wanted, kv=kv))
-    upstream.saw(refreshed.version)
-    upstream.adapter = None  # these are whole weights
+async def load_folder(upstream: Upstream, folder: str, version: int | None, kv: KVPolicy, param: str) -> int:
+    """Refresh the service's weights from a folder that both see.
+
+    Args:
+        version: taken if it is above the live one, else the next.
+        kv: what becomes of the KV of other weights.
+        param: the field that names the folder.
+
+    Returns the version that is live. Raises HttpError, and the typed errors of `RolloutClient.refresh`."""
+    client = upstream.client
+    with upstream.changing_weights():
+        wanted = await version_above(upstream, version)
+        refreshed = await from_folder(upstream, folder, lambda: client.refresh(folder, version=wanted, kv=kv), param)
+        upstream.adapter = None  # these are whole weights
     return refreshed.version
+
+
+async def from_folder(upstream: Upstream, folder: str, refresh: Callable[[], Refreshed], param: str) -> Refreshed:
+    """Run a refresh from a folder. Raises HttpError for a path that is none, and what the refresh does."""
+    if not folder or "\0" in folder:
+        raise bad(f"{param} is empty, or no path", param)
+    try:
+        refreshed = await upstream.control(refresh)
+    except OSError as error:
+        raise bad(f"{param}: {error.strerror or error}", param) from None
+    upstream.saw(refreshed.version)
+    return refreshed
 
 
 async def version_above(upstream: Upstream, version: int | None) -> int | None:

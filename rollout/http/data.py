@@ -34,6 +34,7 @@ from rollout.http.answers import (
 from rollout.http.errors import HttpError, bad, not_served
 from rollout.http.frame import Answer, Bodies, Bounds, Events, Route, unless_gone
 from rollout.http.pieces import Piece, Spelling, beyond, pieces
+from rollout.http.prompt_pool import PromptPool
 from rollout.http.sampling import Draws, lag_of, max_tokens_of, priority_of, sampling_of, top_logprobs_of
 from rollout.http.streams import Contents, counted, one_event, wants_usage, whole_events
 from rollout.http.text import Text
@@ -102,9 +103,17 @@ class Data:
     """
 
     def __init__(
-        self, upstream: Upstream, text: Text, names: Sequence[str], bodies: Bodies, bounds: Bounds, overlong: Overlong
+        self,
+        upstream: Upstream,
+        text: Text,
+        prompts: PromptPool,
+        names: Sequence[str],
+        bodies: Bodies,
+        bounds: Bounds,
+        overlong: Overlong,
     ) -> None:
-        self.upstream, self.text, self.names, self.bodies, self.bounds = upstream, text, tuple(names), bodies, bounds
+        self.upstream, self.text, self.prompts = upstream, text, prompts
+        self.names, self.bodies, self.bounds = tuple(names), bodies, bounds
         self._overlong = overlong
         self._heads: dict[int, bytes] = {}
         """of `contents`; at most one for each id of the vocabulary"""
@@ -159,6 +168,7 @@ class Data:
         streams = bool(asked.stream) and params.prompt_logprobs is None
         more |= self.streaming(streams)
         group = self.group(asked.token_ids, params, None, asked.cache_salt, asked.priority, more)
+        self.check_samples([group])
         if streams:
             return Events(request, generate_events(self, group, asked, name))
         scored = None if params.prompt_logprobs is None else self.scoring([group], params.prompt_logprobs)
@@ -185,9 +195,7 @@ class Data:
         name = self.name(asked.model)
         if asked.suffix:
             raise not_served("suffix", "leave it out", "suffix")
-        prompts = prompts_of(asked, self.text)
-        if len(prompts) > self.bounds.max_prompts:
-            raise bad(f"{len(prompts)} prompts: at most {self.bounds.max_prompts} in one request (max_prompts)", "prompt")
+        prompts = await unless_gone(request, self._prompts(asked))
         given, wanted = (
             name_of(asked.request_id),
             asked.prompt_logprobs is not None or bool(asked.echo and asked.logprobs is not None),
@@ -196,6 +204,7 @@ class Data:
         streams = bool(asked.stream) and not wanted and not asked.echo
         more = top_logprobs_of(asked.logprobs or 0, "logprobs") | self.streaming(streams)
         groups = [self.group(ids, asked, COMPLETION_TOKENS, asked.cache_salt, asked.priority, more) for ids in prompts]
+        self.check_samples(groups)
         answer = {"id": id, "object": "text_completion", "created": int(time.time()), "model": name}
         if streams:
             return Events(request, completion_events(self, groups, asked, answer, names))
@@ -213,6 +222,27 @@ class Data:
         if asked.stream:
             return Events(request, whole_events(choices, answer, tokens, asked.stream_options))
         return json(answer | {"choices": choices, "usage": tokens})
+
+    async def _prompts(self, asked: CompletionRequest) -> list[list[int]]:
+        """Return the token ids of each prompt. Raises HttpError for none."""
+        given = asked.prompt
+        several: Any = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+        if not several:
+            raise bad("prompt is empty: give text, token ids, or a list of either", "prompt")
+        if len(several) > self.bounds.max_prompts:
+            raise bad(f"{len(several)} prompts: at most {self.bounds.max_prompts} in one request (max_prompts)", "prompt")
+        for one in several:
+            if isinstance(one, int) or (isinstance(one, list) and not all(type(id) is int for id in one)):
+                raise bad("prompt mixes token ids and prompts: give one kind", "prompt")
+        texts = [one for one in several if isinstance(one, str)]
+        encoded = iter(await self.prompts.texts(texts, asked.add_special_tokens is not False, "prompt"))
+        return [next(encoded) if isinstance(one, str) else one for one in several]
+
+    def check_samples(self, groups: Sequence[Group]) -> None:
+        """Raise HttpError for more samples than one request may have."""
+        samples, most = sum(sampling.n for _, sampling in groups), self.bounds.max_samples
+        if samples > most:
+            raise bad(f"{samples} samples, n of each prompt: at most {most} in one request (max_samples)", "n")
 
     def choice(
         self, index: int, prompt: np.ndarray, sampling: Sampling, sample: Sample, asked: CompletionRequest
@@ -322,21 +352,6 @@ def name_of(given: str | None, field: str = "request_id") -> str | None:
     if given is not None and not 1 <= len(given) <= MAX_NAME:
         raise bad(f"{field} of {len(given)} characters: must be 1 to {MAX_NAME}", field)
     return given
-
-
-def prompts_of(asked: CompletionRequest, text: Text) -> list[list[int]]:
-    """Return the token ids of each prompt. Raises HttpError for none."""
-    given = asked.prompt
-    several: Any = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
-    if not several:
-        raise bad("prompt is empty: give text, token ids, or a list of either", "prompt")
-    special = asked.add_special_tokens is not False
-    prompts: list[list[int]] = []
-    for one in several:
-        if isinstance(one, int) or (isinstance(one, list) and not all(type(id) is int for id in one)):
-            raise bad("prompt mixes token ids and prompts: give one kind", "prompt")
-        prompts.append(text.encode(one, special) if isinstance(one, str) else one)
-    return prompts
 
 
 async def completion_events(

@@ -42,6 +42,8 @@ STATUS: dict[type[RolloutError], int] = {
     RequestTimeout: 504,
     GroupFailed: 500,
 }
+NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""what decoding raises; the last one for what is nested too deeply"""
 TYPES = {401: "authentication_error", 404: "not_found_error", 501: "not_implemented_error"}
 RETRY_AFTER = {503: "1"}
 
@@ -68,6 +70,8 @@ def status_of(error: Exception) -> int:
     """Return the HTTP status of an error."""
     if isinstance(error, HttpError):
         return error.status
+    if isinstance(error, RecursionError):
+        return 400  # nothing here goes deeper than what a request brings
     return next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
 
 
@@ -84,6 +88,8 @@ def response_of(error: Exception) -> Response:
     kind = error.kind if isinstance(error, RolloutError) else None
     if isinstance(error, HttpError | RolloutError):
         message = error.message
+    elif isinstance(error, RecursionError):
+        message = "the request is nested too deeply"
     else:
         log.error("request failed", exc_info=error)
         message = f"the facade failed on this request: {type(error).__name__}"

@@ -21,6 +21,7 @@ from rollout.http.data import Data, Overlong
 from rollout.http.errors import HttpError
 from rollout.http.frame import App, Bodies, Bounds, Handler, Route
 from rollout.http.hosts import LOOPBACK, check_names, named
+from rollout.http.prompt_pool import PromptPool
 from rollout.http.server import listen, serve, server_of
 from rollout.http.sglang import SGLang
 from rollout.http.text import Text
@@ -58,18 +59,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("the token must be at least 16 printable ASCII characters")
 
     def hosts(self) -> frozenset[str] | None:
-        """Return the names that `Host` may have, None = any. At an address of other machines a request needs the token, which no
-        web page has, and is called by names and addresses that this process cannot know (pods, proxies)."""
+        """Return the names that `Host` may have, None = any. At an address of other machines requests need the token, which no
+        web page has, and call this process by names that it cannot know (those of pods, services, proxies)."""
         bound = {self.host} if self.admin_port is None else {self.host, self.admin_host}
         if not bound <= LOOPBACK and not self.allowed_hosts:
             return None
         return frozenset(map(named, {*LOOPBACK, *bound, *self.allowed_hosts}))
 
 
-def apps(upstream: Upstream, text: Text, settings: Settings, url: str) -> tuple[App, App | None]:
+def apps(upstream: Upstream, text: Text, prompts: PromptPool, settings: Settings, url: str) -> tuple[App, App | None]:
     """Make the applications of the main port and, if it has one of its own, of the administrators' port."""
     bodies, names = Bodies(settings.bounds), settings.names or (upstream.info.model,)
-    data = Data(upstream, text, names, bodies, settings.bounds, settings.overlong)
+    data = Data(upstream, text, prompts, names, bodies, settings.bounds, settings.overlong)
     control, sglang = Control(upstream, bodies), SGLang(data, upstream, bodies, url)
     looks = [*control.looks(), *sglang.looks(), *metrics.routes(upstream, names[0])]
     admin = [*control.routes(), *sglang.routes(), *AdapterRoutes(data, bodies).routes()]
@@ -104,6 +105,7 @@ async def run(
     main = listen(settings.host, settings.port)
     admin = None if settings.admin_port is None else listen(settings.admin_host, settings.admin_port)
     upstream = Upstream(client)
+    prompts = PromptPool(tokenizer, min(upstream.info.context, upstream.info.limits.max_prompt_tokens), settings.bounds)
     loop = asyncio.get_running_loop()
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -112,7 +114,7 @@ async def run(
         pass
     try:
         urls = url_of(main), url_of(admin or main)
-        app, admin_app = apps(upstream, Text(tokenizer), settings, urls[0])
+        app, admin_app = apps(upstream, Text(tokenizer), prompts, settings, urls[0])
         servers = [(server_of(app, settings.bounds), main)]
         if admin is not None and admin_app is not None:
             servers.append((server_of(admin_app, settings.bounds), admin))
@@ -122,6 +124,7 @@ async def run(
         ready(*urls)
         await serve(servers, stop, settings.bounds, upstream.abort_own)
     finally:
+        prompts.close()
         upstream.close()
 
 

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rollout.http.errors import HttpError, bad, response_of
+from rollout.http.errors import NO_JSON, HttpError, bad, response_of
 from rollout.http.hosts import check_host
 from rollout.http.upstream import Gone
 
@@ -43,6 +43,14 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: int = 4096
     max_prompts: int = 4096
     """prompts of one request"""
+    max_samples: int = 16_384
+    """of one request: n of each prompt"""
+    prompt_processes: int = 2
+    """that render templates and tokenize, at most"""
+    prompt_timeout_s: float = 20.0
+    """for one of them to render and tokenize a prompt"""
+    prompt_memory_bytes: int = 1 << 30
+    """that one of them may take for it"""
     head_timeout_s: float = 10.0
     """from a connection, or the first byte of a request on it, to the end of its head"""
     body_timeout_s: float = 30.0
@@ -88,9 +96,9 @@ class Bodies:
         body = await self.read(request)
         try:
             return decoder.decode(body or b"{}")
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        except msgspec.ValidationError as error:
             raise bad(str(error)) from None
-        except (RecursionError, UnicodeDecodeError) as error:
+        except NO_JSON as error:
             raise bad(f"this is no JSON that can be read: {error}") from None
 
 

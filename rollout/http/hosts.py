@@ -1,7 +1,7 @@
 """Whom a request may call by `Host`.
 
-A web page can have the name of its own site resolve to 127.0.0.1 (DNS rebinding): for the browser this process is then the page's
-own origin, so the page reads answers, and a GET brings no `Origin`. What it cannot choose is `Host`, which is its site's name.
+A web page can have the name of its own site resolve to 127.0.0.1 (DNS rebinding). For the browser this process is then the
+page's own origin: the page reads answers, and a GET brings no `Origin`. But `Host` is the name of its site, whatever it does.
 An address in `Host` is no such name: a page that was loaded from an address is that host's own.
 """
 
@@ -55,6 +55,6 @@ def check_host(headers: Iterable[tuple[bytes, bytes]], version: str, allowed: fr
         shown = given[0][:100]
         raise HttpError(
             421,
-            f"Host {shown!r} is none of this facade's names ({', '.join(sorted(allowed))}): ask at one of them, or at an address; "
-            "or start it with --allowed-hosts and this name",
+            f"Host {shown!r} is none of this facade's names ({', '.join(sorted(allowed))}): ask at one of them, or at an "
+            "address; or start it with --allowed-hosts and this name",
         )

@@ -21,6 +21,8 @@ from rollout.http.errors import body_of
 from rollout.http.frame import GONE, App, Bounds
 
 MAX_HEAD_BYTES = 65_536
+LOOK_S = 0.25
+"""from the end of what a connection sends to the first look whether its other end is there, and between looks"""
 AFTER_ABORT_S = 10
 """that the samples of requests which were ended have to come back"""
 REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
@@ -81,6 +83,29 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
     def on_message_complete(self) -> None:
         self._stop_timing()
         super().on_message_complete()
+
+    def eof_received(self) -> bool:
+        """Keep the connection for the answer of a whole request: the other end may have closed its sending side alone (nc -N).
+        Nothing tells that from one that has gone, so `_look` finds out."""
+        cycle = self.cycle
+        waits = cycle is not None and not cycle.response_complete and not cycle.more_body and not self._refused
+        if waits and cycle.scope["http_version"] != "1.0":
+            cycle.keep_alive = False
+            self.loop.call_later(LOOK_S, self._look, cycle)
+            return True
+        return False
+
+    def _look(self, cycle: Any, probed: bool = False) -> None:
+        """Look whether anybody is at the other end, every so often until the answer is there. Any bytes make one that has gone
+        say so; before an answer these are an interim response, which every client of HTTP/1.1 skips."""
+        if self.transport.is_closing() or cycle.response_complete:
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if not probed and not cycle.response_started:
+            self.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n")
+        self.loop.call_later(LOOK_S, self._look, cycle, True)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP."""

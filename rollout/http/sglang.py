@@ -200,7 +200,7 @@ class SGLang:
         self._data.name(asked.model)
         refuse(asked)
         self._check_adapter(asked.lora_path)
-        prompts, batched = self._prompts(asked)
+        prompts, batched = await unless_gone(request, self._prompts(asked))
         params = asked.sampling_params if isinstance(asked.sampling_params, list) else [asked.sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise bad(f"{len(params)} sampling_params for {len(prompts)} prompts: must be as many, or one", "sampling_params")
@@ -216,6 +216,7 @@ class SGLang:
             for ids, own, name in zip(prompts, params, names, strict=True)
         ]
         groups, start = [one.group for one in wanted], asked.logprob_start_len
+        self._data.check_samples(groups)
         if start is not None and start != -1:
             scores = await unless_gone(request, self.upstream.score(*self._data.scoring(groups, 0)))
             for one, score in zip(wanted, scores, strict=True):
@@ -232,22 +233,20 @@ class SGLang:
         if name not in NEUTRAL and (loaded is None or name != loaded.name):
             raise not_served(f"lora_path={name!r}"[:200], "POST /load_lora_adapter, and give its name", "lora_path")
 
-    def _prompts(self, asked: GenerateRequest) -> tuple[list[list[int]], bool]:
+    async def _prompts(self, asked: GenerateRequest) -> tuple[list[list[int]], bool]:
         """Return the ids of each prompt, and whether they came as a list. Raises HttpError."""
         if (asked.input_ids is None) == (asked.text is None):
             raise bad("give input_ids or text, one of the two", "input_ids")
         batched = isinstance(asked.text, list) or bool(asked.input_ids and isinstance(asked.input_ids[0], list))
-        if asked.text is not None:
-            texts = asked.text if isinstance(asked.text, list) else [asked.text]
-            prompts: Any = [self._data.text.encode(text) for text in texts]
-        else:
-            prompts = asked.input_ids if batched else [asked.input_ids]
-        if any(isinstance(id, list) for ids in prompts if isinstance(ids, list) for id in ids) or not all(
-            isinstance(ids, list) for ids in prompts
-        ):
-            raise bad("input_ids must be token ids, or a list of prompts that are", "input_ids")
+        given: Any = asked.text if asked.text is not None else asked.input_ids
+        prompts = given if batched else [given]
+        field = "input_ids" if asked.text is None else "text"
         if not 1 <= len(prompts) <= self._data.bounds.max_prompts:
-            raise bad(f"{len(prompts)} prompts: must be 1 to {self._data.bounds.max_prompts} (max_prompts)", "input_ids")
+            raise bad(f"{len(prompts)} prompts: must be 1 to {self._data.bounds.max_prompts} (max_prompts)", field)
+        if asked.text is not None:
+            return await self._data.prompts.texts(prompts, True, field), batched
+        if not all(isinstance(ids, list) for ids in prompts) or any(isinstance(id, list) for ids in prompts for id in ids):
+            raise bad("input_ids must be token ids, or a list of prompts that are", field)
         return prompts, batched
 
     def _group(self, ids: list[int], params: SGLangDraws, asked: GenerateRequest) -> tuple[np.ndarray, Sampling]:
@@ -295,10 +294,8 @@ class SGLang:
             raise not_served(f"load_format={asked.load_format!r}"[:200], "write safetensors", "load_format")
         version = str(asked.weight_version) if asked.weight_version is not None else ""
         kv: KVPolicy = "abort" if asked.abort_all_requests else "recompute" if asked.flush_cache else "keep"
-        self.upstream.kv = kv
-        live = await load_folder(
-            self.upstream, asked.model_path, int(version) if version.isdecimal() and len(version) < 19 else None
-        )
+        wanted = int(version) if version.isdecimal() and len(version) < 19 else None
+        live = await load_folder(self.upstream, asked.model_path, wanted, kv, "model_path")
         return json(
             {"success": True, "message": f"version {live} is live", "num_paused_requests": 0, "weight_version": str(live)}
         )

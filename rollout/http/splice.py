@@ -17,12 +17,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout.http.text import Text
+from rollout.http.prompts import Messages
 
 MAX_KEPT_TOKENS = 16 << 20
 """token ids of all conversations together, 4 bytes each; the least recently used go first"""
-
-Messages = list[dict[str, Any]]
 
 
 class Turns:
@@ -82,18 +80,3 @@ def told_ids(message: dict[str, Any]) -> np.ndarray | None:
     ids = [*prompt, *drawn]
     fits = all(type(id) is int and 0 <= id < 2**31 for id in ids)
     return np.array(ids, np.int32) if fits else None
-
-
-def spliced(text: Text, messages: Messages, ids: np.ndarray, template: dict[str, Any]) -> list[int] | None:
-    """Return the ids of a conversation whose turns up to the assistant's last one have the exact `ids`; None if this template
-    does not write a turn as a prefix of what comes after it. Raises HttpError."""
-    upto = last_turn(messages)
-    whole = text.render(messages, add_generation_prompt=True, **template)
-    turn = text.render(messages[:upto], add_generation_prompt=False, **template)
-    end = text.tokenizer.eos_token or ""
-    at = turn.rfind(end)
-    if not end or at < 0 or not whole.startswith(turn) or turn[at + len(end) :].strip():
-        return None
-    ended = len(ids) > 0 and int(ids[-1]) == text.tokenizer.eos_token_id
-    behind = turn[at + len(end) if ended else at :] + whole[len(turn) :]
-    return [*ids.tolist(), *text.encode(behind, special=False)]

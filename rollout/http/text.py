@@ -1,4 +1,4 @@
-"""Text to token ids and back, for the routes that take or give text."""
+"""Token ids to text, for the routes that give text. The other way is a process's work (prompts.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from engine.types import Sample
 from rollout.client.texts import text_of
-from rollout.http.errors import bad
 
 
 class Text:
@@ -27,11 +26,6 @@ class Text:
         """Return the id of the special token that is written so, None if there is none."""
         return self._special.get(text)
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Return the ids of a text; `special`: with the model's own tokens at its start, if it has any."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
-        return ids
-
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special)
         return text
@@ -47,14 +41,6 @@ class Text:
         if text is None:
             text = self._tokens[id] = self.decode([id], skip_special=False)
         return text
-
-    def render(self, messages: list[dict[str, Any]], **template: Any) -> str:
-        """Write a conversation as the chat template does. Raises HttpError with the template's own words."""
-        try:
-            text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **template)
-            return text
-        except Exception as error:  # templates are programs of their own and raise what they like
-            raise bad(f"the chat template refused the messages: {error}", "messages") from None
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
 from rollout.http.asks import Ask, Asks, Part, Submit
 from rollout.http.errors import HttpError
-from transport.errors import InvalidRequest
+from transport.errors import Busy, InvalidRequest
 from transport.messages import Welcome
 
 CONTROLS = 4
@@ -54,7 +55,7 @@ class Upstream:
     def __init__(self, client: RolloutClient) -> None:
         self.client = client
         self.kv: KVPolicy = "keep"
-        """of the next refresh: what the last pause asked for"""
+        """of weights whose request does not say: what the last pause asked for. Read once, when the request comes"""
         self.adapter: LoadedAdapter | None = None
         """as far as it came through this process"""
         self._loop = asyncio.get_running_loop()
@@ -63,6 +64,8 @@ class Upstream:
         """newest version seen, of the present incarnation"""
         self._looks = ThreadPoolExecutor(1, "rollout-http-look")
         self._controls = ThreadPoolExecutor(CONTROLS, "rollout-http-control")
+        self._changing = False
+        """new weights are on their way through this process"""
         self._asking: asyncio.Future[dict[str, Any]] | None = None
         self._asked_at = -STATUS_AGE_S
 
@@ -83,6 +86,9 @@ class Upstream:
     def check(self, prompt: Sequence[int] | np.ndarray, sampling: Sampling) -> np.ndarray:
         """Check a group as the service would, which then never sees a bad one. Returns the prompt: [prompt_tokens] int32.
         Raises InvalidRequest."""
+        most = self.info.limits.max_prompt_tokens
+        if len(prompt) > most:  # before it is copied
+            raise InvalidRequest(f"prompt of {len(prompt)} tokens: must be 1 to {most} (Limits.max_prompt_tokens)")
         try:
             array = np.array(prompt, np.int32)
         except OverflowError:
@@ -191,6 +197,17 @@ class Upstream:
             return await self._loop.run_in_executor(self._controls, call)
         finally:
             self._asking = None
+
+    @contextmanager
+    def changing_weights(self) -> Iterator[None]:
+        """Change the weights, and what is known of them (`adapter`), in the block. Raises Busy while another request does."""
+        if self._changing:
+            raise Busy("another request is changing the weights: try again")
+        self._changing = True
+        try:
+            yield
+        finally:
+            self._changing = False
 
     def close(self) -> None:
         """Let go of the threads; the client is its owner's."""

@@ -351,11 +351,16 @@ def test_pieces_of_text_are_the_whole_whatever_the_bytes(stack: Stack) -> None:
     from rollout.http.text import Text
     from rollout.models import load_tokenizer
 
-    text = Text(load_tokenizer(Path(stack.client.info.model)))
+    tokenizer = load_tokenizer(Path(stack.client.info.model))
+    text = Text(tokenizer)
     rng = np.random.default_rng(0)
     told_early = 0
     for _ in range(200):
-        letters = rng.integers(3, 259, 40) if rng.random() < 0.5 else np.array(text.encode("größer ist 🎉 schön", False))
+        letters = (
+            rng.integers(3, 259, 40)
+            if rng.random() < 0.5
+            else np.array(tokenizer("größer ist 🎉 schön", add_special_tokens=False)["input_ids"])
+        )
         ids = letters.astype(np.int32)
         words, at, told = Words(text, Spelling(), ()), 0, ""
         while at < len(ids):

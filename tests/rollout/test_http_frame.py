@@ -29,6 +29,7 @@ pytest.importorskip("httptools", reason="pip install 'rollout[http]'")
 TOKEN = "a token of more than sixteen"
 BODY = {"token_ids": [5], "sampling_params": {"max_tokens": 3, "logprobs": 0, "seed": 1}}
 """with a seed it is a group of its own"""
+POST = b"POST /inference/v1/generate HTTP/1.1\r\nhost: localhost\r\n"
 
 
 class Stack(msgspec.Struct):
@@ -150,7 +151,7 @@ def test_all_bodies_together_have_a_size(tiny_model: Path) -> None:
         stack_of(tiny_model, bounds=bounds(max_body_bytes=60_000, max_buffered_bytes=100_000)) as stack,
         ExitStack() as open_now,
     ):
-        head = b"POST /inference/v1/generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50000\r\nconnection: close\r\n\r\n"
+        head = POST + b"content-length: 50000\r\nconnection: close\r\n\r\n"
         slow = [open_now.enter_context(raw(stack.port)) for _ in range(4)]
         for connection in slow:
             connection.sendall(head + b"x" * 40_000)
@@ -169,7 +170,7 @@ def read_all_of_first(connections: list[socket.socket]) -> tuple[int, dict[str, 
 
 def test_half_open_connections_end(tiny_model: Path) -> None:
     with stack_of(tiny_model, bounds=bounds(head_timeout_s=0.2, body_timeout_s=0.2)) as stack:
-        request = b"POST /inference/v1/generate HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        request = POST + b"connection: close\r\n"
         for sent in (b"", b"PO", request, request + b"content-length: 50\r\n\r\n{"):
             with raw(stack.port) as connection:
                 connection.sendall(sent)
@@ -212,7 +213,7 @@ def test_a_thousand_connections(tiny_model: Path) -> None:
         process = psutil.Process()
         before = process.memory_info().rss
         body = json.dumps(BODY).encode()
-        head = b"POST /inference/v1/generate HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        head = POST + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         connections = [open_now.enter_context(raw(stack.port)) for _ in range(1000)]
         for i, connection in enumerate(connections):
             connection.sendall(head + body if i % 2 else head[:40])
@@ -250,7 +251,7 @@ def test_requests_take_no_threads(tiny_model: Path) -> None:
     with stack_of(tiny_model) as stack, ExitStack() as open_now:
         stack.engine.frozen = True
         body = json.dumps(BODY).encode()
-        head = b"POST /inference/v1/generate HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        head = POST + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         before = threading.active_count()
         connections = [open_now.enter_context(raw(stack.port)) for _ in range(100)]
         for connection in connections:
@@ -342,7 +343,7 @@ def test_many_streams_that_hang_up_leave_nothing(tiny_model: Path) -> None:
         process = psutil.Process()
         before = process.memory_info().rss
         body = json.dumps({"token_ids": [5], "sampling_params": {"max_tokens": 40_000}, "stream": True}).encode()
-        request = b"POST /inference/v1/generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        request = POST + b"content-length: %d\r\n\r\n" % len(body) + body
         connections = [open_now.enter_context(raw(stack.port)) for _ in range(200)]
         for i, connection in enumerate(connections):
             connection.sendall(request if i % 2 else request[:60])

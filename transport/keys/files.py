@@ -83,8 +83,8 @@ def read_client(path: str | Path) -> ClientKeys:
 
 
 def read_private(path: str | Path, what: str) -> bytes:
-    """Read a file that holds a secret: at most 16 MiB of it. `what`: how messages call it. Raises BadKeys for one that others can
-    read, or that belongs to somebody else."""
+    """Read a file that holds a secret, at most 16 MiB of it. `what`: how messages call it. Raises BadKeys for a file that
+    others can read, or that belongs to somebody else."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC), "rb") as file:
             about = os.fstat(file.fileno())
