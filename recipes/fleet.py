@@ -2,7 +2,7 @@
 
     python -m recipes.fleet --replicas 2                     # smollm2; starts the fleet itself
     python -m recipes.fleet --launcher join                  # replicas that join with keys, as from other hosts
-    python -m recipes.fleet --launcher ray                   # replicas on a Ray of this machine: pip install 'rollout[ray]'
+    python -m recipes.fleet --launcher ray                   # replicas on a Ray of this machine: pip install -e '.[ray]'
     python -m recipes.fleet --address tcp://127.0.0.1:5655   # one that runs: rollout serve --replicas 2
 
 Samples groups, kills a replica in the middle (--kill), and shows that the same seeds give the same samples with and without it.

@@ -21,7 +21,7 @@ def run(args: HttpArgs) -> int:
         from rollout.http.facade import Settings
         from rollout.http.facade import run as run_facade
     except ModuleNotFoundError as error:
-        raise InputError(f"{error.name} is not installed: from a checkout, pip install -e '.[http]'") from error
+        raise InputError(f"{error.name} is not installed: pip install -e '.[http]'") from error
     from rollout import models
 
     try:

@@ -132,7 +132,7 @@ def ray_launcher(config: Config, joins: Joins) -> LauncherLike:
     try:
         return RayLauncher(joins, fleet.replicas, toml, fleet.ray, fleet.ray_cpus, gpus)
     except ModuleNotFoundError as error:
-        raise CannotServe(f"--ray: {error}; pip install 'rollout[ray]'") from error
+        raise CannotServe(f"--ray: {error}; pip install -e '.[ray]'") from error
     except (RuntimeError, TimeoutError) as error:
         raise CannotServe(str(error) or "Ray does not start") from error
 

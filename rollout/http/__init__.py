@@ -3,5 +3,5 @@
     trainer, agent --HTTP--> frame: token, sizes, errors -> a dialect's route -> sampling.py -> Upstream --ZeroMQ--> service
 
 It keeps no samples and no weights: when it ends, the service aborts its groups and goes on with everybody else's. starlette and
-uvicorn come with `pip install 'rollout[http]'` and are imported by the command `rollout http` alone.
+uvicorn come with `pip install -e '.[http]'` and are imported by the command `rollout http` alone.
 """

@@ -91,7 +91,7 @@ class AdapterRoutes:
         try:
             return (await from_folder(self._upstream, path, refresh, "lora_path")).version
         except ModuleNotFoundError as error:
-            instead = f"{error.name} is not installed with the facade: from a checkout, pip install -e '.[lora]'"
+            instead = f"{error.name} is not installed with the facade: pip install -e '.[lora]'"
             raise not_served("an adapter", instead) from None
 
 

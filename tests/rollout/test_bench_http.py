@@ -57,7 +57,7 @@ def test_fewer_tokens_than_asked_for_are_no_result() -> None:
 
 @pytest.mark.long
 def test_both_ways_make_the_same_tokens(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("uvicorn", reason="pip install 'rollout[http]'")
+    pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")
     monkeypatch.setattr(http, "PROMPTS", 2)
     monkeypatch.setattr(http, "N", 4)
     engine, text = EngineConfig(dtype="float32", threads=1), PromptText(load_tokenizer(tiny_model))

@@ -18,7 +18,7 @@ from tests.support.wire import serving
 from transport.errors import LimitExceeded
 from transport.loopback import LoopbackService
 
-pytest.importorskip("starlette", reason="pip install 'rollout[http]'")
+pytest.importorskip("starlette", reason="pip install -e '.[http]'")
 
 from rollout.http.asks import MOST_JOINED, Ask, Asks  # noqa: E402
 

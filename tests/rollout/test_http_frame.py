@@ -22,9 +22,9 @@ from tests.support.waiting import until
 from tests.support.wire import serving
 from transport.loopback import LoopbackService
 
-pytest.importorskip("starlette", reason="pip install 'rollout[http]'")
-pytest.importorskip("uvicorn", reason="pip install 'rollout[http]'")
-pytest.importorskip("httptools", reason="pip install 'rollout[http]'")
+pytest.importorskip("starlette", reason="pip install -e '.[http]'")
+pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")
+pytest.importorskip("httptools", reason="pip install -e '.[http]'")
 
 TOKEN = "a token of more than sixteen"
 BODY = {"token_ids": [5], "sampling_params": {"max_tokens": 3, "logprobs": 0, "seed": 1}}
