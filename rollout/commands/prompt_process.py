@@ -51,6 +51,7 @@ def main() -> None:
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers does without, and starts in a quarter of the time
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RUST_BACKTRACE"] = "0"  # of a tokenizer without memory: the pool says it in words
     from rollout.models import load_tokenizer
 
     prompts = Prompts(load_tokenizer(folder), int(chars))

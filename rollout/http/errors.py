@@ -45,6 +45,8 @@ STATUS: dict[type[RolloutError], int] = {
 NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """what decoding raises; the last one for what is nested too deeply"""
 TYPES = {401: "authentication_error", 404: "not_found_error", 501: "not_implemented_error"}
+MAX_MESSAGE = 2000
+"""characters of an error that are told"""
 RETRY_AFTER = {503: "1"}
 
 
@@ -76,7 +78,9 @@ def status_of(error: Exception) -> int:
 
 
 def body_of(status: int, message: str, kind: str | None = None, param: str | None = None) -> bytes:
-    """Write the body of an error, the superset of the dialects."""
+    """Write the body of an error, the superset of the dialects. What a long message quotes of a request is cut."""
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
     kind = kind or TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     fields: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": status}
     return msgspec.json.encode({"error": fields, "object": "error", "message": message, "success": False})
