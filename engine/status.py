@@ -76,12 +76,17 @@ def status(engine: Shown) -> dict[str, Any]:
 
 
 def _computes(engine: Shown) -> dict[str, Any]:
-    """Tell who runs the layers, whether plain torch has the same bits (None: nobody looked), and why nothing better."""
+    """Tell who runs the layers, whether plain torch has the same bits and a token has them whatever stands beside it (None:
+    nobody looked), and why nothing better."""
     computes = engine.computes
     if computes is None:
-        return {"computed_by": "module", "torch_bits": None, "computed_by_reason": ""}
-    by = "module" if computes.decoder is None else type(computes.decoder).__name__
-    return {"computed_by": by, "torch_bits": computes.torch_bits, "computed_by_reason": computes.why}
+        return {"computed_by": "module", "torch_bits": None, "batch_invariant": None, "computed_by_reason": ""}
+    return {
+        "computed_by": "module" if computes.decoder is None else type(computes.decoder).__name__,
+        "torch_bits": computes.torch_bits,
+        "batch_invariant": computes.batch_invariant,
+        "computed_by_reason": computes.why,
+    }
 
 
 def _weights(engine: Shown) -> dict[str, Any]:

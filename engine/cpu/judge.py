@@ -3,9 +3,11 @@
     our products       against the exact sum: no further from it than rounding can be, in any order
     the exact module   the transformers module with our products: what a trainer has with `rollout.exact.use_exact`
     a decoder          layers in one go: used if it has the exact module's bits, at several numbers of rows
+    alone, in a crowd  the same tokens in forwards of few rows and of many: they must have the same bits
 
-Where a decoder cannot be had the exact module runs, so that samples do not depend on the batch on any CPU. Whether plain torch
-has the same bits is told (`torch_bits`), and nothing depends on it.
+Where a decoder cannot be had the exact module runs, so that samples do not depend on the batch on any CPU; its element-wise
+functions are computed in whole vectors (`engine.cpu.functions`). Where they do depend on it the arithmetic's name ends in
+`/batch`. Whether plain torch has the same bits is told (`torch_bits`), and nothing depends on it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from torch import nn
 
 from engine.cpu.decoder import CHECKED_ROWS, Echo, NativeDecoder, NotNative
+from engine.cpu.functions import callers, use_whole_vectors
 from engine.cpu.products import (
     NativeProducts,
     NotServed,
@@ -40,6 +43,8 @@ log = logging.getLogger("rollout.engine")
 
 OUTPUTS = 256
 """of each product that are compared with the exact sum"""
+BATCH = "/batch"
+"""at the end of a name: numbers depend on the batch"""
 Forward = Callable[[Any, Any, Any], torch.Tensor]
 
 
@@ -51,8 +56,43 @@ def decide(
     asked: what each layer asks of its attention. module_forward: the module's own forward behind the signature of a decoder's.
     whole: all layers are in memory at once, as decoders need."""
     plain_products(module)
-    plain = _logits(module_forward, module)
-    products, decoder, why = products_of(isa), None, ""
+    with callers(module) as called:
+        plain = _logits(module_forward, module)
+    products, decoder, room, why = _products(module, name, asked, isa, whole)
+    use_whole_vectors(called.found.values())
+    try:
+        use_products(module, products.isa)
+        arithmetic = products.arithmetic
+    except NotServed as error:
+        log.warning("products are torch's own, and samples may depend on their batch model=%s reason=%r", name, str(error))
+        decoder, arithmetic, why = None, f"{torch_arithmetic()}{BATCH}", str(error)
+    exact = _logits(module_forward, module)
+    torch_bits = not _differ(exact, plain) and (arithmetic.endswith(BATCH) or products_like_torch(module, products))
+    if decoder is not None and (failed := why_not(decoder, module, exact)):
+        decoder, why = None, failed
+        log.warning("the module runs, which is slower model=%s reason=%r", name, why)
+    if (crowded := in_a_crowd(exact)) and not arithmetic.endswith(BATCH):
+        log.warning("samples depend on their batch model=%s bits differ with rows=%d", name, crowded)
+        arithmetic += BATCH
+    log.info(
+        "runs %s model=%s products=%s reason=%r of_rounding=%.2f torch_bits=%s furthest_logprob=%.2g",
+        "through transformers" if decoder is None else f"by the {type(decoder).__name__}",
+        name,
+        arithmetic,
+        why,
+        room,
+        torch_bits,
+        0.0 if torch_bits else _furthest(exact, plain),
+    )
+    return Computes(decoder, arithmetic, torch_bits, why, not crowded)
+
+
+def _products(
+    module: nn.Module, name: str, asked: dict[int, dict[str, Any]], isa: str, whole: bool
+) -> tuple[Products, Decoder | None, float, str]:
+    """Choose products, and a decoder by them if there is one; with them: how far a product is from the exact sum, and why
+    nothing better computes."""
+    products, room, why = products_of(isa), 0.0, ""
     try:
         try:
             room = check_products(module, products)
@@ -61,34 +101,13 @@ def decide(
             products, why = products_of("torch"), f"{isa}: {error}"
             room = check_products(module, products)
         if whole:
-            decoder = _decoder(module, asked, products)
-        else:
-            why = "all layers would be one call, and weight_offload streams them"
+            return products, _decoder(module, asked, products), room, why
+        why = "all layers would be one call, and weight_offload streams them"
     except NotNative as error:
         why = str(error)
     except (AttributeError, TypeError) as error:  # a module that is not put together as a decoder reads it
         why = f"a model of another kind ({error})"
-    try:
-        use_products(module, products.isa)
-    except NotServed as error:
-        log.warning("products are torch's own, and samples may depend on their batch model=%s reason=%r", name, str(error))
-        return Computes(None, f"{torch_arithmetic()}/batch", True, str(error))
-    exact = _logits(module_forward, module)
-    if decoder is not None and (failed := why_not(decoder, module, exact)):
-        decoder, why = None, failed
-        log.warning("the module runs, which is slower model=%s reason=%r", name, why)
-    torch_bits = not _differ(exact, plain) and products_like_torch(module, products)
-    log.info(
-        "runs %s model=%s products=%s reason=%r of_rounding=%.2f torch_bits=%s furthest_logprob=%.2g",
-        "through transformers" if decoder is None else f"by the {type(decoder).__name__}",
-        name,
-        products.arithmetic,
-        why,
-        room,
-        torch_bits,
-        0.0 if torch_bits else _furthest(exact, plain),
-    )
-    return Computes(decoder, products.arithmetic, torch_bits, why)
+    return products, None, room, why
 
 
 def why_not(decoder: Decoder, module: nn.Module, exact: list[torch.Tensor]) -> str:
@@ -116,7 +135,7 @@ def check_products(module: nn.Module, products: Products) -> float:
     for name, linear in _one_of_each_shape(module).items():
         weight, bias = linear.weight, linear.bias
         outputs = torch.linspace(0, len(weight) - 1, min(OUTPUTS, len(weight))).long()
-        x = torch.randn(CHECKED_ROWS[2], weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+        x = torch.randn(CHECKED_ROWS[-2], weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
         got = products.linear(x, weight, bias)[:, outputs].double()
         w, b = weight[outputs].double(), 0.0 if bias is None else bias[outputs].double()
         sums, sizes = x.double() @ w.T + b, x.double().abs() @ w.abs().T + (b if bias is None else b.abs())
@@ -160,18 +179,32 @@ def _decoder(module: nn.Module, asked: dict[int, dict[str, Any]], products: Prod
 
 
 def _logits(forward: Forward, module: Any) -> list[torch.Tensor]:
-    """For each of CHECKED_ROWS [rows, vocabulary], at positions from the first to the last one of the context."""
+    """For each of CHECKED_ROWS [rows, vocabulary] of tokens at positions from the first to the last one of the context: all of
+    them where there are most rows, and elsewhere those of `_among`."""
+    most = max(CHECKED_ROWS)
     vocabulary = module.get_input_embeddings().num_embeddings
     last = module.config.get_text_config().max_position_embeddings - 1
-    generator, logits = torch.Generator().manual_seed(0), []
+    ids = torch.randint(vocabulary, (most,), generator=torch.Generator().manual_seed(0)).numpy()
+    starts, logits = np.arange(most) * last // (most - 1), []
     for rows in CHECKED_ROWS:
-        ids = torch.randint(vocabulary, (rows,), generator=generator)
-        starts = np.arange(rows) * last // max(1, rows - 1)
-        plan = plan_by_hand(ids.numpy()[:, None], starts, np.zeros((rows, 1)))
+        at = _among(most, rows)
+        plan = plan_by_hand(ids[at, None], starts[at], np.zeros((rows, 1)))
         batch = Batch.build(plan, last + 1, HostMemory(), module.dtype)
         with torch.inference_mode():
             logits.append(forward(batch, None, Echo()))
     return logits
+
+
+def _among(most: int, rows: int) -> np.ndarray:
+    """[rows] of `most` tokens, from the last one on, as far from each other as they can be."""
+    return np.sort(np.linspace(most - 1, 0, rows).astype(np.int64))
+
+
+def in_a_crowd(logits: list[torch.Tensor]) -> int:
+    """Return the first number of rows, of CHECKED_ROWS, at which tokens have other bits than among the most; 0: at none."""
+    crowd = logits[-1]
+    pairs = zip(CHECKED_ROWS, logits, strict=True)
+    return next((rows for rows, few in pairs if not torch.equal(few, crowd[_among(len(crowd), rows)])), 0)
 
 
 def _differ(some: list[torch.Tensor], others: list[torch.Tensor]) -> int:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from engine.cpu.build import NativeUnavailable
+from engine.cpu.functions import in_whole_vectors, plain_functions
 from engine.cpu.isa import here, isa_of
 from engine.cpu.kernels import Kernels, choose
 from engine.forward.arithmetic import torch_arithmetic
@@ -89,7 +90,8 @@ class TorchProducts:
         return self._pieces[key]
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(x)
+        out: torch.Tensor = in_whole_vectors(nn.functional.silu, (x,), {})
+        return out
 
     @torch.no_grad()
     def _try(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Pieces:
@@ -257,7 +259,7 @@ def use_products(module: nn.Module, isa: str) -> None:
 
 
 def plain_products(module: nn.Module) -> None:
-    """Undo `use_products`."""
+    """Undo `use_products`, and `engine.cpu.functions.use_whole_vectors`."""
     modules: list[Any] = list(module.modules())
     for each in modules:
         kind = type(each)
@@ -267,6 +269,7 @@ def plain_products(module: nn.Module) -> None:
         elif kind is ExactSiLU:
             each.__class__ = each.plain
             del each.plain, each.isa
+    plain_functions(module)
 
 
 def _served(name: str, linear: nn.Linear) -> Any:

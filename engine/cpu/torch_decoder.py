@@ -46,8 +46,7 @@ class TorchDecoder:
             attended = backend.attend(i, q, k, v, batch, kv, *self.attention[i])
             x = self._linear(attention.o_proj, attended.reshape(len(x), -1)).add_(x)
             normed = _norm(layer.post_attention_layernorm, x)
-            inner = nn.functional.silu(self._linear(mlp.gate_proj, normed), inplace=True)
-            inner.mul_(self._linear(mlp.up_proj, normed))
+            inner = self.products.silu(self._linear(mlp.gate_proj, normed)).mul_(self._linear(mlp.up_proj, normed))
             x = self._linear(mlp.down_proj, inner).add_(x)
         return self._linear(self.lm_head, _norm(self.body.norm, x[batch.logits_at]))[: batch.num_logits]
 

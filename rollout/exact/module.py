@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from engine.cpu.functions import callers, use_whole_vectors
 from engine.cpu.products import isas_for, plain_products, products_of, use_products
 from engine.forward.arithmetic import without_fp8
 from rollout.exact import on_device
@@ -50,17 +51,25 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
         return _use_exact_on_device(model, arithmetic, block_size)
     products, attention = isas_for(arithmetic)  # before anything is changed
     undo = use_exact_attention(model, block_size, threads, attention)
-    try:
-        use_products(model, products)
-    except ValueError:
-        undo()
-        raise
 
     def remove() -> None:
         undo()
         plain_products(model)
 
+    try:
+        use_products(model, products)
+        _use_whole_vectors(model)
+    except BaseException:
+        remove()
+        raise
     return Exact(products_of(products).arithmetic, remove)
+
+
+def _use_whole_vectors(model: Any) -> None:
+    """Let element-wise functions have the service's bits, wherever a forward of two tokens calls them."""
+    with callers(model) as called, torch.no_grad(), torch.random.fork_rng(devices=[]):
+        model(input_ids=torch.zeros((1, 2), dtype=torch.long), use_cache=False)
+    use_whole_vectors(called.found.values())
 
 
 def _use_exact_on_device(model: Any, arithmetic: str | None, block_size: int) -> Exact:

@@ -1,0 +1,176 @@
+"""Element-wise functions whose numbers do not depend on where they stand in a tensor, in the forward of a torch module.
+
+torch computes such a function a vector at a time, and what is left at the end of a tensor, of a row that lies apart or of a
+thread's share by scalar code, whose exp, tanh and roots have other bits. So the numbers of a token would depend on how many
+tokens stand beside it, unless each row is a multiple of the vectors. Here the numbers lie one behind the other, with ones after
+them up to a length at which nothing is left over, in any thread; where they already do, torch is called as it was:
+
+    callers(module)                 the modules whose own code calls a function of `FUNCTIONS`, found in a forward
+    use_whole_vectors(modules)      they compute these functions so from now on
+    plain_functions(module)         and back
+
+The functions stay torch's, and so does their backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from math import lcm
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+VECTOR = 64
+"""numbers that torch takes at a time, at most: two vectors of 32 in bf16"""
+GRAIN = 32768
+"""numbers for each thread, where torch takes as many threads as there is work for (at::internal::GRAIN_SIZE)"""
+SERIAL = 16384
+"""numbers up to which one thread does the work (gelu has the least: more go to all threads)"""
+Rule = Callable[[tuple[Any, ...], dict[str, Any]], bool]
+"""whether torch's scalar code may have other bits than its vectors, for the arguments of a call"""
+ALWAYS = (
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "celu", "cos", "cosh", "digamma", "elu", "erf", "erfc", "erfinv",
+    "exp", "exp2", "expit", "expm1", "float_power", "gelu", "hardsigmoid", "hardswish", "lgamma", "log", "log10", "log1p", "log2",
+    "logaddexp", "logaddexp2", "logit", "logsigmoid", "mish", "selu", "sigmoid", "silu", "sin", "sinc", "sinh", "softplus", "tan",
+    "tanh", "tanhshrink", "xlogy",
+)  # fmt: skip
+
+
+def _functions(rule: Rule, *names: str) -> dict[Callable[..., Any], Rule]:
+    """Everything in torch that goes by these names: functions, methods, operators, what works in place."""
+    places, forms = (torch, torch.Tensor, nn.functional, torch.special), ("{}", "{}_", "__{}__", "__i{}__", "__r{}__")
+    found = (getattr(place, form.format(name), None) for place in places for form in forms for name in names)
+    return {each: rule for each in found if callable(each)}
+
+
+def _no_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    power = args[1] if len(args) > 1 else kwargs.get("exponent")
+    return not (isinstance(power, (int, float)) and power in (0.5, 1, 2, 3))
+
+
+FUNCTIONS = {
+    **_functions(lambda args, kwargs: True, *ALWAYS),
+    **_functions(_no_product, "pow"),
+    **_functions(lambda args, kwargs: any(x.dtype != torch.float32 for x in _tensors(args, kwargs)), "rsqrt"),
+    **_functions(lambda args, kwargs: kwargs.get("alpha", 1) != 1, "add", "sub"),
+    **_functions(lambda args, kwargs: any(x.is_complex() for x in _tensors(args, kwargs)), "mul"),
+}
+"""Sums, products, quotients and single roots are rounded alike everywhere and stay out; those above do in such calls only"""
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+
+
+def _by_scalars(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    rule = FUNCTIONS.get(func)
+    return rule is not None and rule(args, kwargs)
+
+
+def whole(size: int, threads: int) -> int:
+    """Return the least length, of `size` or more, that torch cuts into whole vectors for every thread."""
+    while left := size % (unit := VECTOR if size <= SERIAL else VECTOR * lcm(threads, min(threads, -(-size // GRAIN)))):
+        size += unit - left
+    return size
+
+
+def in_whole_vectors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an element-wise function of tensors on the CPU, which may be of different shapes, with the bits of its vectors."""
+    given = [each for each in _tensors(args, kwargs) if each.ndim]
+    if not given or "out" in kwargs or any(each.device.type != "cpu" for each in given):
+        return func(*args, **kwargs)
+    shape = torch.broadcast_shapes(*(each.shape for each in given))
+    size = shape.numel()
+    padded = whole(size, torch.get_num_threads())
+    if padded == size and all(each.shape == shape and each.is_contiguous() for each in given):
+        return func(*args, **kwargs)
+
+    def laid(each: Any) -> Any:
+        if not isinstance(each, torch.Tensor) or not each.ndim:
+            return each
+        flat = each.expand(shape).reshape(-1)
+        return flat if padded == size else torch.cat([flat, flat.new_ones(padded - size)])
+
+    there = [laid(each) for each in args]
+    result = func(*there, **{name: laid(each) for name, each in kwargs.items()})
+    made: torch.Tensor = result[:size].view(shape)
+    if there and result is there[0]:  # in place
+        return args[0].copy_(made)
+    return made
+
+
+class WholeVectors(TorchFunctionMode):
+    """While it is on, element-wise functions have the bits of their vectors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return in_whole_vectors(func, args, kwargs) if _by_scalars(func, args, kwargs) else func(*args, **kwargs)
+
+
+class Callers(TorchFunctionMode):
+    """While it is on, notes in `found` in which module an element-wise function was called; `inside`: modules whose forward
+    runs, the innermost last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: list[nn.Module] = []
+        self.found: dict[int, nn.Module] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.inside and _by_scalars(func, args, kwargs):
+            self.found[id(self.inside[-1])] = self.inside[-1]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def callers(module: nn.Module) -> Iterator[Callers]:
+    """Meanwhile note which modules of `module` call element-wise functions in a forward."""
+    noted = Callers()
+
+    def enter(each: nn.Module, *_: Any) -> None:
+        noted.inside.append(each)
+
+    def leave(*_: Any) -> None:
+        noted.inside.pop()
+
+    hooks = [each.register_forward_pre_hook(enter) for each in module.modules()]
+    hooks += [each.register_forward_hook(leave, always_call=True) for each in module.modules()]
+    try:
+        with noted:
+            yield noted
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@cache
+def _in_whole_vectors(plain: type[nn.Module]) -> type[nn.Module]:
+    """The class of modules whose forward is that of `plain` under `WholeVectors`."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @wraps(plain.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with WholeVectors():
+            return plain.forward(self, *args, **kwargs)
+
+    members = {"forward": forward, "plain_class": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
+    return type(plain.__name__, (plain,), members)
+
+
+def use_whole_vectors(modules: Iterable[nn.Module]) -> None:
+    """Let what these modules' own code computes element by element have the bits of torch's vectors, in place."""
+    for each in modules:
+        if "plain_class" not in vars(type(each)):
+            each.__class__ = _in_whole_vectors(type(each))
+
+
+def plain_functions(module: nn.Module) -> None:
+    """Undo `use_whole_vectors` in a module and what is inside it."""
+    for each in module.modules():
+        if plain := vars(type(each)).get("plain_class"):
+            each.__class__ = plain
