@@ -33,10 +33,10 @@ SERIAL = 16384
 Rule = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 """whether torch's scalar code may have other bits than its vectors, for the arguments of a call"""
 ALWAYS = (
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "celu", "cos", "cosh", "digamma", "elu", "erf", "erfc", "erfinv",
-    "exp", "exp2", "expit", "expm1", "float_power", "gelu", "hardsigmoid", "hardswish", "lgamma", "log", "log10", "log1p", "log2",
-    "logaddexp", "logaddexp2", "logit", "logsigmoid", "mish", "selu", "sigmoid", "silu", "sin", "sinc", "sinh", "softplus", "tan",
-    "tanh", "tanhshrink", "xlogy",
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "celu", "cos", "cosh", "digamma", "elu", "erf", "erfc",
+    "erfinv", "exp", "exp2", "expit", "expm1", "float_power", "gelu", "hardsigmoid", "hardswish", "lgamma", "log", "log10",
+    "log1p", "log2", "logaddexp", "logaddexp2", "logit", "logsigmoid", "mish", "selu", "sigmoid", "silu", "sin", "sinc",
+    "sinh", "softplus", "tan", "tanh", "tanhshrink", "xlogy",
 )  # fmt: skip
 
 
@@ -158,8 +158,17 @@ def _in_whole_vectors(plain: type[nn.Module]) -> type[nn.Module]:
         with WholeVectors():
             return plain.forward(self, *args, **kwargs)
 
-    members = {"forward": forward, "plain_class": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
-    return type(plain.__name__, (plain,), members)
+    def reduce(self: nn.Module) -> tuple[Any, ...]:
+        return _empty, (plain,), self.__dict__
+
+    members = {"forward": forward, "plain_class": plain, "__reduce__": reduce, "__doc__": plain.__doc__}
+    return type(plain.__name__, (plain,), {**members, "__module__": plain.__module__})
+
+
+def _empty(plain: type[nn.Module]) -> nn.Module:
+    """Make what a copy of a module is filled into: this class has no name that a pickle could find it by."""
+    kind = _in_whole_vectors(plain)
+    return kind.__new__(kind)
 
 
 def use_whole_vectors(modules: Iterable[nn.Module]) -> None:

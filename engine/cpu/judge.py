@@ -72,8 +72,8 @@ def decide(
         decoder, why = None, failed
         log.warning("the module runs, which is slower model=%s reason=%r", name, why)
     if (crowded := in_a_crowd(exact)) and not arithmetic.endswith(BATCH):
-        log.warning("samples depend on their batch model=%s bits differ with rows=%d", name, crowded)
-        arithmetic += BATCH
+        arithmetic, why = arithmetic + BATCH, f"with {crowded} rows a token has other bits than among {max(CHECKED_ROWS)}"
+        log.warning("samples depend on their batch model=%s reason=%r", name, why)
     log.info(
         "runs %s model=%s products=%s reason=%r of_rounding=%.2f torch_bits=%s furthest_logprob=%.2g",
         "through transformers" if decoder is None else f"by the {type(decoder).__name__}",

@@ -54,7 +54,7 @@ class Computes(NamedTuple):
     torch_bits: bool | None
     """plain torch has the same bits, at every number of rows that was tried; None: nobody looked"""
     why: str
-    """why not a better one; empty for the best there is"""
+    """why not a better one, or why numbers depend on the batch; empty for the best there is"""
     batch_invariant: bool | None = None
     """the layers gave a token the same bits alone and among others, at every number of rows that was tried; None: nobody
     looked"""

@@ -28,9 +28,10 @@ class Exact:
 
 
 def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, threads: int | None = None) -> Exact:
-    """Give the forward of `model` the service's bits: our attention, and our products in every nn.Linear (bf16 or
-    fp32, with bias, lm_head and tied ones, the inner layers of LoRA included). Parameters stay where they are, names and
-    state_dict too, and the backward is torch's own. On CUDA the norms are ours as well, and the service needs `exact = true`.
+    """Give the forward of `model` the service's bits: our attention, our products in every nn.Linear (bf16 or fp32, with bias,
+    lm_head and tied ones, the inner layers of LoRA included), and element-wise functions in whole vectors. Parameters stay
+    where they are, names and state_dict too, and the backward is torch's own. On CUDA the norms are ours as well, and the
+    service needs `exact = true`.
 
     model: a transformers model on the CPU or on CUDA, in eval mode or without dropout. arithmetic: `client.info.arithmetic`;
     None = the best that this machine has, which is what a service on the same machine takes. block_size: the service's.
@@ -39,13 +40,18 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
     Batches may be padded or packed (`use_exact_attention` says how): a token's bits depend on its own sequence alone.
 
     Raises ValueError where this machine does not have that arithmetic, for a service that keeps KV in fp8, which no trainer's
-    forward does, for another device, and for products that are no plain nn.Linear's (quantised, experts); NativeUnavailable or
-    TritonUnavailable where the attention cannot be had. The model is as it was then. Called under autocast, an exact model
-    raises ValueError."""
+    forward does, or whose numbers depend on the batch (`/batch`), for another device, and for products that are no plain
+    nn.Linear's (quantised, experts); NativeUnavailable or TritonUnavailable where the attention cannot be had. The model is as
+    it was then. Called under autocast, an exact model raises ValueError."""
     if arithmetic is not None and without_fp8(arithmetic) != arithmetic:
         raise ValueError(
             f"the service computes with arithmetic {arithmetic!r}, whose KV is in fp8, and a trainer's forward has none: start "
             'the service with kv_dtype="auto", or weigh its samples by their importance ratios instead'
+        )
+    if arithmetic is not None and "/batch" in arithmetic:
+        raise ValueError(
+            f"the service computes with arithmetic {arithmetic!r}, whose numbers depend on the batch (its status says why: "
+            "computed_by_reason): no trainer has them to the bit, weigh its samples by their importance ratios instead"
         )
     if model.device.type == "cuda":
         return _use_exact_on_device(model, arithmetic, block_size)
