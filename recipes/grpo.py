@@ -37,6 +37,7 @@ import tyro
 from tqdm import tqdm
 
 from engine.config import EngineConfig
+from engine.cpu.backward import fast_in_bf16
 from rollout import Handle, RolloutClient, Sample, Sampling, models
 from rollout.config import Config, TrackingConfig
 from rollout.exact import token_logprobs, use_exact
@@ -400,6 +401,8 @@ def main(options: Options, train: Trainer = train) -> list[dict[str, float]]:
         client = stack.enter_context(RolloutClient(service.endpoint, name="grpo"))
         if options.exact:
             use_exact(policy_of(model), client.info.arithmetic)
+        elif not fast_in_bf16():
+            print("--no-exact: plain torch is slow in bf16 on this CPU, a step may take minutes; with exact it does not")
         if task.held_out:
             correct.append(accuracy(client, task))
         log = stack.enter_context((options.out / "rewards.jsonl").open("w"))

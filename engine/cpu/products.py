@@ -7,7 +7,8 @@ name, `arithmetic`: with the same name, weights and tokens there are the same nu
     use_products(module, isa)    every nn.Linear computes by these products; parameters, names and state_dict stay as they are
     plain_products(module)       and back
 
-Forward only is ours. The backward is torch's: grad · w, gradᵀ · x, and the sum of grad.
+Forward only is ours. The backward is torch's: grad · w, gradᵀ · x (both by `engine.cpu.backward`, which avoids torch's bf16
+where it is slow), and the sum of grad.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from engine.cpu.backward import product
 from engine.cpu.build import NativeUnavailable
 from engine.cpu.functions import in_whole_vectors, plain_functions
 from engine.cpu.isa import here, isa_of
@@ -202,8 +204,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
-        of_x = grad @ weight if ctx.needs_input_grad[0] else None
-        of_weight = rows.T @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        of_x = product(rows, weight).view(*grad.shape[:-1], weight.shape[1]) if ctx.needs_input_grad[0] else None
+        of_weight = product(rows.T, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
         return of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
 

@@ -153,7 +153,7 @@ def measure_workload(
     summary: dict[str, Any] = {}
     with long_enough(folder, workload.tokens) as (served, weights):
         served_engine = msgspec.structs.replace(engine, model=str(served))
-        bound = Machine(served, getattr(torch, engine.dtype)).floor if bounded else None
+        bound = Machine(served, engine).bounded if bounded else None
         for row in rows(workload, engine=served_engine, floor=bound):
             if "summary" in row:
                 summary = row = row | {"model": str(folder), "weights": weights}

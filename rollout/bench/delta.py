@@ -20,6 +20,7 @@ from rollout.bench.text import PromptText
 from rollout.client.api import RolloutClient
 from rollout.client.lora import digest_of_tensors
 from rollout.config import Config
+from rollout.exact import use_exact
 from rollout.models import hide_progress_bars
 from rollout.process import service_process
 
@@ -36,6 +37,7 @@ def measure(folder: Path, engine: EngineConfig, text: PromptText, scale: float =
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, engine.dtype))
+    use_exact(model, None, engine.block_size, engine.threads)  # plain torch takes minutes a step where it is slow in bf16
     masters = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
     adam = torch.optim.AdamW(masters, lr=RATE, weight_decay=0.0)
     config = Config(engine=msgspec.structs.replace(engine, model=str(folder)))

@@ -1,135 +1,238 @@
-"""The floor: how fast this machine could run a workload if it did nothing but what must be done.
+"""The floor: seconds below which this machine cannot run a workload, whatever computes it.
 
-    prefill      the model's matrix products over every prompt token once
-    a step       max(the model's products for so many rows, reading its weights)
-               + reading each child's suffix KV once
-               + the products of all queries with their group's prefix
-               + reading the logits once
+    compute   multiplications and additions of the model's products and of attention / register peak
+    memory    bytes that must be read / rate at which memory is read:
+                each step    the weights, each group's prefix KV once, each child's suffix KV, the logits
+    floor     the larger of the two
 
-measured here and now: each product of the model with weights out of DRAM (for so many rows, or at the rate for 512 rows where
-that is better), and the rate at which memory is read. Attention among the prompt's own tokens, norms, rotary embeddings and all
-host work count as nothing, so the floor is a bound, not a goal.
+The peak is of the instruction set that the service runs, on registers alone (c/peaks.c), so that no library's products are part
+of it; where it runs torch, of the best set of this CPU. A rate belongs to a size: what fits into a cache is read at the cache's
+rate. Attention among the prompt's own tokens, norms, rotary embeddings and all host work count as nothing, and computing and
+reading may overlap altogether: so the floor is a bound, not a goal, and a run above it is an error (`BoundBroken`).
+
+Both are the best of several looks, before the runs and after them, and the worst look is told beside: a look can be too low, on
+a busy machine, and never too high. What is still above 1 then is looked at once more, and refused.
 """
 
 from __future__ import annotations
 
 import json
-import time
+import math
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
+from engine.config import EngineConfig
+from engine.cpu.kernels import Kernels, choose
+from rollout.bench.errors import BoundBroken
+from rollout.bench.peaks import KINDS, MIB, fastest, reading, register_peak
 from rollout.bench.workloads import Workload
+from rollout.config import InputError
 
-CACHE_BYTES = 300e6
-"""weights that a product walks through, so that none is still in a cache"""
-
-
-FEW_ROWS = 16
-"""below, a product is bound by reading its weights, whatever a library makes of it"""
-
-
-class Machine:
-    """Rates of this machine for one model. Threads are torch's."""
-
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.matrices = matrices(folder)
-        config = json.loads((folder / "config.json").read_text())
-        self.layers, self.q_heads = config["num_hidden_layers"], config["num_attention_heads"]
-        self.kv_heads = config.get("num_key_value_heads", self.q_heads)
-        self.head_dim = config.get("head_dim") or config["hidden_size"] // self.q_heads
-        self.vocab = config["vocab_size"]
-        self.bytes_per_second = bandwidth()
-        self._products: dict[int, float] = {}
-
-    def products(self, rows: int) -> float:
-        """Return the seconds of all matrix products of a forward of so many rows."""
-        if rows not in self._products:
-            self._products[rows] = sum(count * product(rows, *shape, self.dtype) for shape, count in self.matrices.items())
-        return self._products[rows]
-
-    def flops(self, rows: int) -> float:
-        return 2.0 * rows * sum(count * n * k for (n, k), count in self.matrices.items())
-
-    def floor(self, workload: Workload) -> dict[str, Any]:
-        """Return the floor of a workload that never waits for KV: floor_seconds, floor_tokens_per_second, floor_step_ms, and
-        the rates."""
-        rows = workload.prompts * workload.n
-        chunk = 512
-        prefill = workload.prompts * workload.prompt_tokens / chunk * self.products(chunk)
-        kv_token = 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
-        weights = sum(count * n * k for (n, k), count in self.matrices.items()) * self.dtype.itemsize
-        suffix = rows * workload.new_tokens / 2 * kv_token / self.bytes_per_second
-        rate = self.flops(chunk) / self.products(chunk)
-        prefix_flops = 4.0 * rows * workload.prompt_tokens * self.q_heads * self.head_dim * self.layers
-        prefix_bytes = workload.prompts * workload.prompt_tokens * kv_token
-        prefix = max(prefix_flops / rate, prefix_bytes / self.bytes_per_second)
-        logits = rows * self.vocab * self.dtype.itemsize / self.bytes_per_second
-        products = min(self.products(rows), self.flops(rows) / rate) if rows >= FEW_ROWS else 0.0
-        step = max(products, weights / self.bytes_per_second) + suffix + prefix + logits
-        seconds = prefill + workload.new_tokens * step
-        return {
-            "floor_seconds": seconds,
-            "floor_tokens_per_second": rows * workload.new_tokens / seconds,
-            "floor_step_ms": {
-                "products": 1e3 * products,
-                "weights": 1e3 * weights / self.bytes_per_second,
-                "suffix": 1e3 * suffix,
-                "prefix": 1e3 * prefix,
-                "logits": 1e3 * logits,
-            },
-            "gemm_flops_per_second": rate,
-            "bytes_per_second": self.bytes_per_second,
-        }
+LOOKS = 5
+"""at the peak and at each rate, each time"""
+LARGEST = 1024 * MIB
+"""bytes that are read to measure a rate: more than caches hold"""
+EMBEDDINGS = ("embed", "wte", "wpe")
+"""in names of matrices that tokens are looked up in"""
 
 
-def matrices(folder: Path) -> dict[tuple[int, int], int]:
-    """Count (rows, columns) -> how many of the model's matrices are multiplied with every token; the embedding among them where
-    it is the output layer as well."""
+class Shape(NamedTuple):
+    """What a forward multiplies and keeps."""
+
+    layers: int
+    """numbers in the matrices that every token is multiplied with, but for the head"""
+    head: int
+    vocab: int
+    attention: int
+    """multiplications and additions of one query with one token's keys and values, in all layers and heads"""
+    kv_numbers: int
+    """of one token"""
+    window: int
+    """tokens that a query sees at most"""
+
+
+def shape_of(folder: Path) -> Shape:
+    """Read the sizes of a model."""
+    config = json.loads((folder / "config.json").read_text())
+    layers, q_heads = config["num_hidden_layers"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // q_heads
+    kv_heads = config.get("num_key_value_heads", q_heads)
+    matrices, head = matrices_of(folder)
+    return Shape(
+        layers=sum(count * n * k for (n, k), count in matrices.items()),
+        head=math.prod(head),
+        vocab=config["vocab_size"],
+        attention=4 * q_heads * head_dim * layers,
+        kv_numbers=2 * layers * kv_heads * head_dim,
+        window=config.get("sliding_window") or 1 << 40,
+    )
+
+
+def matrices_of(folder: Path) -> tuple[dict[tuple[int, int], int], tuple[int, int]]:
+    """Count (rows, columns) -> how many of the model's matrices are multiplied with every token; and the shape of the head,
+    which may be the embedding. Experts do not count: a token may meet any few of them."""
     shapes: Counter[tuple[int, int]] = Counter()
-    names: set[str] = set()
-    embedding: tuple[int, int] | None = None
+    head: tuple[int, int] | None = None
+    embedding = (0, 0)
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():
                 shape = tuple(tensors.get_slice(name).get_shape())
-                names.add(name)
-                if len(shape) == 2 and "embed_tokens" in name:
-                    embedding = (shape[0], shape[1])
-                elif len(shape) == 2:
-                    shapes[shape[0], shape[1]] += 1
-    if not any("lm_head" in name for name in names) and embedding is not None:
-        shapes[embedding] += 1
-    return dict(shapes)
+                if len(shape) != 2 or ".experts." in name:
+                    continue
+                if "lm_head" in name:
+                    head = shape
+                elif any(part in name for part in EMBEDDINGS):
+                    embedding = max(embedding, shape)
+                else:
+                    shapes[shape] += 1
+    return dict(shapes), head or embedding
 
 
-def product(rows: int, n: int, k: int, dtype: torch.dtype) -> float:
-    """Return the seconds of [rows, k] · [n, k]ᵀ, the weights out of DRAM."""
-    count = max(1, min(64, int(CACHE_BYTES / (n * k * dtype.itemsize))))
-    weights = [torch.randn(n, k, dtype=dtype) for _ in range(count)]
-    x = torch.randn(max(rows, 2), k, dtype=dtype)  # a lone row runs as two
-    turn = iter(range(1 << 30))
-    return best(lambda: torch.nn.functional.linear(x, weights[next(turn) % count]), 0.3)
+class Looks:
+    """The best and the worst of the rates seen."""
+
+    def __init__(self) -> None:
+        self.best, self.worst = 0.0, math.inf
+
+    def add(self, rate: float) -> None:
+        self.best, self.worst = max(self.best, rate), min(self.worst, rate)
 
 
-def bandwidth() -> float:
-    """Return the bytes a second that all threads read together."""
-    data = torch.ones(256 << 20, dtype=torch.float32)
-    return data.nbytes / best(data.sum, 1.0)
+class Machine:
+    """Peak and rates of this machine with the threads and the instruction set of a service, for one model. Raises InputError
+    where no kernel can be had, which the peak is measured by."""
+
+    def __init__(self, folder: Path, engine: EngineConfig) -> None:
+        chosen = choose("auto" if engine.isa == "torch" else engine.isa)
+        if chosen.kernels is None:
+            raise InputError(f"the floor is measured by a kernel, and there is none here ({chosen.why}): leave --floor out")
+        self.kernels = Kernels(chosen.isa, engine.threads)
+        self.dtype: torch.dtype = getattr(torch, engine.dtype)
+        self.shape = shape_of(folder)
+        self.peak = Looks()
+        self.rates: dict[int, Looks] = {}
+        """by the bytes that are read over and over"""
+        self.look()
+
+    def look(self) -> None:
+        """Look again at all that was measured so far."""
+        for _ in range(LOOKS):
+            self.peak.add(fastest({kind: register_peak(self.kernels, kind) for kind in KINDS}, self.dtype))
+        if self.rates:
+            data = torch.ones(max(self.rates) // 4, dtype=torch.float32)
+            for size, looks in self.rates.items():
+                read(self.kernels, data, size, looks)
+
+    def rate(self, size: float) -> Looks:
+        """Return the bytes a second at which a set of `size` bytes is read over and over."""
+        whole = min(max(1, math.ceil(size / MIB)) * MIB, LARGEST)
+        if whole not in self.rates:
+            self.rates[whole] = Looks()
+            read(self.kernels, torch.ones(whole // 4, dtype=torch.float32), whole, self.rates[whole])
+        return self.rates[whole]
+
+    def floor(self, workload: Workload, prefilled: float = math.inf, drafted: float = 0.0) -> dict[str, Any]:
+        """Return the floor of a workload: floor_seconds, which of the bounds it is, both and their parts in seconds, the peak
+        and the rate of the weights. prefilled: prompt tokens that were computed, if fewer than all. drafted: share of the new
+        tokens that came for nothing in steps for others, which drafts may give."""
+        work = work_of(self.shape, workload, prefilled, 1 - drafted)
+        compute = {name: flops / self.peak.best for name, flops in work.flops.items()}
+        itemsize = self.dtype.itemsize
+        memory = {
+            name: times * numbers * itemsize / self.rate(numbers * itemsize).best
+            for name, (numbers, times) in work.reads.items()
+        }
+        bounds = {"compute": sum(compute.values()), "memory": sum(memory.values())}
+        bound = max(bounds, key=lambda name: bounds[name])
+        weights = self.rate((self.shape.layers + self.shape.head) * itemsize)
+        return {
+            "floor_seconds": bounds[bound],
+            "floor_tokens_per_second": workload.total_new_tokens / bounds[bound],
+            "floor_bound": bound,
+            **{f"floor_{name}_seconds": seconds for name, seconds in bounds.items()},
+            "floor_parts_seconds": compute | memory,
+            "floor_isa": self.kernels.isa,
+            "peak_flops_per_second": self.peak.best,
+            "peak_flops_per_second_worst": self.peak.worst,
+            "bytes_per_second": weights.best,
+            "bytes_per_second_worst": weights.worst,
+        }
+
+    def bounded(self, workload: Workload, summary: dict[str, Any]) -> dict[str, Any]:
+        """Add to a summary what bounds the workload, and the share of it that was reached. Raises BoundBroken where the fastest
+        run is above it."""
+        drafted = summary["accepted_tokens"] / workload.total_new_tokens
+        for _ in range(2):
+            self.look()
+            floor = self.floor(workload, summary["prefill_tokens"], drafted)
+            most = summary["tokens_per_second_max"] / floor["floor_tokens_per_second"]
+            if most <= 1:
+                share = summary["tokens_per_second"] / floor["floor_tokens_per_second"]
+                return summary | floor | {"floor_fraction": round(share, 4)}
+        raise BoundBroken(broken(workload.name, most, floor))
 
 
-def best(work: Callable[[], Any], seconds: float) -> float:
-    """Return the best of as many turns as fit: a floor is not moved by a neighbour that takes a core for a while."""
-    work()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < 5:
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times)
+def broken(name: str, share: float, floor: dict[str, Any]) -> str:
+    """Say which bound a run was above."""
+    compute = floor["floor_bound"] == "compute"
+    what = "peak_flops_per_second" if compute else "bytes_per_second"
+    of = f"the register peak of {floor['floor_isa']}" if compute else "reading memory"
+    return (
+        f"{name}: a run has {share:.2f} of the floor, and nothing can be above 1: the {floor['floor_bound']} bound is wrong, "
+        f"{of}, {floor[what] / 1e9:.1f} G/s (the worst look {floor[what + '_worst'] / 1e9:.1f}). Measure again on a quiet "
+        "machine; if it stays so, the count of the work in rollout/bench/floor.py is wrong for this model"
+    )
+
+
+def read(kernels: Kernels, data: torch.Tensor, size: int, looks: Looks) -> None:
+    """Read the first `size` bytes LOOKS times after a first time that fills the caches."""
+    reading(kernels, data.data_ptr(), size)
+    for _ in range(LOOKS):
+        looks.add(reading(kernels, data.data_ptr(), size))
+
+
+class Work(NamedTuple):
+    """What a workload cannot do without."""
+
+    flops: dict[str, float]
+    reads: dict[str, tuple[float, float]]
+    """numbers that are read, and how often"""
+
+
+def work_of(shape: Shape, workload: Workload, prefilled: float, steps: float) -> Work:
+    """Count the work. prefilled: most prompt tokens that count. steps: share of the new tokens that took a step of their own.
+
+    The last prompt token gives each group its first token; a child's other tokens go through the model one after the other."""
+    prompt, new = (each.astype(np.int64) for each in workload.lengths())
+    children = workload.prompts * workload.n
+    after = [np.arange(1, n) for n in new]  # tokens of its own that each further token of a child sees
+    prefix = [np.minimum(p, np.maximum(shape.window - each, 0)) for p, each in zip(prompt, after, strict=True)]
+    suffix = [np.minimum(each, shape.window) for each in after]
+    seen = workload.n * float(sum(each.sum() for each in (*prefix, *suffix)))
+    further = workload.total_new_tokens - children
+    rows = further + workload.prompts
+    passes = steps * float(new.mean())
+    kv_read = (
+        steps * sum(float(each.sum()) for each in prefix),
+        steps**2 * workload.n * sum(float(each.sum()) for each in suffix),
+    )
+    kv = float(prompt.sum()) * shape.kv_numbers, max(1.0, further / 2) * shape.kv_numbers
+    logits = float(children * shape.vocab)
+    return Work(
+        flops={
+            "products": 2.0 * shape.layers * (min(float(prompt.sum()), prefilled) + further) + 2.0 * shape.head * rows,
+            "attention": shape.attention * seen,
+        },
+        reads={
+            "weights": (shape.layers + shape.head, passes),
+            "prefix": (kv[0], kv_read[0] * shape.kv_numbers / kv[0]),
+            "suffix": (kv[1], kv_read[1] * shape.kv_numbers / kv[1]),
+            "logits": (logits, rows / children),
+        },
+    )

@@ -13,8 +13,7 @@ the kernel. With one thread it is the thread's own time that counts, so that the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from ctypes import byref, c_double, c_int64, c_void_p
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from rich.table import Table
 
 from engine.cpu.isa import ISAS, here
 from engine.cpu.kernels import Kernels
+from rollout.bench.peaks import KINDS, MIB, fastest, reading, register_peak, timed
 
 NAME = "products"
 ROWS = (1, 8, 32, 128, 512)
@@ -35,8 +35,6 @@ WALKED_BYTES = 192 << 20
 """weights that are walked through, more than a core's caches hold"""
 SECONDS = 0.4
 """for each row of the table"""
-FMA, DOT, TILES = range(3)
-"""kinds of multiplication of c/peaks.c"""
 
 
 class Machine:
@@ -44,26 +42,21 @@ class Machine:
 
     def __init__(self, kernels: Kernels, weights: torch.Tensor) -> None:
         self.kernels, self.weights = kernels, weights
-        self.peaks = dict.fromkeys((FMA, DOT, TILES), 0.0)
+        self.peaks = dict.fromkeys(KINDS, 0.0)
         self.bytes_per_second = 0.0
-        kernels.library.rollout_peak.restype = c_double
         for _ in range(3):
             self.look()
 
     def look(self) -> None:
-        team, library = self.kernels.team(), self.kernels.library
         for kind in self.peaks:
-            self.peaks[kind] = max(self.peaks[kind], library.rollout_peak(byref(team), c_int64(kind)))
-        size, at = 4 << 20, self.weights.data_ptr()
-        for first in range(0, 48 << 20, size):
-            seconds = _timed(team.threads, library.rollout_read, byref(team), c_void_p(at + first), c_int64(size))
-            self.bytes_per_second = max(self.bytes_per_second, size / seconds)
+            self.peaks[kind] = max(self.peaks[kind], register_peak(self.kernels, kind))
+        size, at = 4 * MIB, self.weights.data_ptr()
+        for first in range(0, 48 * MIB, size):
+            self.bytes_per_second = max(self.bytes_per_second, reading(self.kernels, at + first, size))
 
     def peak(self, dtype: torch.dtype) -> float:
         """FLOP/s in registers of the fastest multiplication that has the kernel's bits."""
-        if dtype == torch.float32:
-            return self.peaks[FMA]
-        return self.peaks[TILES] or max(self.peaks[FMA], self.peaks[DOT])
+        return fastest(self.peaks, dtype)
 
 
 def measure(scale: float = 1.0, threads: int | None = None, isas: tuple[str, ...] | None = None) -> Iterator[dict[str, Any]]:
@@ -102,7 +95,7 @@ def _one(machine: Machine, weights: torch.Tensor, rows: int, outputs: int, input
     threads = machine.kernels.team().threads
     best, turn, end = float("inf"), 0, time.perf_counter() + seconds
     while turn < 8 or time.perf_counter() < end:
-        best = min(best, _timed(threads, machine.kernels.linear, x, matrices[turn % count]))
+        best = min(best, timed(threads, machine.kernels.linear, x, matrices[turn % count]))
         turn += 1
         if turn % 32 == 0:
             machine.look()
@@ -114,13 +107,6 @@ def _one(machine: Machine, weights: torch.Tensor, rows: int, outputs: int, input
         "peak_gflops": round(machine.peak(weights.dtype) / 1e9, 2), "peak_gbytes": round(machine.bytes_per_second / 1e9, 2),
         "ratio": round(flops / best / allowed, 3),
     }  # fmt: skip
-
-
-def _timed(threads: int, work: Callable[..., Any], *given: Any) -> float:
-    clock = time.thread_time if threads == 1 else time.perf_counter
-    began = clock()
-    work(*given)
-    return clock() - began
 
 
 def print_rows(console: Console, rows: list[dict[str, Any]]) -> None:

@@ -59,4 +59,5 @@ def print_table(console: Console, summaries: list[dict[str, Any]]) -> None:
         for peer, ratio in row.get("ratios", {}).items():
             console.print(f"{row['workload']}: {ratio:.2f} x {peer} {row['peers'][peer]}")
         if "floor_fraction" in row:
-            console.print(f"{row['workload']}: {row['floor_fraction']:.2f} of the floor, {row['floor_tokens_per_second']:.0f}")
+            of = f"of the floor, {row['floor_tokens_per_second']:.0f} tokens/s by {row['floor_bound']}"
+            console.print(f"{row['workload']}: {row['floor_fraction']:.2f} {of}")

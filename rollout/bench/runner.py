@@ -41,7 +41,7 @@ def measure(
     unshared: bool = False,
     undrafted: bool = False,
     against: dict[str, str] | None = None,
-    floor: Callable[[Workload], dict[str, Any]] | None = None,
+    floor: Callable[[Workload, dict[str, Any]], dict[str, Any]] | None = None,
     recordings: list[Recording] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Start a target, warm it up and yield one object a run, then the summary. Raises BenchFailed, ValueError.
@@ -50,7 +50,8 @@ def measure(
         `workload/roomy` …; the summary has the median of the ratios of each turn. unshared, undrafted: the same with attention
         that reads a shared prefix once for each child, and with drafts off.
     against: other engines (name -> interpreter) take part in each turn; the summary has `ratios`, ours over theirs.
-    floor: what bounds the workload on this machine (`bounded`). recordings: gets what happened along the last run of each."""
+    floor: adds what bounds the workload on this machine to its summary (`floor.Machine.bounded`). recordings: gets what
+        happened along the last run of each."""
     if repeat < 1:
         raise ValueError(f"repeat={repeat}: must be at least 1")
     configs = variants(workload, engine, compare, unshared, undrafted)
@@ -79,13 +80,7 @@ def measure(
     if theirs:
         summary["ratios"] = {name: ratio(runs[""], rows) for name, rows in theirs.items()}
         summary["peers"] = {one.name: one.version for one in peers}
-    yield summary if floor is None else bounded(summary, floor(workload))
-
-
-def bounded(summary: dict[str, Any], floor: dict[str, Any]) -> dict[str, Any]:
-    """Add to a summary what bounds the workload, and the share of it that was reached."""
-    share = summary["tokens_per_second"] / floor["floor_tokens_per_second"]
-    return summary | floor | {"floor_fraction": round(share, 4)}
+    yield summary if floor is None else floor(workload, summary)
 
 
 def tight_engine(workload: Workload, engine: EngineConfig) -> EngineConfig:

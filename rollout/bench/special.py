@@ -24,6 +24,7 @@ from rollout.bench import (
     score,
     sharing,
     tail,
+    train_step,
     turns,
 )
 from rollout.bench.target import OpenTarget
@@ -95,6 +96,9 @@ WITH_MODEL = {
     ),
     tail.NAME: Special(lambda it: tail.measure(it.text, it.engine, it.folder, it.scale, it.repeat), tail.print_row),
     score.NAME: Special(lambda it: score.measure(it.text, it.engine, it.folder, it.scale, it.repeat), score.print_row),
+    train_step.NAME: Special(
+        lambda it: train_step.measure(it.folder, it.engine, it.text, it.scale, it.repeat), train_step.print_row
+    ),
     turns.NAME: Special(
         lambda it: turns.measure(it.folder, it.engine, it.text, it.scale), turns.print_row, between_processes=True
     ),

@@ -4,7 +4,8 @@ transformers computes attention in one way for a full forward and in another for
 0.04 in log-prob. The service does one arithmetic for each query and chunk of keys, and here a trainer does the same:
 
     q, k, v ──► service's kernel, real tokens only ──► out       forward: the service's numbers
-        └─────► torch's SDPA, recomputed ◄── grad of out         backward: an ordinary gradient
+        └─────► torch's SDPA, recomputed ◄── grad of out         backward: an ordinary gradient, in fp32 where this CPU
+                                                                 is slow in bf16
 
 For any transformers model that the service runs, on the CPU or on CUDA, with the same block_size. `rollout.exact.rows` has what
 may stand in a batch: padded rows, packed ones, trees.
@@ -20,6 +21,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from engine.cpu.backward import fast_in_bf16
 from engine.devices import NativeAttention, ReferenceAttention
 from rollout.exact.on_device import DeviceAttention
 from rollout.exact.rows import Rows, rows_of
@@ -143,8 +145,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        query, key, value = (x.detach().requires_grad_() for x in ctx.saved_tensors)
-        there = ctx.rows.on(query.device)
+        dtype = ctx.saved_tensors[0].dtype
+        wide = grad.device.type == "cpu" and dtype == torch.bfloat16 and not fast_in_bf16()
+        among = torch.float32 if wide else dtype
+        query, key, value = (x.detach().to(among).requires_grad_() for x in ctx.saved_tensors)
+        there = ctx.rows.on(grad.device)
         seen = there.seen
         if ctx.window:
             depth = there.depth
@@ -153,5 +158,5 @@ class _Attention(torch.autograd.Function):
             out = torch.nn.functional.scaled_dot_product_attention(
                 query, key, value, attn_mask=seen[:, None], scale=ctx.scaling, enable_gqa=True
             )
-            grads = torch.autograd.grad(out, (query, key, value), grad.transpose(1, 2))
-        return *grads, None, None, None, None
+            grads = torch.autograd.grad(out, (query, key, value), grad.transpose(1, 2).to(among))
+        return *(each.to(dtype) for each in grads), None, None, None, None

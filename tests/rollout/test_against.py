@@ -1,4 +1,4 @@
-"""Other engines beside ours, the floor, and the fidelity report: with stand-ins, since the real ones take minutes."""
+"""Other engines beside ours, and the fidelity report: with stand-ins, since the real ones take minutes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from rich.console import Console
 
 from engine.config import EngineConfig
 from rollout import models
 from rollout.bench import against, fidelity
 from rollout.bench.errors import BenchFailed, PeerFailed
-from rollout.bench.floor import Machine, matrices
 from rollout.bench.runner import measure, peer_run
 from rollout.bench.target import open_engine
 from rollout.bench.text import PromptText
@@ -92,19 +90,6 @@ def test_an_interpreter_that_is_not_there_is_told(drivers: Path) -> None:
     with pytest.raises(BenchFailed, match="vllm: /nowhere/python does not start .No such file or directory."):
         with against.peer("vllm", "/nowhere/python", {}):
             raise AssertionError("it has started")
-
-
-def test_the_floor_counts_the_matrices(tiny_model: Path) -> None:
-    """2 layers of hidden 32, 4 query and 2 KV heads of 8, MLP 64, vocabulary 259 with an output layer of its own."""
-    found = matrices(tiny_model)
-    assert found == {(32, 32): 4, (16, 32): 4, (64, 32): 4, (32, 64): 2, (259, 32): 1}
-    machine = Machine(tiny_model, torch.float32)
-    floor = machine.floor(TINY)
-    rows, step = 4, floor["floor_step_ms"]
-    assert floor["floor_tokens_per_second"] == pytest.approx(rows * 8 / floor["floor_seconds"])
-    assert step["products"] == 0 and step["weights"] > 0, "four rows are bound by reading the weights"
-    kv = 2 * 2 * 2 * 8 * 4
-    assert step["suffix"] == pytest.approx(1e3 * rows * 4 * kv / floor["bytes_per_second"])
 
 
 def test_fidelity_is_exact_with_the_service_s_arithmetic(tiny_model: Path) -> None:

@@ -9,7 +9,7 @@
 #endif
 
 enum { FMA, DOT, TILES }; /* kinds of multiplication: what a register peak is of */
-enum { WINDOWS = 24, STEPS = 500, CHAINS = VL == 16 ? 24 : 12 };
+enum { WINDOWS = 24, STEPS = 2000, CHAINS = VL == 16 ? 24 : 12 };
 
 static double now(void) {
     struct timespec t;
