@@ -50,8 +50,7 @@ def measure(
         `workload/roomy` …; the summary has the median of the ratios of each turn. unshared, undrafted: the same with attention
         that reads a shared prefix once for each child, and with drafts off.
     against: other engines (name -> interpreter) take part in each turn; the summary has `ratios`, ours over theirs.
-    floor: adds what bounds the workload on this machine to its summary (`floor.Machine.bounded`). recordings: gets what
-        happened along the last run of each."""
+    floor: adds what bounds the workload here (`Machine.bounded`). recordings: gets what happened along the last run of each."""
     if repeat < 1:
         raise ValueError(f"repeat={repeat}: must be at least 1")
     configs = variants(workload, engine, compare, unshared, undrafted)

@@ -145,10 +145,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        dtype = ctx.saved_tensors[0].dtype
+        saved = ctx.saved_tensors  # read once: checkpointing computes them again at each reading
+        dtype = saved[0].dtype
         wide = grad.device.type == "cpu" and dtype == torch.bfloat16 and not fast_in_bf16()
         among = torch.float32 if wide else dtype
-        query, key, value = (x.detach().to(among).requires_grad_() for x in ctx.saved_tensors)
+        query, key, value = (x.detach().to(among).requires_grad_() for x in saved)
         there = ctx.rows.on(grad.device)
         seen = there.seen
         if ctx.window:
