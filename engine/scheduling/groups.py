@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from engine.config import EngineConfig
 from engine.kv.store import BlockStore
@@ -19,7 +19,7 @@ from engine.scheduling.timers import Timers
 from engine.scheduling.turns import Turns
 from engine.scheduling.waiting import WaitingQueue
 from engine.scheduling.waves import Waves
-from engine.types import Begun, Chunk, FinishReason, Group, Sample
+from engine.types import Chunk, FinishReason, Group, Sample
 
 CONTINUED = frozenset(("stop", "length", "cut", "deadline"))
 """how a child ends that another turn may follow"""
@@ -75,7 +75,9 @@ class Groups:
         if enough is not None and len(state.complete) >= enough:
             raise ValueError(f"finish_after={enough}: {len(state.complete)} of the begun children are complete; leave them out")
         self._submitted += 1
-        samples = [self._complete(state, begun) for begun in group.begun if begun.index in state.complete]
+        state.finished = len(state.complete)
+        complete = [(Sequence(state, begun.index, begun), state.complete.get(begun.index)) for begun in group.begun]
+        samples = [self._count_end(child, reason, 0.0) for child, reason in complete if reason is not None]
         if not state.fresh and not state.resumed:
             return samples
         self.of_id[group.id] = state
@@ -92,12 +94,10 @@ class Groups:
         self.shares.arrived(client, state.arrived)
         return samples
 
-    def _complete(self, state: GroupState, begun: Begun) -> Sample:
-        """Return the sample of a child that had its last token when it was submitted."""
-        reason = state.complete[begun.index]
-        state.finished += 1
+    def _count_end(self, child: Sequence, reason: FinishReason, seconds: float, error: str | None = None) -> Sample:
+        """Count a child that ends without having been scheduled. Returns its sample."""
         self.counters.ended[reason] += 1
-        return Sequence(state, begun.index, begun).sample(reason, 0.0)
+        return child.sample(reason, seconds, error)
 
     def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
         """End the children that are not finished, or one of them. Returns them with what they have; [] for an unknown id or
@@ -112,23 +112,14 @@ class Groups:
             return [self.end(state.sequences[index], "aborted")] if index in state.sequences else []
         if index in state.fresh or index in state.resumed:
             state.cancelled.add(index)
-        left = len(state.fresh) + len(state.resumed) - len(state.cancelled)
-        return [] if left else self.end_all(state, "aborted")
+        return [] if state.uncancelled else self.end_all(state, "aborted")
 
     def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[Chunk]:
         """Return what unfinished children have drawn beyond their first `since` tokens (by index; all, of those not named): of
         those that have `least` or more there, and at most `most` tokens in all, first of those that have most. [] for an
         unknown id."""
         state = self.of_id.get(group_id)
-        if state is None or not state.forked:
-            return []
-        new = [(len(seq.output) - since.get(seq.index, 0), seq) for seq in state.sequences.values()]
-        chunks = []
-        for count, seq in sorted((each for each in new if each[0] >= least), key=lambda each: (-each[0], each[1].index)):
-            if most > 0:
-                chunks.append(seq.chunk(len(seq.output) - count, min(count, most)))
-            most -= count
-        return chunks
+        return [] if state is None or not state.forked else chunks_of(state.sequences.values(), since, least, most)
 
     @property
     def overdue(self) -> bool:
@@ -160,12 +151,23 @@ class Groups:
                 state.own = None
             if kv == "recompute" and state.begun:
                 state.oldest_kv = version
+            samples += self._end_stale(state, version)
             for seq in list(state.sequences.values()):
-                lag = state.group.sampling.max_version_lag
-                if lag is not None and seq.spans and seq.spans[0][1] < version - lag:
-                    samples.append(self.end(seq, "stale"))
-                elif kv == "recompute" or not seq.drew:
+                if kv == "recompute" or not seq.drew:
                     self.tables.drop_older(seq, state.readable_from(version))
+        return samples
+
+    def _end_stale(self, state: GroupState, version: int) -> list[Sample]:
+        """End the children whose first token is too far behind `version`, also where they wait for their group to fork."""
+        lag = state.group.sampling.max_version_lag
+        if lag is None:
+            return []
+        samples = [self.end(seq, "stale") for seq in list(state.sequences.values()) if is_stale(seq, version - lag)]
+        if not state.forked:
+            stale = [child for index in state.resumed if is_stale(child := Sequence(state, index), version - lag)]
+            samples += [self._count_end(child, "stale", self._clock() - state.arrived) for child in stale]
+            state.leave_out([child.index for child in stale])
+            samples += [] if state.uncancelled else self.end_all(state, "aborted")
         return samples
 
     # ── after a step ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -218,15 +220,16 @@ class Groups:
 
     def end_races(self, racing: list[tuple[Sequence, FinishReason]]) -> list[Sample]:
         """End children that a step has ended, of groups that end with their first `finish_after`, and the siblings that are to
-        be cut then. The shorter child counts first, of equal ones the lower index; one that comes too late is cut as well."""
+        be cut then. The shorter child counts first, of equal ones the lower index; what comes too late is cut too, if longer
+        than `min_len_to_cut`: a shorter one would have ended by itself in a later step as well."""
         samples = []
         for seq, reason in sorted(racing, key=lambda each: (each[0].state.number, len(each[0].output), each[0].index)):
             if not seq.ended:  # cancelled where its group forked
-                samples.append(self.end(seq, reason if seq.state.races else "cut"))
+                counts = seq.state.races or len(seq.output) <= seq.state.group.sampling.min_len_to_cut
+                samples.append(self.end(seq, reason if counts else "cut"))
         for state in {seq.state.number: seq.state for seq, _ in racing if not seq.state.races}.values():
             state.cut_at = state.group.sampling.min_len_to_cut
-            late = [seq for seq in state.sequences.values() if len(seq.output) >= state.cut_at]
-            samples += [self.end(seq, "cut") for seq in late]
+            samples += [self.end(seq, "cut") for seq in list(state.sequences.values()) if len(seq.output) >= state.cut_at]
         return samples
 
     def end(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> Sample:
@@ -269,10 +272,25 @@ class Groups:
         """End every child that is not finished; before the fork that is all n of them."""
         if not state.forked:
             only = self.end(state.sequences[state.fresh[0]], reason, error)
-            others = [*state.fresh[1:], *state.resumed]
-            self.counters.ended[reason] += len(others)
-            return [only, *(Sequence(state, i).sample(reason, only.seconds, error) for i in others)]
+            others = [Sequence(state, index) for index in (*state.fresh[1:], *state.resumed)]
+            return [only, *(self._count_end(child, reason, only.seconds, error) for child in others)]
         return [self.end(seq, reason, error) for seq in list(state.sequences.values())]
+
+
+def is_stale(seq: Sequence, oldest: int) -> bool:
+    """True if weights before version `oldest` drew its first token."""
+    return bool(seq.spans) and seq.spans[0][1] < oldest
+
+
+def chunks_of(sequences: Iterable[Sequence], since: Mapping[int, int], least: int, most: int) -> list[Chunk]:
+    """Return what these have drawn; see `Groups.chunks`."""
+    new = [(len(seq.output) - since.get(seq.index, 0), seq) for seq in sequences]
+    chunks = []
+    for count, seq in sorted((each for each in new if each[0] >= least), key=lambda each: (-each[0], each[1].index)):
+        if most > 0:
+            chunks.append(seq.chunk(len(seq.output) - count, min(count, most)))
+        most -= count
+    return chunks
 
 
 def reason_behind(seq: Sequence, token: int) -> FinishReason | None:

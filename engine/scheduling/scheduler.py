@@ -36,7 +36,7 @@ from engine.scheduling.recording import record
 from engine.scheduling.rows import Rows, plan_of
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import Row, Sequence
-from engine.scheduling.shares import Shares, Turns, tokens_by_client
+from engine.scheduling.shares import RoundRobin, Shares, tokens_by_client
 from engine.scheduling.sharing import shared_prefixes
 from engine.scheduling.stops import Stops
 from engine.scheduling.waiting import WaitingQueue
@@ -77,7 +77,7 @@ class Scheduler:
         self.version = 0
         """of the weights"""
         self._clock = clock
-        self._turns = Turns()
+        self._round_robin = RoundRobin()
         self._planned = 0
         self._rows: dict[int, list[Row]] = {}
         """of the steps that were planned and not committed, by number: the way back from a plan to its sequences"""
@@ -150,7 +150,7 @@ class Scheduler:
         decoding = [seq for seq in self.running if seq.uncached == 1 and seq.given is None]
         if len(decoding) < len(self.running) or (len(self.waiting) and self.running_table.has_place):
             most //= 2
-        return self.rows.decode(self._turns.take(decoding, most), self.version)
+        return self.rows.decode(self._round_robin.take(decoding, most), self.version)
 
     def _prefill(self, most: int, decoding: int) -> list[Row]:
         """Make the rows of sequences that have more than one token to compute and of those that can start, for a step of at

@@ -130,6 +130,20 @@ class GroupState:
         return self.by_length and self.forked and index in self.last
 
     @property
+    def uncancelled(self) -> int:
+        """children that are not to end where the group forks, before it has"""
+        return len(self.fresh) + len(self.resumed) - len(self.cancelled)
+
+    def leave_out(self, indices: Collection[int]) -> None:
+        """Forget children that go on, before the group has forked."""
+        for index in indices:
+            del self.resumed[index]
+        self.cancelled -= set(indices)
+        left = _tokens_left(self.group, self.resumed, self.complete)
+        left = [left[child] for child in (*self.fresh, *self.resumed)]
+        self.work, self.lead = sum(left), max(left)
+
+    @property
     def races(self) -> bool:
         """The group ends with its first `finish_after` children, and not so many have ended."""
         enough = self.group.sampling.finish_after

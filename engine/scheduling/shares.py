@@ -148,7 +148,7 @@ def tokens_by_client(rows: list[Row], total: int, only_client: str | None) -> Ma
     return tokens
 
 
-class Turns:
+class RoundRobin:
     """Which sequences decode in a step that is too short for all: each client's in turn, in equal parts of the step."""
 
     def __init__(self) -> None:

@@ -55,6 +55,41 @@ def test_children_go_on_from_what_they_have(have: list[int]) -> None:
     assert engine.counters.generated_tokens == 24 - sum(have), "nothing is drawn twice"
 
 
+def stale_engine(indices: tuple[int, ...] | None, lag: int | None, cancelled: int | None = None) -> Samples:
+    """Children 1 (of version 0, if that is not too old already) and 2 (of version 1) go on, 0 is fresh; version 2 comes in the
+    middle of the prompt."""
+    oldest = 0 if lag is None else max(0, 1 - lag)
+    asked = group("g", [5 + i % 17 for i in range(80)], n=3, max_tokens=8, ignore_eos=True, max_version_lag=lag)
+    whole = run(toy_engine(), [asked])
+    begun = tuple(
+        msgspec.structs.replace(Begun.of(whole["g", i]), token_ids=whole["g", i].token_ids[:3],
+                                logprobs=whole["g", i].logprobs[:3], weight_versions=[(0, max(i - 1, oldest))]) for i in (1, 2)
+        if indices is None or i in indices
+    )  # fmt: skip
+    engine = toy_engine(max_batch_tokens=32)
+    engine.refresh({})
+    engine.submit(msgspec.structs.replace(asked, indices=indices, begun=begun))
+    assert not engine.step() and not engine.scheduler.groups["g"].sequences[0].output, "in the middle of the prompt"
+    if cancelled is not None:
+        assert not engine.abort("g", cancelled)
+    engine.refresh({})
+    return run(engine)
+
+
+def test_a_child_that_goes_on_ends_as_stale_before_its_group_has_forked() -> None:
+    got = stale_engine(None, lag=1)
+    assert lengths(got) == [("length", 8), ("stale", 3), ("length", 8)]
+    assert got["g", 1].weight_versions == [(0, 0)] and got["g", 2].weight_versions == [(0, 1), (3, 2)]
+    assert lengths(stale_engine(None, lag=0)) == [("length", 8), ("stale", 3), ("stale", 3)]
+    assert lengths(stale_engine(None, lag=2)) == lengths(stale_engine(None, lag=None)) == [("length", 8)] * 3, "the control"
+
+
+def test_a_group_ends_whose_children_are_stale_or_cancelled() -> None:
+    """No prompt is computed for nobody; a stale child that was cancelled is not counted twice."""
+    assert lengths(stale_engine((0, 1), lag=1, cancelled=0)) == [("aborted", 0), ("stale", 3)]
+    assert lengths(stale_engine((0, 1), lag=1, cancelled=1)) == [("length", 8), ("stale", 3)]
+
+
 @pytest.mark.parametrize("indices", [(0,), (2,), (1, 3), (0, 2, 4)])
 def test_some_children_of_a_group(indices: tuple[int, ...]) -> None:
     asked = group("g", range(5, 16), n=5, max_tokens=8)
@@ -395,6 +430,16 @@ def test_no_child_is_cut_too_short() -> None:
         ended = len(whole[key].token_ids) <= least
         assert (sample.finish_reason, len(sample.token_ids)) == ((whole[key].finish_reason, len(whole[key].token_ids)) if ended
                                                                  else ("cut", least))  # fmt: skip
+
+
+@pytest.mark.parametrize(("least", "ends"), [(0, 0), (3, 0), (5, 2), (10, 2)])
+def test_a_complete_child_that_need_not_be_cut_counts(least: int, ends: int) -> None:
+    """Up to `min_len_to_cut` tokens, whether it ends in the step in which enough have ended, as child 1, or later, as 2."""
+    own = (5, 5, 6, 30)
+    asked = group("g", [7, 8], n=4, max_tokens=30, lengths=own, ignore_eos=True, finish_after=1, min_len_to_cut=least)
+    got = lengths(run(toy_engine(), [asked]))
+    assert got[:2] == [("length", 5), ("length" if ends else "cut", 5)]
+    assert got[2:] == [("length", 6) if least > 5 else ("cut", 5), ("cut", max(5, least))]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -21,13 +21,14 @@ import engine.scheduling.sharing
 from engine.kv.block import Block, BlockPool, Moves, OutOfBlocks
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.groups import Groups
 from engine.scheduling.kept import KeptKV
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.scheduling.stops import Stops
 from engine.scheduling.tracked import LogitRules, Tracked
 from engine.scheduling.turns import Turn, TurnId, Turns
-from engine.types import Begun, Group, Sampling
+from engine.types import Begun, FinishReason, Group, Sample, Sampling
 from tests.support.harness import Harness, conversations, random_schedule, tight_schedule
 
 
@@ -267,6 +268,30 @@ def patch_uncut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GroupState, "races", property(lambda self: self.group.sampling.finish_after is not None))
 
 
+def patch_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a child that waits for its group to fork goes on, however old"""
+    end_stale = Groups._end_stale
+
+    def of_sequences(self: Groups, state: GroupState, version: int) -> list[Sample]:
+        waiting, state.resumed = state.resumed, {}
+        samples = end_stale(self, state, version)
+        state.resumed = waiting
+        return samples
+
+    monkeypatch.setattr(Groups, "_end_stale", of_sequences)
+
+
+def patch_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a complete child is cut however few tokens it has"""
+    end = Groups.end
+
+    def cut(self: Groups, seq: Sequence, reason: FinishReason, error: str | None = None) -> Sample:
+        done = reason in ("stop", "length") and seq.state.group.sampling.finish_after is not None
+        return end(self, seq, "cut" if done and not seq.state.races else reason, error)
+
+    monkeypatch.setattr(Groups, "end", cut)
+
+
 def patch_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """a table goes on to name the blocks of a sequence that has left"""
 
@@ -411,6 +436,8 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_resumed,
     patch_fresh,
     patch_uncut,
+    patch_stale,
+    patch_cut,
     patch_top,
     patch_begun_top,
     patch_own,

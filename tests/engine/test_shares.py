@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.scheduling.counters import Counters
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import GroupState, Sequence
-from engine.scheduling.shares import EXPECTED_S, LEVELS, MOST_IDLE, REFILL, RESERVE, SHORT_STEP_TOKENS, Shares, Turns
+from engine.scheduling.shares import EXPECTED_S, LEVELS, MOST_IDLE, REFILL, RESERVE, SHORT_STEP_TOKENS, RoundRobin, Shares
 from engine.types import Group, Sampling
 from tests.support.harness import TOKEN_S, Harness
 from tests.support.plans import PlanRow, commit, launch, rows, submit
@@ -138,7 +138,7 @@ def sequences(client: str, first: int, count: int) -> list[Sequence]:
 
 
 def test_sequences_take_turns_in_equal_parts_for_each_client() -> None:
-    turns, many, few = Turns(), sequences("many", 0, 9), sequences("few", 9, 2)
+    turns, many, few = RoundRobin(), sequences("many", 0, 9), sequences("few", 9, 2)
     taken = [turns.take([*many, *few], 6) for _ in range(3)]
     assert all(turn[-2:] == few for turn in taken), "both of the two, each time"
     assert [seq for turn in taken for seq in turn[:-2]] == [*many[:8], many[0], many[1], many[2], many[8]]

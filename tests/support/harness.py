@@ -134,6 +134,12 @@ def check_logprobs(group: Group, sample: Sample) -> None:
     assert sample.logprobs.tolist() == [logprob(prompt + tokens[:at], token) for at, token in enumerate(tokens)]
 
 
+def check_lag(sample: Sample, lag: int | None) -> None:
+    """Assert that no token was drawn by weights further ahead of the first one's than `max_version_lag`."""
+    versions = [version for _, version in sample.weight_versions]
+    assert lag is None or not versions or versions[-1] - versions[0] <= lag
+
+
 class Harness:
     def __init__(self, device_blocks: int, host_blocks: int, overlap: bool = False, **config: Any) -> None:
         self.config = EngineConfig(kv_tokens=1, **config)
@@ -202,7 +208,8 @@ class Harness:
         if score:
             group = with_given(group)
         elif begun:
-            group = with_begun(group, begun)
+            lag = group.sampling.max_version_lag
+            group = with_begun(group, begun, 0 if lag is None else max(0, self.scheduler.version - lag))
         group.validate(Limits(), VOCAB, 10_000)
         try:
             stops = stops_of(group, lambda: VOCABULARY)
@@ -226,7 +233,9 @@ class Harness:
     def refresh(self, kv: str) -> None:
         self.land()
         version = self.scheduler.version + 1
-        self.take(self.scheduler.refresh(version, kv))
+        ended = self.scheduler.refresh(version, kv)
+        self.take(ended)
+        self.check_stale(version, ended)
         if kv != "keep":
             self.own.clear()
             self.turns.clear()
@@ -375,17 +384,31 @@ class Harness:
                     assert got == given[: len(got)] and (sample.finish_reason == "scored") == (got == given)
                 elif sample.finish_reason in ("aborted", "stale", "cut"):
                     assert want[: len(got)] == got
+                    whole = got == want and sample.finish_reason == "cut"
+                    assert not whole or len(got) > group.sampling.min_len_to_cut, "ended by itself before it could be cut"
                 else:
                     stopped = stop_of(group, want)
                     assert got == want and sample.finish_reason == ("stop" if ended_by(group, want) else "length")
                     assert (sample.text_end, sample.stopped_by) == (stopped or (None, None))
                 check_top(sample, group.sampling.top_logprobs)
+                check_lag(sample, group.sampling.max_version_lag)
             self.check_cut(group, [self.got[id, index] for index in wanted])
         assert len(self.got) == sum(len(group.wanted) for group in self.groups.values())
         store = self.scheduler.store
         self.scheduler.children.kept.release_all()
         store.forget_cached()
         assert store.device.free == store.device.size and store.host.free == store.host.size and not len(store.index)
+
+    def check_stale(self, version: int, ended: list[Sample]) -> None:
+        """Assert that a refresh to `version` has ended the children that began too far behind, forked or not, and no others."""
+        for sample in ended:
+            if sample.finish_reason == "stale":
+                lag = self.groups[sample.group_id].sampling.max_version_lag
+                assert lag is not None and sample.weight_versions[0][1] < version - lag
+        for id in self.scheduler.groups:
+            lag = self.groups[id].sampling.max_version_lag
+            for child in () if lag is None or self.groups[id].score else self.groups[id].begun:
+                assert (id, child.index) in self.got or child.weight_versions[0][1] >= version - lag, "it goes on, stale"
 
     def check_cut(self, group: Group, samples: list[Sample]) -> None:
         """Assert that siblings are cut once enough have ended by themselves, and not before."""
@@ -395,14 +418,16 @@ class Harness:
             assert "cut" not in ended
         elif "cut" in ended:
             assert by_themselves >= enough
-        if enough is not None and not group.sampling.min_len_to_cut:
-            assert by_themselves <= enough
+        if enough is not None:
+            least = group.sampling.min_len_to_cut
+            assert sum(s.finish_reason in ("stop", "length") and len(s.token_ids) > least for s in samples) <= enough
         cut = [sample for sample in samples if sample.finish_reason == "cut"]
         assert all(len(sample.token_ids) >= group.sampling.min_len_to_cut for sample in cut)
 
 
-def with_begun(group: Group, begun: dict[int, int]) -> Group:
-    """Return the same group whose children have so many of their tokens already, as far as that leaves one to draw."""
+def with_begun(group: Group, begun: dict[int, int], version: int) -> Group:
+    """Return the same group whose children have so many of their tokens already, drawn by the weights `version`, as far as that
+    leaves one to draw."""
     children = []
     for index, tokens in enumerate(expected(group)):
         have = min(begun.get(index, 0), len(tokens) - 1)
@@ -412,7 +437,7 @@ def with_begun(group: Group, begun: dict[int, int]) -> Group:
             ids, logprobs = np.array(tokens[:have], np.int32), np.array(had, np.float32)
             top = top_of(tokens[:have], group.sampling.top_logprobs)
             columns = {"top_ids": top, "top_logprobs": -top.astype(np.float32)} if top.size else {}
-            children.append(Begun(index=index, token_ids=ids, logprobs=logprobs, weight_versions=[(0, 0)], **columns))
+            children.append(Begun(index=index, token_ids=ids, logprobs=logprobs, weight_versions=[(0, version)], **columns))
     return msgspec.structs.replace(group, begun=tuple(children))
 
 
@@ -500,7 +525,7 @@ LOGIT_RULES: list[dict[str, Any]] = [
 
 def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness], None] = Harness.check) -> Harness:
     """Submit, abort, refresh, step and broken copies in random order and at random times, the invariants checked after each."""
-    r, time, more, turns, changes, own = (random.Random(seed) for _ in range(6))
+    r, time, more, turns, changes, own, bounds = (random.Random(seed) for _ in range(7))
     h = random_harness(r, time.choice([0.0, 0.1, 1.0]), order_of(seed), more.choice([0, 2, 6]))
     base = [r.randrange(1, VOCAB) for _ in range(40)]
     breaks = r.random() < 0.4
@@ -518,9 +543,11 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
             rules |= changes.choice(LOGIT_RULES)
             most = r.choice([1, 3, 12])
             rules |= {"lengths": tuple(own.randrange(1, most + 1) for _ in range(n)) if own.random() < 0.4 else None}
+            rules |= {"max_version_lag": bounds.choice([None, None, 0, 1])}
+            rules |= {"min_len_to_cut": bounds.randrange(most + 1) if rules.get("finish_after") else 0}
             rules |= {"stop": changes.choice([(), ("abca", "ccc"), ("bcbc",)])} if seed % 4 == 3 else {}
             if more.random() < 0.2:
-                rules |= {"score": True, "finish_after": None, "lengths": None}
+                rules |= {"score": True, "finish_after": None, "min_len_to_cut": 0, "lengths": None}
             h.submit(
                 f"g{number}",
                 prompt,
