@@ -3,6 +3,7 @@
     base      the checkpoint, or what refreshes of whole tensors have put in its place
     kept      of each tensor that the live adapter has changed its base, in host memory; of all others live is base
     merging   for each target, when its A and B are here:  staged ← base, staged += (B A) · scale
+              a target that comes whole as well:           staged ← what came, staged += (B A) · scale
               tensors of the adapter before, which this one does not change:  staged ← base
 
 The sum is PEFT's own merge on a CPU, in the order and rounding of peft 0.21's `Linear.merge` (`safe_merge=False`): one product
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,34 +115,43 @@ class Merging:
         for target in adapter.targets:
             self._check(target, infos)
         whole = {info.name: inventory.check(info) for info in manifest if info.name not in self._targets}
-        written = Counter([target.weight for target in adapter.targets] + list(whole.values()))
-        self._check_written(written)
+        self._target_of = {target.weight: target for target in adapter.targets}
+        self._check_written([target.weight for target in adapter.targets])
+        self._check_written(whole.values())
+        self._awaited = set(whole.values()) & self._target_of.keys()
+        """tensors that come whole, are not here yet, and have A and B added to them"""
         base.check(adapter.base)
         self.parts = [self._part(info, whole.get(info.name)) for info in manifest]
         self._left = len(self.parts)
-        self._back = base.changed - written.keys()
+        self._back = base.changed - self._target_of.keys() - set(whole.values())
         """tensors of the adapter before, which go back to their base"""
 
     def arrived(self, part: Part) -> dict[str, str]:
         """Do what the bytes of this part have made possible. Returns the digests of the staged tensors that it wrote."""
         self._left -= 1
         digests: dict[str, str] = {}
-        if target := self._targets.get(part.info.name):
+        if part.target is None:
             assert part.place is not None
             self._factors[part.info.name] = part.place.view(part.info.shape)
-            if target.a in self._factors and target.b in self._factors:
-                digests[target.weight] = self._merge(target)
+            target = self._targets.get(part.info.name)
         else:
-            assert part.target is not None
             self.bases[part.target] = self._base.read(part.target)
+            self._awaited.discard(part.target)
+            target = self._target_of.get(part.target)
+        if target and {target.a, target.b} <= self._factors.keys() and target.weight not in self._awaited:
+            digests[target.weight] = self._merge(target)
         if not self._left:
             digests |= {name: digest_of(tensor_bytes(self._place(name).copy_(self._base.read(name)))) for name in self._back}
         return digests
 
     def _merge(self, target: LoraTarget) -> str:
         a, b = self._factors.pop(target.a), self._factors.pop(target.b)
-        base = self.bases[target.weight] = self._base.read(target.weight)
-        staged = merge_into(self._place(target.weight), base, a, b, target)
+        staged = self._place(target.weight)
+        if target.weight in self.bases:  # it came whole, and lies where it is staged
+            base = staged
+        else:
+            base = self.bases[target.weight] = self._base.read(target.weight)
+        merge_into(staged, base, a, b, target)
         if not finite(staged):
             raise InvalidWeights("base + scale · B A overflows its dtype", target.weight)
         return digest_of(tensor_bytes(staged))
@@ -176,8 +186,8 @@ class Merging:
         if not math.isfinite(target.scale):
             raise InvalidWeights(f"its scale is {target.scale}: must be finite", name)
 
-    def _check_written(self, written: Mapping[str, int]) -> None:
-        for name, times in written.items():
+    def _check_written(self, names: Iterable[str]) -> None:
+        for name, times in Counter(names).items():
             if times > 1:
                 raise InvalidWeights("the adapter changes it twice: merge its parts into one", name)
             tied = [other for other, first in self._inventory.first_name.items() if first == self._inventory.first_name[name]]

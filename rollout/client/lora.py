@@ -180,7 +180,9 @@ def read_folder(folder: Path, scale: float) -> tuple[Pairs, list[LoraTarget]]:
             f"init_lora_weights={config['init_lora_weights']!r} changes the base, which a folder does not hold: save it with "
             "path_initial_model_for_weight_conversion, or give the PeftModel"
         )
-    pairs = [(key.removeprefix(PREFIX), tensor) for key, tensor in sorted(tensors.items())]
+    # PEFT saves the frozen embeddings along where an adapter is on one of them: what that adapter is added to
+    names = {key: key.removeprefix(PREFIX).replace(".base_layer.", ".") for key in sorted(tensors)}
+    pairs = [(name, tensors[key]) for key, name in names.items()]
     targets = []
     for key, tensor in pairs:
         if key.endswith(".lora_A.weight"):

@@ -142,6 +142,9 @@ def test_another_base_is_refused() -> None:
         staged(engine, tensors, adapter([Q], base=engine.weights.digest))  # of the sum, which is no base
 
 
+TWO = {"A": torch.ones(4, 64), "B": torch.ones(64, 4)}
+
+
 def bad(**changes: Any) -> tuple[Named, Adapter]:
     """An adapter of Q with one thing changed."""
     tensors = factors(tiny("llama"), [Q])
@@ -165,7 +168,7 @@ def bad(**changes: Any) -> tuple[Named, Adapter]:
         (bad(tensors={Q + ".A": torch.ones(4, 64).double()}), "A is float64, B is float32"),
         (bad(tensors={Q + ".A": torch.ones(3, 64)}), "must be .rank, in. and .out, rank."),
         (bad(tensors={Q + ".A": torch.ones(65, 64), Q + ".B": torch.ones(64, 65)}), "rank 65 is above"),
-        (bad(tensors={Q: torch.ones(64, 64)}), "changes it twice"),
+        (bad(targets=[LoraTarget(Q, Q + ".A", Q + ".B", 1.0), LoraTarget(Q, "A", "B", 1.0)], tensors=TWO), "changes it twice"),
         (bad(tensors={"model.nothing": torch.ones(2)}), "no tensor of this name"),
         (bad(tensors={Q + ".B": torch.full((64, 4), 1e38), Q + ".A": torch.full((4, 64), 1e38)}), "overflows"),
         (bad(tensors={Q + ".B": torch.full((64, 4), float("nan"))}), "NaN"),

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from engine.types import LoraTarget, Sampling
+from engine.types import Adapter, LoraTarget, Sampling
+from engine.weights.staging import source_of
+from engine.weights.tensors import describe, with_digest
 from rollout.client.api import RolloutClient
 from rollout.client.lora import scaling_of
 from tests.support.adapters import PREFIX, Q, write
@@ -133,6 +135,36 @@ def test_targets_on_the_wire() -> None:
         unpack_targets(pack_targets(targets), 1)
 
 
+@pytest.mark.parametrize("order", ["before", "between", "behind"])
+def test_a_target_that_comes_whole_as_well_is_what_is_added_to(served: Any, tmp_path: Path, order: str) -> None:
+    """In whatever order; the base stays what it was, and takes the place of both when the next adapter comes."""
+    engine, client = served
+    base = client.weights_status()["base_digest"]
+    torch.manual_seed(5)
+    a, b, whole = torch.randn(4, 64), torch.randn(64, 4), torch.randn(64, 64)
+    target = LoraTarget(f"{Q}.weight", "A", "B", 0.5)
+    tensors = {"before": {target.weight: whole, "A": a, "B": b}, "between": {"A": a, target.weight: whole, "B": b},
+               "behind": {"A": a, "B": b, target.weight: whole}}[order]  # fmt: skip
+    described = [describe(name, tensor) for name, tensor in tensors.items()]
+    staging = engine.stage([with_digest(*each) for each in described], adapter=Adapter(base, [target]))
+    staging.feed_all(source_of(data for _, data in described))
+    done = engine.commit(staging)
+    want = tiny("llama")
+    with torch.no_grad():
+        want.get_submodule(Q).weight.copy_(whole + b @ a * 0.5)
+    assert done.digest == tiny_engine(model=want).weights.digest == engine.weights.live_digest() != base
+    assert client.weights_status()["base_digest"] == base
+    assert client.refresh_lora(write(tmp_path), scale=0.0).digest == base
+
+
+def test_a_target_that_comes_whole_twice_is_refused(served: Any, tmp_path: Path) -> None:
+    _, client = served
+    extra = {f"{PREFIX}{Q}{own}.weight": torch.ones(64, 64) for own in ("", ".base_layer")}
+    tensors = {**torch_file(write(tmp_path)), **extra}
+    with pytest.raises(WeightsRefused, match="twice"):
+        client.refresh_lora(write(tmp_path, tensors))
+
+
 # ── with PEFT itself ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -151,9 +183,11 @@ def adapted(model: Any, **config: Any) -> Any:
         {"use_rslora": True},
         {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}},
         {"modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj", "lm_head"]},
     ],
-    ids=["plain", "rslora", "patterns", "modules_to_save"],
+    ids=["plain", "rslora", "patterns", "modules_to_save", "lm_head"],
 )
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 def test_a_peft_model_and_its_folder(served: Any, tmp_path: Path, config: Any) -> None:
     engine, client = served
     model = adapted(tiny("llama"), **config)
