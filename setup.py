@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import os
 import platform
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,11 +35,29 @@ def installed_name(module: str) -> str:
     return f"rollout.{module}" if module.split(".")[0] in ROOMS else module
 
 
+def is_module(name: str) -> bool:
+    path = Path(__file__).parent.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def refuse_named_modules(tree: ast.Module) -> None:
+    """Raises ValueError for a string, other than a docstring, that names a module of our rooms: it would be sought under that
+    name when it is installed."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            for name in re.findall(rf"(?<![\w./])(?:{'|'.join(ROOMS)})(?:\.\w+)+(?![\w-])", node.value):
+                if is_module(name):
+                    raise ValueError(f"line {node.lineno}: {name!r} as a string: write an import statement, which is rewritten")
+
+
 def with_installed_names(source: str) -> str:
     """A module whose imports of our rooms name them as they are installed. Raises ValueError for `import engine.x`, which binds
-    a name that would be another one then."""
+    a name that would be another one then, and for a module that a string names."""
     lines = source.splitlines(keepends=True)
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    refuse_named_modules(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import) and any(alias.name.split(".")[0] in ROOMS and not alias.asname for alias in node.names):
             raise ValueError(f"line {node.lineno}: import {node.names[0].name}: write from … import …")
         if isinstance(node, ast.ImportFrom) and node.level == 0 and installed_name(node.module or "") != node.module:
@@ -60,7 +79,10 @@ class BuildKernels(build_py):
         if self.editable_mode:
             return
         for path in Path(self.build_lib).rglob("*.py"):
-            path.write_text(with_installed_names(path.read_text(encoding="utf-8")), encoding="utf-8")
+            try:
+                path.write_text(with_installed_names(path.read_text(encoding="utf-8")), encoding="utf-8")
+            except ValueError as error:
+                raise ValueError(f"{path.relative_to(self.build_lib)}, {error}") from None
         cc = compiler()
         if cc is None:
             self.warn("no C compiler (cc, gcc, clang or $CC): the kernels are compiled on first use, where there is one")

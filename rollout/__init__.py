@@ -1,6 +1,5 @@
 """RL rollout generation service: the names that a trainer imports."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,18 +13,28 @@ __version__ = "0.1.0"
 
 __all__ = ["Arrivals", "Handle", "RolloutClient", "RolloutError", "Sample", "Sampling", "__version__"]
 
-HOMES = {
-    "Arrivals": "rollout.client.arrivals",
-    "Handle": "rollout.client.handle",
-    "RolloutClient": "rollout.client.api",
-    "RolloutError": "transport.errors",
-    "Sample": "engine.types",
-    "Sampling": "engine.types",
-}
-
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first asked for (PEP 562): `rollout --help` waits for no socket library."""
-    if name not in HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(HOMES[name]), name)
+    """Import a name when it is first asked for (PEP 562): `rollout --help` waits for no socket library. By statements: a wheel
+    has other names for some of these modules, and its build rewrites no strings."""
+    if name in ("Sample", "Sampling"):
+        from engine import types
+
+        return getattr(types, name)
+    if name == "RolloutClient":
+        from rollout.client.api import RolloutClient
+
+        return RolloutClient
+    if name == "Arrivals":
+        from rollout.client.arrivals import Arrivals
+
+        return Arrivals
+    if name == "Handle":
+        from rollout.client.handle import Handle
+
+        return Handle
+    if name == "RolloutError":
+        from transport.errors import RolloutError
+
+        return RolloutError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,11 @@
-"""An installed wheel runs natively where there is no compiler."""
+"""What a wheel installs: every public name can be imported, the README's example runs, natively where there is no compiler."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,9 @@ import pytest
 import torch
 
 from engine.cpu.isa import ISAS
+from rollout.config import Config
+from rollout.process import service_process
+from tests.test_readme import readme_example
 
 ROOT = Path(__file__).parents[1]
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
@@ -47,16 +52,122 @@ print(json.dumps({"package": cpu.__file__, "samples": len(samples), "paths": pat
 """
 
 
+ALONE = """
+import sys
+
+class NotInstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("engine", "transport", "recipes"):
+            raise ImportError(f"{name} is not there where the wheel is installed")
+
+sys.meta_path.insert(0, NotInstalled())
+"""
+"""what keeps the sources away that an editable installation has beside the tree under test"""
+NAMES = (
+    ALONE
+    + """
+import importlib, json
+modules = {name: importlib.import_module(name) for name in sys.argv[1:]}
+print(json.dumps({name: [str(getattr(module, each))[:80] for each in module.__all__] for name, module in modules.items()}))
+"""
+)
+MODULES = (
+    ALONE
+    + """
+import importlib, pkgutil, rollout
+for module in pkgutil.walk_packages(rollout.__path__, "rollout."):
+    if not module.name.endswith(".__main__"):
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            assert error.name in ("ray", "verl", "omegaconf", "wandb", "trl"), error
+"""
+)
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """of a copy of this tree"""
-    folder = tmp_path_factory.mktemp("wheel")
-    tree = folder / "tree"
-    tree.mkdir()
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this tree: a build writes beside its sources."""
+    tree = tmp_path_factory.mktemp("sources")
     for name in ("engine", "transport", "rollout"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
+    return tree
+
+
+def built(sources: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Lay the packages out in `folder` as a wheel has them, without compiling anything."""
+    environment = {name: value for name, value in os.environ.items() if name != "CC"} | {"PATH": ""}
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(folder)]
+    return subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True, timeout=100)
+
+
+@pytest.fixture(scope="module")
+def tree(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built")
+    done = built(sources, folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def public(tree: Path) -> list[str]:
+    """The modules of a built tree that say what is public in them."""
+    found = [path for path in (tree / "rollout").rglob("*.py") if re.search("^__all__ =", path.read_text(), re.MULTILINE)]
+    names = [".".join(path.relative_to(tree).with_suffix("").parts).removesuffix(".__init__") for path in found]
+    return sorted(names)
+
+
+def python_in(
+    tree: Path, program: str, *words: str, cwd: Path, python: str | Path = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    command = [python, "-c", program, *words]
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def test_every_public_name_of_an_installed_tree_can_be_imported(tree: Path, tmp_path: Path) -> None:
+    modules = public(tree)
+    assert {"rollout", "rollout.engine", "rollout.client", "rollout.exact"} <= set(modules) and len(modules) >= 7
+    done = python_in(tree, NAMES, *modules, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = json.loads(done.stdout)
+    assert "<class 'rollout.engine.types.Sampling'>" in names["rollout"] and len(names["rollout"]) >= 7
+    (tmp_path / "rollout").mkdir()
+    (tmp_path / "rollout" / "__init__.py").write_text("from engine.types import Sampling\n__all__ = ['Sampling']\n")
+    done = python_in(tmp_path, NAMES, "rollout", cwd=tmp_path)
+    assert done.returncode and "engine is not there" in done.stderr, "the negative control: the sources are kept away"
+
+
+def test_a_built_tree_imports_what_it_has(tree: Path) -> None:
+    """By every import statement, those of modules that nothing here can load among them."""
+    for path in (tree / "rollout").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            named += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in named:
+                assert name.split(".")[0] not in ("engine", "transport", "recipes"), f"{path}:{node.lineno}: {name}"
+                at = tree.joinpath(*name.split("."))
+                ours = name.split(".")[0] == "rollout" and not name.startswith("rollout.bench")
+                assert not ours or at.is_dir() or at.with_suffix(".py").exists(), f"{path}:{node.lineno}: {name}"
+
+
+@pytest.mark.parametrize("line", ['HOME = "engine.types"', 'COMMAND = ["-c", "from transport.errors import Busy"]'])
+def test_a_string_that_names_a_module_is_refused_by_the_build(sources: Path, tmp_path: Path, line: str) -> None:
+    """Nothing rewrites it, so an installed wheel would look for a module of another name."""
+    spoiled = tmp_path / "sources"
+    shutil.copytree(sources, spoiled)
+    (spoiled / "rollout" / "spoiled.py").write_text(f'"""As engine.types has it."""\n{line}\n')
+    done = built(spoiled, tmp_path / "built")
+    assert done.returncode and "rollout/spoiled.py, line 2: " in done.stderr and "as a string" in done.stderr, done.stderr[
+        -3000:
+    ]
+
+
+@pytest.fixture(scope="module")
+def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """of a copy of this tree"""
+    folder, tree = tmp_path_factory.mktemp("wheel"), sources
     done = subprocess.run([sys.executable, "-c", BUILD, str(folder)], cwd=tree, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / done.stdout.split()[-1]
@@ -98,9 +209,29 @@ def test_without_a_compiler_an_installed_wheel_runs_natively(wheel: Path, instal
     for isa, path in paths.items():
         assert ("/engine/cpu/lib/kernels-" in path) == (isa in ISAS), path
 
+    done = python_in(Path(), MODULES, cwd=tmp_path, python=installed / "bin" / "python")
+    assert done.returncode == 0, done.stderr[-3000:]
+
     # the negative control, and the guard against libraries of other sources: another byte in a C file
     (source,) = installed.glob("lib/python*/site-packages/rollout/engine/cpu/c/sampling.c")
     source.write_text(source.read_text() + "\n")
     told = run(installed, tmp_path)
     assert told["isa"] == "torch" and told["attention"] == "reference" and "no C compiler" in str(told["why"])
     assert str(told["arithmetic"]).startswith("torch/")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler to build the wheel with")
+def test_the_readme_example_runs_from_an_installed_wheel(
+    installed: Path, tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Service and trainer, as a user has them who has no sources."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)  # Python looks there first
+    python = str(installed / "bin" / "python")
+    (tmp_path / "example.py").write_text(readme_example())
+    with service_process(tiny_config, python=python) as service:
+        done = subprocess.run([python, "example.py", service.endpoint], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(re.findall(r"^#(\d+) (\d) (?:stop|length) -\d+\.\d\d  ", done.stdout, re.MULTILINE)) == 8, done.stdout
