@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Literal, get_args
 
@@ -12,8 +11,23 @@ OrderName = Literal["first_come", "least_far", "longest_expected", "longest_last
 PrefillName = Literal["paged", "varlen"]
 IsaName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torch"]
 KVName = Literal["auto", "fp8_e4m3"]
-MOST_THREADS = 4096
-"""more than any host has cores"""
+
+
+BOUNDS = {
+    "threads": (1, 4096),
+    "drafts": (0, 64),
+    "block_size": (1, 65_536),
+    "kv_tokens": (1, 2**40),
+    "kv_gib": (0, 2**20),
+    "max_num_seqs": (1, 65_536),
+    "max_batch_tokens": (1, 1_048_576),
+    "cpu_offload_gib": (0, 2**20),
+    "lookahead_blocks": (1, 65_536),
+    "min_run_tokens": (0, 1_048_576),
+    "foreground_s": (0, 86_400),
+    "mirror_blocks_per_step": (1, 65_536),
+}
+"""what numbers of an EngineConfig may be, whatever the machine: so that none is found too large by whoever allocates"""
 
 
 class WeightOffload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +47,8 @@ class WeightOffload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in ("group_size", "num_in_group", "prefetch_step"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1; leave weight_offload out to turn it off")
+            if getattr(self, name) > 4096:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at most 4096, more layers than any model has")
         if self.num_in_group > self.group_size:
             raise ValueError(f"num_in_group={self.num_in_group}: must be at most group_size={self.group_size}")
 
@@ -151,33 +167,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
         need(bool(re.fullmatch(r"cpu|cuda(:\d+)?", self.device)), f"device={self.device!r}: must be cpu, cuda or cuda:N")
         need(0 <= self.seed < 2**63, f"seed={self.seed}: must be 0 to 2**63 - 1")
-        need(self.block_size >= 1, f"block_size={self.block_size}: must be at least 1")
+        for name, (least, most) in BOUNDS.items():
+            value = getattr(self, name)
+            need(value is None or least <= value <= most, f"{name}={value}: must be {least:,} to {most:,}")
         need(self.kv_gib is None or self.kv_tokens is None, "give kv_gib or kv_tokens, not both")
-        need(self.kv_gib is None or 0 < self.kv_gib < math.inf, f"kv_gib={self.kv_gib}: must be positive and finite")
-        need(self.kv_tokens is None or self.kv_tokens > 0, f"kv_tokens={self.kv_tokens}: must be positive")
-        need(self.drafts is None or 0 <= self.drafts <= 64, f"drafts={self.drafts}: must be 0 (off) to 64, or unset")
-        need(self.most_seqs >= 1, f"max_num_seqs={self.max_num_seqs}: must be at least 1")
+        need(self.kv_gib is None or self.kv_gib > 0, f"kv_gib={self.kv_gib}: must be positive")
         need(
             self.most_tokens >= self.most_seqs,
             f"max_batch_tokens={self.most_tokens}: must be at least max_num_seqs={self.most_seqs}, "
             "or running sequences could not all take a step",
         )
         need(
-            self.cpu_offload_gib is None or self.cpu_offload_gib >= 0,
-            f"cpu_offload_gib={self.cpu_offload_gib}: must be 0 (off), positive, or unset",
-        )
-        need(
             0 < self.cpu_offload_safety_threshold <= 1,
             f"cpu_offload_safety_threshold={self.cpu_offload_safety_threshold}: must be in (0, 1]",
         )
         need(not (why := _no_varlen(self)), f'prefill_attention="{self.prefill_attention}": {why}')
-        need(self.lookahead_blocks >= 1, f"lookahead_blocks={self.lookahead_blocks}: must be at least 1")
-        need(self.min_run_tokens >= 0, f"min_run_tokens={self.min_run_tokens}: must not be negative")
-        need(0 <= self.foreground_s < math.inf, f"foreground_s={self.foreground_s}: must be 0 (off) or positive, and finite")
-        need(self.mirror_blocks_per_step >= 1, f"mirror_blocks_per_step={self.mirror_blocks_per_step}: must be at least 1")
         need(self.kv_dtype in get_args(KVName), f"kv_dtype={self.kv_dtype!r}: must be one of {', '.join(get_args(KVName))}")
         need(self.order in get_args(OrderName), f"order={self.order!r}: must be one of {', '.join(get_args(OrderName))}")
-        need(self.threads is None or 1 <= self.threads <= MOST_THREADS, f"threads={self.threads}: must be 1 to {MOST_THREADS}")
 
 
 def _no_varlen(config: EngineConfig) -> str:

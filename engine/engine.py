@@ -20,7 +20,7 @@ from engine.forward.model import Model, ModelLike, module_of, open_model, stream
 from engine.forward.sampling import uniform
 from engine.in_flight import Steps, warmed_up
 from engine.kv.pages import PagedKV
-from engine.kv.sizing import blocks_in_host_memory, blocks_on_device
+from engine.kv.sizing import blocks_in_host_memory, blocks_on_device, check_tables
 from engine.scheduling.counters import Counters
 from engine.scheduling.invariants import check
 from engine.scheduling.scheduler import Scheduler
@@ -96,6 +96,7 @@ class Engine:
         take_now = config.kv_tokens is not None or config.kv_gib is not None, config.cpu_offload_gib is not None
         self.kv = PagedKV(kept, config.block_size, on_device, on_host, memory, self.device.lane(), take_now)
         longest = -(-model.context // config.block_size)
+        check_tables(config, min(longest, on_device))
         self.scheduler = Scheduler(
             config, device_blocks=on_device, host_blocks=on_host, max_blocks=longest, counters=self.counters
         )

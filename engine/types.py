@@ -25,6 +25,7 @@ Tag = Literal["weights", "kv"]
 
 SEED_LIMIT = 2**63
 MAX_PRIORITY = 1_000_000
+LARGEST_LIMIT = 2**40
 
 
 class Mode(enum.Enum):
@@ -94,6 +95,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             least = 2 if name == "max_frames" else 0 if name in ("max_kv_lag", "max_keep_s") else 1
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+            if getattr(self, name) > LARGEST_LIMIT:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at most {LARGEST_LIMIT}")
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

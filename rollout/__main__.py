@@ -1,7 +1,17 @@
-"""`python -m rollout …` is `rollout …`."""
+"""`python -m rollout …` is `rollout …`. Nothing is imported here that takes time before Ctrl-C is provided for."""
 
 import sys
 
-from rollout.commands.main import main
+from rollout.commands.interrupt import imports_begin
 
-sys.exit(main())
+
+def main() -> int:
+    """Run one command; returns its exit status."""
+    imports_begin()
+    from rollout.commands.main import main as run
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

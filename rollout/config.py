@@ -29,12 +29,23 @@ MIN_GRACE_S = 2.0
 """clients send a heartbeat every second"""
 
 
+MOST_S = 100_000_000
+"""of seconds that a process waits for anything, three years: timers of the system take no more than some hundred years"""
+
+
 class InputError(ValueError):
     """What the user gave (a file, a flag, a name) cannot be used; the message says where and why."""
 
 
 class CannotServe(Exception):
     """The model is not there, is broken, or asks for what the engine does not compute; the message says which."""
+
+
+def _check_seconds(config: msgspec.Struct, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value <= MOST_S:
+            raise ValueError(f"{name}={value}: must be at most {MOST_S} seconds")
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,6 +86,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"exit_when_stalled_s={self.exit_when_stalled_s}: must be positive; leave it out for never")
         if self.exit_without_clients_s is not None and not self.exit_without_clients_s > 0:
             raise ValueError(f"exit_without_clients_s={self.exit_without_clients_s}: must be positive; leave it out for never")
+        _check_seconds(self, "client_grace_s", "lease_s", "stall_s", "exit_when_stalled_s", "exit_without_clients_s")
 
 
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,6 +133,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"ray_cpus={self.ray_cpus}: must be at least 1")
         if not self.front_grace_s > 0:
             raise ValueError(f"front_grace_s={self.front_grace_s}: must be positive")
+        _check_seconds(self, "replica_grace_s", "front_grace_s")
 
     def check(self) -> None:
         """Raises ValueError for fields that do not go together."""
@@ -177,6 +190,7 @@ class TrackingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"audit_max_share={self.audit_max_share}: must be in (0, 1]")
         if self.wandb_project is None and (self.wandb_run_id, self.wandb_mode, self.wandb_dir) != (None, "auto", None):
             raise ValueError("wandb_run_id, wandb_mode or wandb_dir without wandb_project, which turns wandb on")
+        _check_seconds(self, "interval_s", "window_s")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

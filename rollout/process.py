@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollout.config import Config, dump
+from rollout.config import Config, InputError, dump
 
 STOP_TIMEOUT_S = 15.0
 LOCK = ".lock"
@@ -98,6 +98,19 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
         child.wait()
     finally:
         child.stdin.close()
+
+
+def check_writable(flag: str, path: str | None) -> None:
+    """Check that a file can appear at `path`, before anything is done that takes time. Raises InputError."""
+    if path is None:
+        return
+    if os.path.isdir(path):
+        raise InputError(f"{flag} {path}: is a folder; name a file in it")
+    try:
+        with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=f".{Path(path).name}."):
+            pass
+    except OSError as error:
+        raise InputError(f"{flag} {path}: {error.strerror}; name a file in a folder that can be written") from None
 
 
 def write_atomically(path: Path, text: str) -> None:

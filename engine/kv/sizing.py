@@ -30,6 +30,17 @@ def blocks_on_device(config: EngineConfig, bytes_per_block: int, memory: Memory)
     return blocks
 
 
+def check_tables(config: EngineConfig, longest: int) -> None:
+    """Check that the block tables of all that may run fit the host's memory. `longest`: blocks of the longest sequence. Raises
+    ValueError."""
+    size, free = config.most_seqs * longest * 4, free_memory()
+    if size > free / 2:
+        raise ValueError(
+            f"max_num_seqs={config.most_seqs} block tables of {longest} blocks take {size / 2**30:.1f} GiB, more than half of "
+            f"the {free / 2**30:.1f} GiB that are free: lower max_num_seqs, or raise block_size"
+        )
+
+
 def blocks_in_host_memory(config: EngineConfig, bytes_per_block: int, device_blocks: int, memory: Memory) -> int:
     """Return the blocks of the pool in host memory; 0 = offload is off. `device_blocks`: of the device pool, which may lie
     there too. Beside a GPU the pool is pinned, so all of it is taken at once: unless more is asked for, a quarter of what is

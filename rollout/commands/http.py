@@ -11,7 +11,7 @@ from pathlib import Path
 from rollout.commands.arguments import HttpArgs
 from rollout.commands.connecting import connected
 from rollout.config import InputError
-from rollout.process import write_atomically
+from rollout.process import check_writable, write_atomically
 from transport.keys.files import BadKeys, read_private
 
 
@@ -24,6 +24,7 @@ def run(args: HttpArgs) -> int:
         raise InputError(f"{error.name} is not installed: pip install -e '.[http]'") from error
     from rollout import models
 
+    check_writable("--ready-file", args.ready_file)
     try:
         settings = Settings(
             host=args.host,

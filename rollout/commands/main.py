@@ -10,6 +10,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -27,6 +29,7 @@ from rollout.commands.arguments import (
     TopArgs,
 )
 from rollout.commands.connecting import connected
+from rollout.commands.interrupt import STATUS, imports_end
 from rollout.config import CannotServe, Config, InputError
 from rollout.models import ModelNotFound
 from rollout.process import ServiceFailed
@@ -42,12 +45,14 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     name = " ".join(["rollout", *words[:1]])
     try:
-        status = run(arguments.parse(words))
+        command = command_of(arguments.parse(words))
+        imports_end()
+        status = command()
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
-        return 130
+        return STATUS
     except (BadKeys, CannotServe, InputError, ModelNotFound, RolloutError, ServiceFailed) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, CannotServe) else 1
@@ -56,17 +61,17 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def run(args: Command) -> int:
-    """Run the command that was asked for, and import only what it needs. Returns the exit status."""
+def command_of(args: Command) -> Callable[[], int]:
+    """Import what the command needs that was asked for, and nothing else. Returns what runs it, and returns the exit status."""
     match args:
         case ServeArgs():
             from rollout.commands import serve
 
-            return serve.run(args)
+            return partial(serve.run, args)
         case HttpArgs():
             from rollout.commands import http
 
-            return http.run(args)
+            return partial(http.run, args)
         case GenerateArgs():
             from rollout.commands import generate
 
@@ -74,25 +79,25 @@ def run(args: Command) -> int:
                 raise InputError("--address with settings of a service, which are for one started here: leave one of them out")
             config = arguments.with_model(args.settings, args.model)
             tokenizer = args.model if args.address else None
-            return generate.run(args.prompts, args.out, args.sampling, args.address, config, tokenizer=tokenizer)
+            return partial(generate.run, args.prompts, args.out, args.sampling, args.address, config, tokenizer=tokenizer)
         case StatusArgs():
-            return status(args)
+            return partial(status, args)
         case FleetArgs():
-            return fleet(args)
+            return partial(fleet, args)
         case TopArgs():
             from rollout.commands import top
 
-            return top.run(args.address, interval_s=args.interval, timeout_s=args.timeout, once=args.once)
+            return partial(top.run, args.address, interval_s=args.interval, timeout_s=args.timeout, once=args.once)
         case KeysArgs():
             from rollout.commands import keys
 
-            return keys.run(args)
+            return partial(keys.run, args)
         case BenchArgs():
             return bench(args)
         case DemoArgs():
             from rollout.commands import demo
 
-            return demo.run(args.model, args.n, args.max_tokens)
+            return partial(demo.run, args.model, args.n, args.max_tokens)
 
 
 def status(args: StatusArgs) -> int:
@@ -126,14 +131,19 @@ def fleet(args: FleetArgs) -> int:
     return 0
 
 
-def bench(args: BenchArgs) -> int:
-    """Run workloads of a checkout. Raises InputError where there is none: the wheel has no benchmarks."""
+def bench(args: BenchArgs) -> Callable[[], int]:
+    """Import the workloads of a checkout. Raises InputError where there is none: the wheel has no benchmarks. Returns what runs
+    them, and returns the exit status."""
     try:
         from rollout.bench import BenchFailed, run
     except ModuleNotFoundError as error:
         raise InputError("the benchmarks are not installed with the package: run them in a checkout of its sources") from error
-    try:
-        return run(**msgspec.structs.asdict(args))
-    except BenchFailed as error:
-        print(f"rollout bench: {error}", file=sys.stderr)
-        return 1
+
+    def measure() -> int:
+        try:
+            return run(**msgspec.structs.asdict(args))
+        except BenchFailed as error:
+            print(f"rollout bench: {error}", file=sys.stderr)
+            return 1
+
+    return measure

@@ -15,7 +15,7 @@ import msgspec
 from rollout.commands.arguments import ServeArgs, with_journal, with_metrics_port, with_model
 from rollout.commands.starting import Stopper, open_journal, start
 from rollout.config import Config, InputError
-from rollout.process import Folder, write_atomically
+from rollout.process import Folder, check_writable, write_atomically
 from rollout.service.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def run(args: ServeArgs) -> int:
     Raises InputError for a configuration that this model or machine cannot serve, CannotServe for the model itself.
     """
     config = configured(args)
+    check_writable("--ready-file", args.ready_file)
     stop = Stopper()
     if args.exit_on_stdin_close:
         threading.Thread(target=_stop_at_end_of_input, daemon=True).start()

@@ -99,6 +99,45 @@ def test_a_child_service_that_cannot_start_says_so(tmp_path: Path) -> None:
             raise AssertionError("it is not there")
 
 
+HANGS = "import time\nprint('importing', flush=True)\ntime.sleep(200)\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "command"), [("tyro", "--help"), ("zmq", "serve"), ("zmq", "status"), ("rich", "top"), ("tqdm", "generate")]
+)
+def test_ctrl_c_while_modules_are_imported(module: str, command: str, tmp_path: Path) -> None:
+    """The process ends as one that Ctrl-C has ended, without a traceback; `module` takes long to import."""
+    (tmp_path / f"{module}.py").write_text(HANGS)
+    before = os.environ.get("PYTHONPATH", "")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}{os.pathsep}{before}"}
+    files = ["--prompts", "in.jsonl", "--out", "-"] if command == "generate" else []
+    assert interrupted([*ROLLOUT, command, *files], environment) == (130, "")
+
+
+def test_ctrl_c_that_whoever_started_us_ignores_is_ignored(tmp_path: Path) -> None:
+    """As `nohup` and a shell's background jobs have it. And without that, outside of `rollout`, there is a traceback."""
+    (tmp_path / "slow.py").write_text(HANGS.replace("200", "0.2"))
+    program = "import rollout.__main__ as r, signal; {}; r.imports_begin(); import slow; print(signal.getsignal(2))"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}
+    ignoring = program.format("signal.signal(2, signal.SIG_IGN)")
+    assert interrupted([sys.executable, "-c", ignoring], environment) == (0, "")
+    code, told = interrupted([sys.executable, "-c", "import slow"], environment)
+    assert code and "KeyboardInterrupt" in told, "the negative control"
+
+
+def interrupted(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Exit status and standard error of a process that gets SIGINT once it prints."""
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "importing\n"
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=100)
+        finally:
+            process.kill()
+    return process.returncode, told
+
+
 def test_status(tiny_service: str) -> None:
     done = rollout("status", "--address", tiny_service)
     assert done.returncode == 0, done.stderr

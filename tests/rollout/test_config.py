@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
+import msgspec
 import pytest
 
-from engine.config import EngineConfig, WeightOffload
+from engine.config import BOUNDS, EngineConfig, WeightOffload
 from engine.types import Limits
 from rollout.commands.arguments import ServeArgs, parse
 from rollout.config import Config, InputError, ServiceConfig, dump, load
@@ -41,6 +43,11 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
         ("[limits]\nmax_frame_bytes = 0\n", "max_frame_bytes=0: must be at least 1"),
         ("[limits]\nmax_frames = 1\n", "max_frames=1: must be at least 2"),
         ("[engine]\nblock_size = 0\n", "block_size=0"),
+        ("[service]\nstall_s = inf\n", "stall_s=inf: must be at most 100000000 seconds"),
+        ("[fleet]\nfront_grace_s = 1e300\n", "front_grace_s=1e.300: must be at most"),
+        ("[tracking]\nwindow_s = 1e300\n", "window_s=1e.300: must be at most"),
+        ("[limits]\nmax_frame_bytes = 9000000000000000000\n", "max_frame_bytes=9000000000000000000: must be at most"),
+        ("[engine.weight_offload]\nprefetch_step = 1000000000\n", "prefetch_step=1000000000: must be at most 4096"),
         ("[service]\nclient_grace_s = 1.5\n", "client_grace_s=1.5: at least 2"),
         ("[service]\nlease_s = 0.0\n", "lease_s=0.0"),
         ("[engine\n", "."),
@@ -53,6 +60,22 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, named: str) -> None:
     with pytest.raises(InputError, match=rf"rollout\.toml: .*{named}"):
         load(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_every_number_of_an_engine_has_a_bound(name: str) -> None:
+    """Found before anything is allocated; the bounds themselves are accepted, as far as one alone can be."""
+    least, most = BOUNDS[name]
+    for value in (least - 1, most + 1, 10 * most, 2**62):
+        with pytest.raises(ValueError, match=rf"{name}={value}: must be {least:,} to {most:,}"):
+            EngineConfig(**{name: value})
+    EngineConfig(**{name: most})
+
+
+def test_every_number_of_an_engine_is_among_them() -> None:
+    kinds = {each.name: each.type for each in msgspec.structs.fields(EngineConfig)}
+    numbers = {name for name, kind in kinds.items() if {int, float} & {kind, *get_args(kind)}}
+    assert numbers == BOUNDS.keys() | {"seed", "cpu_offload_safety_threshold"}, "those two are checked by themselves"
 
 
 def test_a_table_inside_a_table(tmp_path: Path) -> None:
@@ -82,6 +105,7 @@ def test_a_missing_file_is_named() -> None:
     [
         (["--engine.max-sequences", "3"], "--engine.max-sequences"),
         (["--engine.block-size", "0"], "block_size=0"),
+        (["--engine.max-num-seqs", "1000000000"], "max_num_seqs=1000000000"),
         (["--limits.max-n", "many"], "--limits.max-n"),
         (["--engine.weight-offload.prefetch-step", "0"], "prefetch_step=0"),
         (["--engine.weight-offload.steps", "2"], "--engine.weight-offload.steps"),

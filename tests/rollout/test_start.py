@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from engine.types import Limits
-from rollout.commands import serve
-from rollout.commands.arguments import ServeArgs, parse
+from rollout.commands import http, serve
+from rollout.commands.arguments import HttpArgs, ServeArgs, parse
 from rollout.config import InputError
 from rollout.metrics.sinks import JsonlSink
 from tests.support.fake_engine import FakeEngine
@@ -63,6 +63,24 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded(
             serve_with("--model", str(tiny_model), "--service.endpoint", end.endpoint)
     finally:
         end.close()
+
+
+@pytest.mark.usefixtures("own_handlers")
+@pytest.mark.parametrize("restart", [[], ["--restart"], ["--replicas", "2"]])
+def test_a_ready_file_that_cannot_be_is_told_before_a_model_is_loaded(
+    restart: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.engine.Engine", None)  # would raise TypeError
+    for path, reason in (
+        (tmp_path / "nowhere" / "ready", "No such file or directory; name a file in a folder that can be written"),
+        (tmp_path, "is a folder"),
+        (tmp_path / ("x" * 300), "File name too long"),
+    ):
+        with pytest.raises(InputError, match=f"--ready-file .*{reason}"):
+            serve_with("--ready-file", str(path), "--service.endpoint", "tcp://127.0.0.1:0", *restart)
+    assert not list(tmp_path.iterdir()), "nothing is left of the check"
+    with pytest.raises(InputError, match="--ready-file .*No such file"):
+        http.run(HttpArgs(ready_file=str(tmp_path / "nowhere" / "ready")))
 
 
 @pytest.mark.usefixtures("own_handlers")
