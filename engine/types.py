@@ -1,7 +1,8 @@
 """What goes into the engine and what comes out: value types, no torch.
 
-A `Group` is a prompt and `sampling.n` children; a `Sample` is one finished child. `transport` and `rollout.client.api` import
-this module and nothing else of the engine.
+A `Group` is a prompt and `sampling.n` children; a `Sample` is one finished child. `transport` and `rollout.client` import this
+module and nothing else of the engine, until a trainer gives tensors: `engine.weights.tensors` reads those, and
+`engine.cuda.digests` digests them where they lie on a GPU.
 """
 
 from __future__ import annotations
@@ -99,6 +100,27 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ValueError(f"{name}={getattr(self, name)}: must be at most {LARGEST_LIMIT}")
 
 
+INTEGERS = (
+    "n", "max_tokens", "min_tokens", "top_k", "seed", "max_kv_lag", "max_version_lag", "finish_after", "min_len_to_cut",
+    "priority", "stream_every", "top_logprobs",
+)  # fmt: skip
+"""fields of a Sampling"""
+NUMBERS = (
+    "temperature", "top_p", "min_p", "deadline_s", "keep_s", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+MAY_BE_NONE = frozenset(("seed", "max_version_lag", "finish_after", "deadline_s"))
+
+
+def is_integer(value: object) -> bool:
+    """Whether it is an integer, Python's or numpy's; True and False are not."""
+    return type(value) is int or isinstance(value, np.integer)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is an integer or a float, Python's or numpy's."""
+    return type(value) is float or is_integer(value) or isinstance(value, np.floating)
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the children of a group are drawn.
 
@@ -175,11 +197,28 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def validate(self, limits: Limits, vocab_size: int) -> None:
         """Raises ValueError naming the field, its value and what would be accepted."""
+        self._validate_types()
         self._validate_draws(limits, vocab_size)
         self._validate_ends(limits)
         self._validate_top(limits)
         self._validate_logits(limits, vocab_size)
         self._validate_stop(limits)
+
+    def _validate_types(self) -> None:
+        """For those who make a group in this process: what comes over the wire has its types."""
+        for name in INTEGERS:
+            if not is_integer(value := getattr(self, name)) and not (value is None and name in MAY_BE_NONE):
+                raise ValueError(f"{name}={value!r:.40}: must be an integer")
+        for name in NUMBERS:
+            if not is_number(value := getattr(self, name)) and not (value is None and name in MAY_BE_NONE):
+                raise ValueError(f"{name}={value!r:.40}: must be a number")
+        for name in ("stop_token_ids", "allowed_token_ids", "lengths", "logit_bias"):
+            wrong = [value for value in getattr(self, name) or () if not is_integer(value)]
+            if wrong:
+                raise ValueError(f"{name} holds {wrong[0]!r:.40}: must be integers")
+        wrong = [value for value in (self.logit_bias or {}).values() if not is_number(value)]
+        if wrong:
+            raise ValueError(f"logit_bias holds {wrong[0]!r:.40}: must be numbers")
 
     @property
     def changes_logits(self) -> bool:
@@ -226,12 +265,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if not 0 <= self.top_logprobs <= limits.max_top_logprobs:
             most = limits.max_top_logprobs
             raise ValueError(f"top_logprobs={self.top_logprobs}: must be between 0 and {most} (Limits.max_top_logprobs)")
-        if 4 * self.top_logprobs * self.max_tokens > limits.max_frame_bytes:
-            fits = limits.max_frame_bytes // (4 * self.top_logprobs)
-            raise ValueError(
-                f"top_logprobs={self.top_logprobs} of max_tokens={self.max_tokens} do not fit a frame of "
-                f"{limits.max_frame_bytes} bytes (Limits.max_frame_bytes); lower max_tokens to {fits}"
-            )
 
     def _validate_ends(self, limits: Limits) -> None:
         if not 0 <= self.max_kv_lag <= limits.max_kv_lag:

@@ -82,7 +82,7 @@ def named_pairs(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
     for pair in pairs:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise InvalidWeights(f"{wanted}, not {type(pair).__name__}")
-    return pairs
+    return [(str(name), tensor) for name, tensor in pairs]  # numpy's strings are strings, and cannot travel
 
 
 def checkpoint_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

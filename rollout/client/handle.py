@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -120,7 +121,10 @@ class Handle:
         """Ask for the early end of all children, or of those at `indices`: what is not finished of them comes back as "aborted"
         with the tokens it has, and KV that is kept of those that are (`Sampling.keep_s`) is given up. Raises InvalidRequest for
         an index that the group does not have."""
-        some = None if indices is None else frozenset(indices)
+        try:
+            some = None if indices is None else frozenset(map(operator.index, indices))
+        except TypeError:
+            raise InvalidRequest(f"indices={indices!r:.60}: must be the indices of children", self.group_id) from None
         wrong = sorted(index for index in some or () if index not in self.group.wanted)
         if wrong:
             raise InvalidRequest(f"no child {wrong[0]}: the group has {list(self.group.wanted[:20])}", self.group_id)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from transport.messages import Submit, digest
 Prompt = Sequence[int] | np.ndarray
 """[prompt_tokens] token ids"""
 Samples = Sample | Sequence[Sample]
+PLAIN = (int, float, bool, str, type(None))
 
 
 def group_of(
@@ -152,11 +154,28 @@ def check_budget(handle: Handle, budget: int | None) -> None:
 
 
 def plain(sampling: Sampling) -> Sampling:
-    """Turn numpy's numbers into Python's. Raises InvalidRequest for anything that is no Sampling."""
+    """Turn numpy's numbers and strings into Python's, also inside of containers. Raises InvalidRequest for anything that is no
+    Sampling, and naming the field for what cannot travel."""
     if not isinstance(sampling, Sampling):
         raise InvalidRequest(f"sampling is a {type(sampling).__name__}: give Sampling(n=…, max_tokens=…, …)")
-    of_numpy = {name: value for name, value in msgspec.structs.asdict(sampling).items() if isinstance(value, np.generic)}
-    return msgspec.structs.replace(sampling, **{name: value.item() for name, value in of_numpy.items()})
+    plain = {}
+    for name, value in msgspec.structs.asdict(sampling).items():
+        if type(value) not in PLAIN:
+            plain[name] = _plain_value(value)
+            try:
+                msgspec.to_builtins(plain[name])
+            except (TypeError, ValueError) as error:
+                raise InvalidRequest(f"sampling.{name}={value!r:.60}: cannot be sent: {error}; give plain numbers") from None
+    return msgspec.structs.replace(sampling, **plain)
+
+
+def _plain_value(value: Any) -> Any:
+    """Return a value of a Sampling without numpy's types in it."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {_plain_value(key): _plain_value(each) for key, each in value.items()}
+    return tuple(map(_plain_value, value)) if isinstance(value, list | tuple) else value
 
 
 def _plain_begun(child: Begun) -> Begun:

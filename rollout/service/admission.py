@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.types import Group, Limits
+from engine.types import Group, Limits, Sampling
 from rollout.service.engine_api import EngineLike
 from rollout.service.session import Session
 from transport import messages as m
@@ -45,11 +45,22 @@ def checked_group(
         begun = unpack_begun(submit.begun, limits.max_n)
         group = Group(engine_id, submit.prompt, submit.sampling, submit.indices, begun, submit.score, after)
         group.validate(limits, vocab_size, context)
+        check_sample_frames(submit.sampling, limits)
     except InvalidRequest as error:
         raise InvalidRequest(error.message, submit.group_id) from None
     except ValueError as error:
         raise InvalidRequest(str(error), submit.group_id) from None
     return group
+
+
+def check_sample_frames(sampling: Sampling, limits: Limits) -> None:
+    """Check that the largest array of a sample fits a frame. Raises ValueError."""
+    if 4 * sampling.top_logprobs * sampling.max_tokens > limits.max_frame_bytes:
+        raise ValueError(
+            f"top_logprobs={sampling.top_logprobs} of max_tokens={sampling.max_tokens} do not fit a frame of "
+            f"{limits.max_frame_bytes} bytes (Limits.max_frame_bytes); lower max_tokens to "
+            f"{limits.max_frame_bytes // (4 * sampling.top_logprobs)}"
+        )
 
 
 def check_room(session: Session, group_id: str, n: int, limits: Limits, max_outbox_bytes: int) -> None:

@@ -8,10 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Group, Limits, Sampling
+from engine.types import INTEGERS, MAY_BE_NONE, NUMBERS, Group, Limits, Sampling
+from rollout.service.admission import check_sample_frames
 
 SMALL = {"max_n": 16, "max_tokens": 100, "max_prompt_tokens": 50, "max_stop_token_ids": 2, "max_id_bytes": 20, "max_kv_lag": 3}
-LIMITS = Limits(**SMALL, max_frame_bytes=6400, max_logit_bias=2, max_allowed_token_ids=3, max_stop_strings=2, max_stop_bytes=8)
+LIMITS = Limits(**SMALL, max_logit_bias=2, max_allowed_token_ids=3, max_stop_strings=2, max_stop_bytes=8)
 VOCAB, CONTEXT = 23, 120
 GOOD = {"id": "g", "prompt": np.arange(3, dtype=np.int32), "n": 2, "max_tokens": 4}
 NAN, INF = float("nan"), float("inf")
@@ -65,10 +66,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stream_every": -1}, "stream_every=-1: must be 0 (off)"),
     *(({"keep_s": bad}, f"keep_s={bad}: must be") for bad in (NAN, -1.0, 3601.0)),
     *(({"top_logprobs": bad}, f"top_logprobs={bad}: must be between 0 and 20 (Limits.max_top_logprobs)") for bad in (-1, 21)),
-    (
-        {"top_logprobs": 20, "max_tokens": 100},
-        "do not fit a frame of 6400 bytes (Limits.max_frame_bytes); lower max_tokens to 80",
-    ),
+    *(({name: bad}, f"{name}={bad!r}: must be an integer") for name in INTEGERS for bad in (True, 2.0, np.float32(2), "2")),
+    *(({name: bad}, f"{name}={bad!r}: must be a number") for name in NUMBERS for bad in (True, "2", np.array(1.0))),
+    *(({name: None}, f"{name}=None: must be a") for name in {*INTEGERS, *NUMBERS} - MAY_BE_NONE),
+    *(({name: (2.0, 1)}, f"{name} holds 2.0: must be integers") for name in ("stop_token_ids", "allowed_token_ids", "lengths")),
+    ({"logit_bias": {1.0: 1.0}}, "logit_bias holds 1.0: must be integers"),
+    ({"logit_bias": {1: "1"}}, "logit_bias holds '1': must be numbers"),
 ]
 """what differs from GOOD, and what the message says"""
 EITHER = {"ignore_eos", "raw_logprobs"}
@@ -99,6 +102,21 @@ def test_the_largest_and_smallest_that_are_good() -> None:
         {"logit_bias": {0: -100.0, VOCAB - 1: 100.0}, "allowed_token_ids": (0, 1, VOCAB - 1), "repetition_penalty": 0.01},
     ):
         group(**fields).validate(LIMITS, VOCAB, CONTEXT)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    for kind in (np.int64, np.int32, np.uint8):
+        some = {"stop_token_ids": (kind(3),), "allowed_token_ids": tuple(np.arange(4, 7, dtype=kind)), "lengths": (kind(3), 4)}
+        group(n=kind(2), seed=kind(7), **some, logit_bias={kind(5): np.float32(2), 6: 1}).validate(LIMITS, VOCAB, CONTEXT)
+    group(temperature=np.float32(0.5), top_p=np.float64(0.5), keep_s=np.int64(1)).validate(LIMITS, VOCAB, CONTEXT)
+
+
+def test_what_a_frame_does_not_hold_is_the_services_to_refuse() -> None:
+    sampling = Sampling(top_logprobs=20, max_tokens=100)
+    with pytest.raises(ValueError, match="do not fit a frame of 6400 bytes .Limits.max_frame_bytes.; lower max_tokens to 80"):
+        check_sample_frames(sampling, Limits(max_frame_bytes=6400))
+    check_sample_frames(sampling, Limits(max_frame_bytes=8000))
+    group(top_logprobs=20, max_tokens=100).validate(Limits(max_frame_bytes=6400), VOCAB, CONTEXT)
 
 
 def test_every_field_is_in_the_table() -> None:

@@ -16,7 +16,7 @@ import pytest
 from engine.types import Chunk, Limits, Sample, Sampling
 from rollout.client import connection, link
 from rollout.client.api import Handle, RolloutClient
-from rollout.client.submission import token_array
+from rollout.client.submission import plain, token_array
 from rollout.service import loop as service_module
 from rollout.service.loop import Service
 from tests.support.clock import Clock
@@ -258,6 +258,31 @@ def test_samplings_that_are_none(shared: RolloutClient) -> None:
 def test_numbers_of_numpy_are_numbers(shared: RolloutClient) -> None:
     sampling = Sampling(n=np.int64(2), max_tokens=np.int32(3), top_p=np.float64(0.5), ignore_eos=np.True_)  # type: ignore[arg-type]
     assert [len(sample.token_ids) for sample in shared.submit([5], sampling).result(20)] == [3, 3]
+
+
+def test_numbers_of_numpy_inside_of_containers(shared: RolloutClient) -> None:
+    lists = Sampling(n=2, max_tokens=3, stop_token_ids=[7, 8], allowed_token_ids=[5, 6], lengths=[2, 3], logit_bias={5: 2.0})  # type: ignore[arg-type]
+    of_numpy = Sampling(
+        n=2, max_tokens=3, stop_token_ids=np.array([7, 8]), allowed_token_ids=tuple(np.arange(5, 7)),
+        lengths=np.array([2, 3], np.int32), logit_bias={np.int64(5): np.float32(2)}, stop=(np.str_("x"),),
+        temperature=np.array(0.5),
+    )  # type: ignore[arg-type]  # fmt: skip
+    plainly = plain(of_numpy)
+    assert plainly == msgspec.structs.replace(plain(lists), stop=("x",), temperature=0.5)
+    assert msgspec.json.decode(msgspec.json.encode(plainly), type=Sampling) == plainly
+    assert shared.submit([5], msgspec.structs.replace(of_numpy, stop=())).result(20)
+    for field, value in (("temperature", object()), ("logit_bias", {5: {1: object()}}), ("stop_token_ids", {1j})):
+        with pytest.raises(e.InvalidRequest, match=f"sampling.{field}=.*cannot be sent"):
+            shared.submit([5], Sampling(**{field: value}))
+
+
+def test_children_are_cancelled_by_numpy_s_numbers(shared: RolloutClient) -> None:
+    handle = shared.submit([5], msgspec.structs.replace(ENDLESS, n=2))
+    with pytest.raises(e.InvalidRequest, match="must be the indices of children"):
+        handle.cancel([0.0])  # type: ignore[list-item]
+    handle.cancel(np.arange(1))
+    handle.cancel([np.int32(1)])  # type: ignore[list-item]
+    assert [sample.finish_reason for sample in handle.result(WAIT)] == ["aborted"] * 2
 
 
 def test_prompts_are_copied() -> None:

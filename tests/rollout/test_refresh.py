@@ -512,6 +512,13 @@ def test_wrong_tensors_are_told_by_name(served: Any) -> None:
     assert client.weights_status(verify=True)["live_digest"] == digest_of(0)
 
 
+@pytest.mark.parametrize("via", ["auto", "inline"])
+def test_names_that_are_numpy_s_strings(served: Any, via: str) -> None:
+    _, connect = served
+    done = connect().refresh({np.str_(name): tensor for name, tensor in weights_of(1).items()}, via=via)
+    assert done.digest == digest_of(1)
+
+
 @needs_shm
 def test_auto_falls_back_to_inline(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, connect = served
