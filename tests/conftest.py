@@ -24,9 +24,11 @@ from engine.scheduling.preemption import Pressure  # noqa: E402
 from rollout import process  # noqa: E402
 from rollout.config import Config  # noqa: E402
 from rollout.process import service_process  # noqa: E402
+from tests.support.interpreter import use_ordered_dot  # noqa: E402
 from tests.support.tiny_folder import make_tiny_folder  # noqa: E402
 
 process.STOP_TIMEOUT_S = 60.0  # patience with a loaded machine
+use_ordered_dot()
 
 
 def pytest_report_header() -> list[str]:

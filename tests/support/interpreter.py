@@ -1,0 +1,33 @@
+"""Products of Triton's interpreter whose order of sums is written here. Its own are numpy's, whose BLAS picks an order by the
+shape, the place of a row and the CPU; a test of bits judges the order of our kernels, and nothing of the machine's."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import numpy as np
+
+
+def ordered_dot(a: np.ndarray, b: np.ndarray, added: np.ndarray) -> np.ndarray:
+    """Return a [M, K] · b [K, N] + added [M, N] in `added`'s dtype: a sum from the first k to the last, then what is added.
+    Multiplications and additions are of one number each, so every CPU rounds them alike."""
+    total, product = np.zeros_like(added), np.empty_like(added)
+    for column, row in zip(a.astype(added.dtype, copy=False).T, b.astype(added.dtype, copy=False), strict=True):
+        total += np.multiply(column[:, None], row, out=product)
+    total += added
+    return total
+
+
+def use_ordered_dot() -> None:
+    """Give it to the interpreter where it is what runs kernels. Before the first launch; for the whole process."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(self: object, a: Any, b: Any, d: Any, input_precision: object, max_num_imprecise_acc: object) -> Any:
+        assert a.dtype.primitive_bitwidth >= 16 and b.dtype.primitive_bitwidth >= 16, "no products of 8 bits"
+        return TensorHandle(ordered_dot(a.data, b.data, d.data), d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = create_dot
