@@ -7,8 +7,6 @@ STAMP := .venv/.installed
 PACKAGES := engine transport rollout
 SOURCES := $(PACKAGES) $(wildcard recipes) tests
 
-NATIVE := $(wildcard tests/engine/test_cpu_*.py tests/engine/test_isa.py tests/engine/test_sampler.py tests/engine/test_equivalence.py \
-	tests/engine/test_smollm2.py tests/rollout/test_trainer_attention.py tests/rollout/test_exact*.py)
 # the heart without a process, a socket or a download; tests/test_shape.py holds that every file of scheduling and KV is met in it
 QUICK := $(addprefix tests/engine/test_,bad_groups.py block_store.py block_tables.py drafts.py engine.py lanes.py memory.py modes.py \
 	parked_group.py plan.py preemption.py prefix_index.py running_table.py shared_prefixes.py shares.py stats.py stop_strings.py \
@@ -33,7 +31,7 @@ help:
 	@echo "make demo    a real model answers a trainer's groups over ZeroMQ (about a minute, after the installation)"
 	@echo "make quick   the heart of the test suite, in less than a minute: at each save"
 	@echo "make test    the test suite, in two processes; ARGS='-k fork' or a path picks"
-	@echo "make test-arithmetic   its native part where torch sums as on AVX2, and an installed wheel without a compiler"
+	@echo "make test-arithmetic   what depends on arithmetic, as on five CPUs (MACHINE=zen3 picks one), and a wheel without a compiler"
 	@echo "make plugs   other people's clients (openai, TRL, verifiers, AReaL, lm_eval) against a live service; PRIME_RL=…, SLIME=… checkouts,"
 	@echo "             VERL=… an interpreter with verl"
 	@echo "make ray     a fleet on a Ray of this machine"
@@ -94,10 +92,10 @@ $(RAY)/.installed: $(STAMP)
 	@$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check '.[ray]'
 	@touch $@
 
-# What depends on how torch sums on the CPU, on one that it takes for an older one; and the wheel, without a compiler.
+# What depends on arithmetic, as on CPUs that this one can imitate; and the wheel, without a compiler.
 test-arithmetic: model
-	@ONEDNN_MAX_CPU_ISA=avx2 $(BIN)/python -m pytest $(NATIVE) $(ARGS)
-	@$(BIN)/python -m pytest -m long tests/test_wheel.py $(ARGS)
+	@$(BIN)/python -m tests.support.arithmetics $(or $(MACHINE),all) $(ARGS)
+	@$(if $(MACHINE),,$(BIN)/python -m pytest -m long tests/test_wheel.py $(ARGS))
 
 # replicas killed, stopped and cut off while weights change; the last line is JSON
 fleet-chaos: $(STAMP)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -32,14 +32,17 @@ from engine.types import Begun, FinishReason, Group, Sample, Sampling
 from tests.support.harness import Harness, conversations, random_schedule, tight_schedule
 
 
-def over_seeds(schedule: Callable[[int], Any], first: int, count: int) -> None:
-    """`schedule` of so many seeds, on all cores."""
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        try:
-            for _ in pool.map(partial(named, schedule), range(first, first + count), chunksize=50):
-                pass
-        finally:
-            pool.shutdown(cancel_futures=True)
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    """Processes on all cores, for all tests here: one imports for longer than most of them take."""
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as made:
+        yield made
+
+
+def over_seeds(pool: ProcessPoolExecutor, schedule: Callable[[int], Any], first: int, count: int) -> None:
+    """`schedule` of so many seeds. The first that fails ends it: those that have not begun are cancelled."""
+    for _ in pool.map(partial(named, schedule), range(first, first + count), chunksize=10):
+        pass
 
 
 def named(schedule: Callable[[int], Any], seed: int) -> None:
@@ -50,29 +53,29 @@ def named(schedule: Callable[[int], Any], seed: int) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_random_schedules() -> None:
+def test_random_schedules(pool: ProcessPoolExecutor) -> None:
     """300 schedules of 50 operations: nothing lost, nothing leaked, nothing wrong, whatever fails in between."""
-    over_seeds(random_schedule, 0, 300)
+    over_seeds(pool, random_schedule, 0, 300)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-def test_random_schedules_long() -> None:
-    over_seeds(random_schedule, random.SystemRandom().randrange(2**48), 100_000)
-    over_seeds(tight_schedule, random.SystemRandom().randrange(2**48), 5_000)
-    over_seeds(conversations, random.SystemRandom().randrange(2**48), 30_000)
+def test_random_schedules_long(pool: ProcessPoolExecutor) -> None:
+    over_seeds(pool, random_schedule, random.SystemRandom().randrange(2**48), 100_000)
+    over_seeds(pool, tight_schedule, random.SystemRandom().randrange(2**48), 5_000)
+    over_seeds(pool, conversations, random.SystemRandom().randrange(2**48), 30_000)
 
 
 @pytest.mark.timeout(900)
-def test_random_conversations() -> None:
+def test_random_conversations(pool: ProcessPoolExecutor) -> None:
     """100 schedules of turns: a turn reads KV of the one that it continues, and no other that is older than it may be."""
-    over_seeds(conversations, 0, 100)
+    over_seeds(pool, conversations, 0, 100)
 
 
 @pytest.mark.timeout(900)
-def test_tight_pools_finish() -> None:
+def test_tight_pools_finish(pool: ProcessPoolExecutor) -> None:
     """80 pools of 1.0 to 1.5 times the largest sequence: everything finishes, and no child is preempted without bound."""
-    over_seeds(tight_schedule, 0, 80)
+    over_seeds(pool, tight_schedule, 0, 80)
 
 
 @pytest.mark.parametrize("fail", [False, True])
@@ -86,9 +89,9 @@ def test_mirrors_that_never_succeed_stop_nobody(fail: bool) -> None:
     assert (h.scheduler.counters.failed_moves > 0) == fail and (h.copied_blocks > 0 or fail)
 
 
-def test_a_schedule_that_fails_is_named() -> None:
+def test_a_schedule_that_fails_is_named(pool: ProcessPoolExecutor) -> None:
     with pytest.raises(AssertionError, match=r"fails_at_seven\(7\): AssertionError\('seven'\)"):
-        over_seeds(fails_at_seven, 0, 20)
+        over_seeds(pool, fails_at_seven, 0, 20)
 
 
 def fails_at_seven(seed: int) -> None:

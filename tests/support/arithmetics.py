@@ -1,0 +1,134 @@
+"""Machines whose arithmetic a CPU can imitate: what `make test-arithmetic` runs what depends on arithmetic under.
+
+    python -m tests.support.arithmetics               a table of them
+    python -m tests.support.arithmetics zen3 [ARGS]   pytest as on one of them: what depends on arithmetic, or what ARGS name
+    python -m tests.support.arithmetics all [ARGS]    as on each; the exit status is 1 if one of them is red
+
+Six libraries choose their kernels by the CPU: torch itself (ATEN_CPU_CAPABILITY), oneDNN below it (bf16 products), MKL below it
+(fp32 products, exp: MKL_ENABLE_INSTRUCTIONS), numpy (NPY_DISABLE_CPU_FEATURES), OpenBLAS below it (numpy's products:
+OPENBLAS_CORETYPE), libm (GLIBC_TUNABLES); and so do we (`engine/cpu/isa.py`; TESTS_ISA hides what is above it).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.cpu import isa
+
+ROOT = Path(__file__).parents[2]
+WITH_TORCH = re.compile(r"^(?:import|from) torch\b", re.MULTILINE)
+APART = {
+    "tests/engine/test_batch.py": "arrays of integers",
+    "tests/engine/test_cpu_build.py": "compilers",
+    "tests/engine/test_device_digests.py": "sums of integers",
+    "tests/engine/test_device_staging.py": "bytes, as they were sent",
+    "tests/engine/test_memory.py": "memory",
+    "tests/engine/test_overlap.py": "steps in flight, whatever they compute",
+    "tests/engine/test_regions.py": "memory",
+    "tests/engine/test_streaming.py": "copies of weights, whatever is computed with them",
+    "tests/engine/test_weights.py": "bytes, as they were sent",
+}
+"""of the engine, with torch and without arithmetic"""
+MORE = (
+    "tests/engine/test_equivalence.py",
+    "tests/rollout/test_exact.py",
+    "tests/rollout/test_exact_on_device.py",
+    "tests/rollout/test_trainer_attention.py",
+    "tests/recipes/test_exact.py",
+    "tests/test_arithmetics.py",
+)
+NO_AVX512 = "X86_V4 AVX512_ICL AVX512_SPR"
+
+
+class Machine(NamedTuple):
+    shows: str
+    environment: dict[str, str]
+    needs: str = "plain"
+    """a name of `engine.cpu.isa.ISAS`: libraries that are told to use instructions which are not there crash"""
+
+
+def _machine(shows: str, ours: str, blas: str, mkl: str, aten: str, onednn: str, needs: str = "plain", **more: str) -> Machine:
+    environment = {
+        "TESTS_ISA": ours,
+        "OPENBLAS_CORETYPE": blas,
+        "MKL_ENABLE_INSTRUCTIONS": mkl,
+        "ATEN_CPU_CAPABILITY": aten,
+        "ONEDNN_MAX_CPU_ISA": onednn,
+    }
+    return Machine(shows, {name: value for name, value in (environment | more).items() if value}, needs)
+
+
+MACHINES = {
+    "zen3": _machine(
+        "AVX2 throughout: MKL's and OpenBLAS's sums depend on the number of rows and on a row's place",
+        *("avx2", "Haswell", "AVX2", "avx2", "AVX2", "avx2"),
+        NPY_DISABLE_CPU_FEATURES=NO_AVX512,
+    ),
+    "nehalem": _machine(
+        "our plain C, torch and numpy without vectors of AVX2, libm's exp without FMA",
+        *("plain", "Nehalem", "SSE4_2", "default", "SSE41"),
+        NPY_DISABLE_CPU_FEATURES=f"X86_V3 {NO_AVX512}",
+        GLIBC_TUNABLES="glibc.cpu.hwcaps=-AVX2",  # and -FMA would make each fmaf of our plain C a function of integers
+    ),
+    "skylake": _machine(
+        "AVX-512 without bf16: oneDNN widens what it multiplies",
+        *("avx512", "SkylakeX", "AVX512", "avx512", "AVX512_CORE", "avx512"),
+    ),
+    "zen4": _machine(
+        "AVX-512 with bf16, without AMX; MKL's path for CPUs that are not Intel's",
+        *("avx512_bf16", "SkylakeX", "", "avx512", "AVX512_CORE_BF16", "avx512_bf16"),
+        MKL_CBWR="COMPATIBLE",
+    ),
+    "mixed": _machine(
+        "torch and oneDNN held to AVX2 by their variables; ours, MKL and numpy take all that the CPU has",
+        *("amx", "Haswell", "", "avx2", "AVX2", "avx2"),
+    ),
+}
+
+
+def chosen_tests() -> list[str]:
+    """What depends on arithmetic: the engine's tests with torch in them but those in APART, and MORE. Paths from ROOT."""
+    files = sorted((ROOT / "tests/engine").glob("test_*.py"))
+    with_torch = [str(file.relative_to(ROOT)) for file in files if WITH_TORCH.search(file.read_text())]
+    return [path for path in with_torch if path not in APART] + [*MORE]
+
+
+def missing(machine: Machine) -> list[str]:
+    """CPU flags without which this CPU cannot imitate it."""
+    return isa.lacking(machine.needs)
+
+
+def run(name: str, args: list[str]) -> int:
+    """Run pytest as on the machine `name`; returns its exit status. What this CPU cannot imitate is said and left out."""
+    machine = MACHINES[name]
+    if lacking := missing(machine):
+        print(f"== {name}: left out, this CPU has no {', '.join(lacking)}", flush=True)
+        return 0
+    started = time.monotonic()
+    print(f"== {name}: {machine.shows}", flush=True)
+    paths = [] if any(Path(ROOT, arg.partition("::")[0]).exists() for arg in args) else chosen_tests()
+    command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", *paths, *args]
+    status = subprocess.run(command, cwd=ROOT, env={**os.environ, **machine.environment}).returncode
+    print(f"== {name}: {'green' if not status else 'RED'} after {time.monotonic() - started:.0f} s", flush=True)
+    return status
+
+
+def main(words: list[str]) -> int:
+    if not words or words[0] not in ("all", *MACHINES):
+        for name, machine in MACHINES.items():
+            print(f"{name:8} {machine.shows}\n{'':8} {' '.join(f'{k}={v!r}' for k, v in machine.environment.items())}")
+        return int(bool(words))
+    names = [*MACHINES] if words[0] == "all" else words[:1]
+    red = [name for name in names if run(name, words[1:])]
+    print(f"== red: {', '.join(red) or 'none'} of {', '.join(names)}")
+    return int(bool(red))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
