@@ -5,19 +5,24 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+import zmq
 
 from engine.engine import Engine
 from engine.types import Group as EngineGroup
 from engine.types import Mode, Sample, Sampling
-from tests.support.endurance import leaks
+from rollout.client.api import RolloutClient
+from rollout.client.lora import digest_of_tensors
+from tests.support.endurance import leaks, older
 from tests.support.endurance.account import Account, Group, Judge
 from tests.support.endurance.garbage import HARMFUL, Attacker
 from tests.support.endurance.models import BROKEN, CLASSES, TestModel
+from tests.support.endurance.numberless import Contents
 from tests.support.hash_engine import HashEngine
 from tests.support.waiting import until
 from tests.support.wire import serving
@@ -183,6 +188,56 @@ def test_what_would_do_harm_is_sent_broken_only() -> None:
             except RolloutError:
                 pass
         attacker.context.destroy(linger=0)
+
+
+def test_an_adapter_is_its_version_s_weights(tmp_path: Path) -> None:
+    model = TestModel("tiny", tmp_path)
+    engine = Engine(model.config(0))
+    with serving(engine) as service, RolloutClient(service.endpoint) as client:
+        base = client.refresh(model.weights(3), version=3)
+        done = client.refresh_lora(model.save_adapter(9, 3, tmp_path / "adapter"), base=base.digest, version=9)
+        (sample,) = client.submit(PROMPT, msgspec.structs.replace(SAMPLING, n=1, max_tokens=8)).result(30)
+    assert done.digest == digest_of_tensors(model.weights(9)) != base.digest
+    assert not any(model.wrong_token(int(token), 9) for token in sample.token_ids)
+
+
+@pytest.mark.parametrize("make", [lambda port, rng: older.bare(rng), older.request], ids=["bare", "page"])
+def test_older_peers_are_believed_by_a_bare_socket_only(make: Callable[[int, random.Random], bytes]) -> None:
+    context, rng = zmq.Context(), random.Random(0)
+    bare = context.socket(zmq.ROUTER)
+    port = bare.bind_to_random_port("tcp://127.0.0.1")
+    answering = threading.Thread(target=answer, args=(bare,), daemon=True)
+    try:
+        answering.start()
+        until(lambda: older.believed(port, make(port, rng)), "the bare socket believes it")
+        answering.join(30)
+        with serving(HashEngine()) as service:
+            served = int(service.endpoint.rpartition(":")[2])
+            assert not any(older.believed(served, make(served, rng)) for _ in range(4))
+            assert service._engine.mode is Mode.RUNNING and not service.status()["service"]["malformed"]
+    finally:
+        bare.close(0)
+        context.destroy(linger=0)
+
+
+def answer(bare: zmq.Socket[bytes]) -> None:
+    """Answer the first Hello that comes, as a service does."""
+    while bare.poll(20_000):
+        peer, *frames = bare.recv_multipart()
+        if b"hello" in frames[0]:
+            bare.send_multipart([peer, b"welcome"])
+            return
+
+
+def test_two_contents_of_one_version_are_seen(account: Account) -> None:
+    contents = Contents(account)
+    contents.pushed(1, 1)
+    contents.look(sample())
+    assert not violations(account)
+    contents.pushed(1, 2)
+    assert violations(account) == {"mixed": 2}, "it did not rise, and is another content"
+    contents.look(sample(token_ids=np.array([4, 4, 4], np.int32), weight_versions=[(0, 0)]))
+    assert violations(account)["mixed"] > 2
 
 
 @pytest.mark.long

@@ -19,10 +19,12 @@ from tests.support.lasting import ROOT
 
 PACE_S = {"tiny": 5.0, "smollm2": 8.0}
 """mean seconds between two acts"""
-KINDS = {"replica": 3, "stop": 2, "cut": 3, "mayfly": 4, "descriptors": 1}
+KINDS = {"replica": 3, "stop": 2, "cut": 3, "mayfly": 4, "descriptors": 1, "liar": 1}
 """how often each, of the acts"""
 STOPS_S = (0.5, 2.0, 6.0)
 MAYFLY_S = 60.0
+LIAR_S = 40.0
+"""that a replica that lies lives, its start among them"""
 EXHAUSTED_S = 3.0
 SPARE_FDS = 2
 """descriptors that an exhausted process may still open"""
@@ -55,6 +57,7 @@ class Adversary:
         """until when, by pid"""
         self.ever_stopped: set[int] = set()
         """their turns of the loop say nothing of the service"""
+        self.liar = threading.Thread()
 
     def torment(self, until: float, storm: bool, alive: Callable[[], None]) -> None:
         """Kill, stop and cut until a time of the monotonic clock. storm: nobody is spared, nor the front. alive: is called
@@ -88,6 +91,9 @@ class Adversary:
         elif kind == "mayfly":
             seed = self.rng.randrange(2**31)
             threading.Thread(target=self._mayfly, args=(seed, self.rng.uniform(0.0, 1.0)), daemon=True).start()
+        elif kind == "liar" and not self.liar.is_alive():
+            self.liar = threading.Thread(target=self._liar, args=(self.rng.randrange(2**31),), daemon=True)
+            self.liar.start()
         elif kind == "replica" and name is not None:
             self.account.count("kills_of_replicas", send(replicas[name], signal.SIGKILL))
         elif kind == "descriptors":
@@ -131,6 +137,20 @@ class Adversary:
         self.front.kill()
         self.account.count("kills_of_fronts")
         self.front.start()
+
+    def _liar(self, seed: int) -> None:
+        """Let a replica join that sends what is none of its groups' samples, and kill it after a while."""
+        told = self.front.folder / f"lies{seed}"
+        words = [sys.executable, "-m", "tests.support.endurance.liar", str(seed), str(told), *self.front.joining]
+        with (self.front.folder / "liar.log").open("ab") as log:
+            child = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
+        try:
+            child.wait(LIAR_S)
+            self.account.count("liars_ended")
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        self.account.count("liars", told.exists())
 
     def _mayfly(self, seed: int, live_s: float) -> None:
         words = [sys.executable, "-m", "tests.support.endurance.mayfly", self.front.endpoint, str(seed)]

@@ -1,7 +1,8 @@
 """An attacker:  python -m tests.support.endurance.garbage ENDPOINT SEED MESSAGES_A_SECOND COUNT_FILE
 
 Sends mutated messages of every type over ZeroMQ, bytes that are no ZMTP over TCP, half a handshake that it leaves open, and
-questions whose answers it never reads; until SIGTERM, or the end of its parent. Writes how many of each into COUNT_FILE.
+questions whose answers it never reads; and, to every port at which a child of its parent listens, what web pages and peers of
+older protocols send. Until SIGTERM, or the end of its parent. Writes how many of each into COUNT_FILE.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import zmq
 from engine.types import Limits
 from rollout.process import write_atomically
 from tests.support import by_hand
+from tests.support.endurance.older import bare, believed, ports_below, request
 from tests.support.wire_fuzz import CLIENT_MESSAGES, mutate, valid_frames
 from transport import messages as m
 from transport.errors import RolloutError
@@ -36,6 +38,9 @@ RECONNECT_EVERY = 4000
 taken, so attackers that change it more often than the service takes them would have ever more descriptors open there"""
 TICK_S = 0.1
 COUNTS_EVERY_S = 1.0
+PORTS_EVERY_S = 5.0
+OLDER = 0.15
+"""share of the ticks in which a port gets what is no ZMTP 3"""
 
 HARMFUL = m.Control | m.Sleep | m.Wake | m.Replicas
 """that do what they say when they are valid: sent only if broken"""
@@ -135,9 +140,19 @@ class Attacker:
         if len(self.half_open) > MOST_HALF_OPEN:
             self.half_open.pop(0).close()
 
+    def send_older(self, ports: list[int]) -> None:
+        """Send one of the ports what a web page, or a peer of an older protocol sends."""
+        if ports:
+            port = self.rng.choice(ports)
+            kind, data = ("pages", request(port, self.rng)) if self.rng.random() < 0.5 else ("older_peers", bare(self.rng))
+            self.counts[kind] += 1
+            self.counts["believed"] += believed(port, data)
+
     def run(self, rate: float, counts: Path) -> None:
         """Keep the rate; what could not be sent while the service was gone is not made up for."""
         parent = os.getppid()
+        ports: list[int] = []
+        looked = float("-inf")
         over: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, frame: over.append(number))
         told = 0.0
@@ -147,6 +162,10 @@ class Attacker:
                 self.send()
             self.raw()
             self.ask_deaf()
+            if started - looked > PORTS_EVERY_S:
+                looked, ports = started, ports_below(parent)
+            if self.rng.random() < OLDER:
+                self.send_older(ports)
             if started - told > COUNTS_EVERY_S:
                 told = started
                 write_atomically(counts, json.dumps(self.counts))

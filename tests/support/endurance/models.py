@@ -8,12 +8,13 @@ all other classes. All else is a Llama like others, so the KV, the batch and the
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig
 from rollout import models
@@ -26,6 +27,9 @@ CLASSES = 16
 PENALTY = 20.0
 CONSTANT = 30.0
 KV_TOKENS = 16_384
+RANK = 2
+ALPHA = 4
+"""of an adapter: B A is multiplied by ALPHA / RANK"""
 
 
 class Plan(NamedTuple):
@@ -64,6 +68,8 @@ class TestModel:
             self.folder = models.smollm2_folder()
         self.base: Named = load_file(self.folder / "model.safetensors")
         self.vocab_size = 259 if kind == "tiny" else 49152
+        self.adapted: dict[int, int] = {}
+        """the version that each version sent as an adapter is added to"""
 
     def config(self, seed: int) -> EngineConfig:
         """Make the configuration of a replica, and of the accountant's engine: the same arithmetic."""
@@ -73,9 +79,11 @@ class TestModel:
         )
 
     def weights(self, version: int) -> Named:
-        """Return the weights of a version; neighbours differ in every tensor."""
+        """Return the weights of a version; neighbours differ in every tensor unless one is an adapter of the other."""
         if version == 0:
             return self.base
+        if version in self.adapted:
+            return self._merged(version)
         if self.kind == "tiny":
             drawn = torch.Generator().manual_seed(version)
             return watermarked(
@@ -83,6 +91,40 @@ class TestModel:
             )
         factor = 1 + (version * 37 % 101) * 2e-4
         return {name: tensor * factor for name, tensor in self.base.items()}
+
+    def adapter(self, version: int, base: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Make A [RANK, in] and B [out, RANK] of each weight that the adapter of a version changes, behind weights of `base`.
+        Of the tiny model one of them moves the watermark, exactly: its first row and column have nothing else."""
+        drawn = torch.Generator().manual_seed(version)
+        factors = {}
+        for name in ADAPTED[self.kind]:
+            out, inner = self.base[name].shape
+            a, b = (torch.randn(shape, generator=drawn) * 0.1 for shape in ((RANK, inner), (out, RANK)))
+            if name == "lm_head.weight":
+                a[:, 0] = torch.tensor([1.0] + [0.0] * (RANK - 1))
+                a[0, 1:] = 0.0
+                b[:, 0] = (penalties(out, version) - penalties(out, base)) * RANK / ALPHA
+            factors[name] = a, b
+        return factors
+
+    def save_adapter(self, version: int, base: int, folder: Path) -> Path:
+        """Write the adapter as PEFT does, and note what it makes of the version. Returns the folder."""
+        folder.mkdir(exist_ok=True)
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "init_lora_weights": True}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        tensors = {}
+        for name, factors in self.adapter(version, base).items():
+            for letter, factor in zip("AB", factors, strict=True):
+                tensors[f"base_model.model.{name.removesuffix('.weight')}.lora_{letter}.weight"] = factor
+        save_file(tensors, folder / "adapter_model.safetensors")
+        self.adapted[version] = base
+        return folder
+
+    def _merged(self, version: int) -> Named:
+        weights = dict(self.weights(self.adapted[version]))
+        for name, (a, b) in self.adapter(version, self.adapted[version]).items():
+            weights[name] = (weights[name] + (b @ a) * (ALPHA / RANK)).to(weights[name].dtype)
+        return weights
 
     def broken(self, version: int, how: str, rng: random.Random) -> Named:
         """Make weights that must be refused. how: one of BROKEN."""
@@ -108,6 +150,11 @@ class TestModel:
         return self.kind == "tiny" and token % CLASSES != version % CLASSES
 
 
+ADAPTED: dict[Kind, tuple[str, ...]] = {
+    "tiny": ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"),
+    "smollm2": ("model.layers.3.self_attn.q_proj.weight", "model.layers.20.mlp.down_proj.weight"),
+}
+"""weights that an adapter changes"""
 BROKEN = ("nan", "inf", "missing", "shape", "unknown")
 
 
@@ -131,6 +178,10 @@ def watermarked(weights: Named, version: int = 0) -> Named:
             elif name == "model.norm.weight":
                 tensor[0] = 1.0
             elif name == "lm_head.weight":
-                ids = torch.arange(len(tensor))
-                tensor[:, 0] = torch.where(ids % CLASSES == version % CLASSES, 0.0, -PENALTY)
+                tensor[:, 0] = penalties(len(tensor), version)
     return weights
+
+
+def penalties(count: int, version: int) -> torch.Tensor:
+    """Return what weights of a version have in the watermark's column: [count] fp32, 0 for the tokens of its class."""
+    return torch.where(torch.arange(count) % CLASSES == version % CLASSES, 0.0, -PENALTY)

@@ -1,4 +1,4 @@
-"""The trainer that refreshes, and breaks: weights that hold and weights that must be refused, in turn, at random times."""
+"""The trainer that refreshes, and breaks: weights and adapters that hold and weights that must be refused, at random times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.types import Mode
 from rollout.client.api import RolloutClient
@@ -20,8 +20,19 @@ from transport.errors import Busy, GroupFailed, RequestTimeout, ServiceLost, Sou
 
 WAIT = 400.0
 LOOK_S = 0.5
+ADAPTERS = 0.5
+"""share of the refreshes that are adapters, where the weights under them are known"""
 DAMAGED = 0.2
 """share of the broken pushes that break in a process of its own, under way: a byte that flips, a SIGKILL"""
+
+
+class Whole(NamedTuple):
+    """Whole weights that are live, and which adapters may be added to."""
+
+    version: int
+    digest: str
+    life: int
+    """of the front that serves them"""
 
 
 class Pushing:
@@ -36,6 +47,9 @@ class Pushing:
         self.rng = random.Random(seed)
         self.next_version = 1
         self.last_live = 0
+        self.whole: Whole | None = None
+        """None: adapters are not sent, for nobody knows what they would be added to"""
+        self.adapter = scratch / "adapter"
         self.breaking = subprocess.Popen(
             [sys.executable, "-m", "tests.support.endurance.breaking", self.model.kind, str(scratch)],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -82,11 +96,20 @@ class Pushing:
         return self.next_version - 1
 
     def _good(self, client: RolloutClient) -> None:
-        version, life = self.take(), self.account.life
+        version, life, whole = self.take(), self.account.life, self.whole
         self.account.may_serve.add(version)  # also if we shall not hear of it
         kv, via = self.rng.choice(["keep", "recompute"]), self.rng.choice(["shm", "shm", "inline"])
+        options: dict[str, Any] = {"version": version, "kv": kv, "via": via, "timeout": WAIT}
+        adapted = whole is not None and whole.life == life and self.rng.random() < ADAPTERS
+        if not adapted:
+            self.whole = None
         try:
-            client.refresh(self.model.weights(version), version=version, kv=kv, via=via, timeout=WAIT)  # type: ignore[arg-type]
+            if adapted and whole is not None:
+                folder = self.model.save_adapter(version, whole.version, self.adapter)
+                client.refresh_lora(folder, base=whole.digest, **options)
+            else:
+                done = client.refresh(self.model.weights(version), **options)
+                self.whole = Whole(version, done.digest, life)
         except WeightsRefused as error:
             if self.account.exhausted or self.account.life != life:
                 self.account.count("push_again")  # the service has none left, or is another one than it began with
@@ -94,7 +117,7 @@ class Pushing:
                 self.account.found("lost", f"version {version} was refused: {error}")
             return
         self._live(version, life)
-        self.account.count("refreshes")
+        self.account.count("adapters" if adapted else "refreshes")
 
     def _live(self, version: int, life: int) -> None:
         """Note that a version is live, if it is the same life of the service still in which it was pushed."""
@@ -123,6 +146,7 @@ class Pushing:
         fault, life = self.rng.choice(["flip", "die"]), self.account.life
         if fault == "die":
             self.account.may_serve.add(version)  # it may come through before
+            self.whole = None
         job = {"address": self.address, "version": version, "fault": fault, "where": self.rng.random()}
         answer = self._ask(job)
         if fault == "flip" and "ok" in answer:

@@ -35,6 +35,7 @@ from tests.support.endurance.account import Account, Judge
 from tests.support.endurance.adversary import Adversary, proxy_of
 from tests.support.endurance.http import HttpTrainer
 from tests.support.endurance.models import Kind, TestModel
+from tests.support.endurance.numberless import Numberless
 from tests.support.endurance.pushing import Pushing
 from tests.support.endurance.serving import Front
 from tests.support.endurance.trainers import KINDS, WAIT
@@ -50,7 +51,7 @@ ATTACKERS = 2
 LOOK_S = 2.0
 QUIET_S = 90.0
 """for what clients that were killed have left behind to be gone"""
-FOUND = ("lost", "doubled", "mixed", "crashes", "leaks")
+FOUND = ("lost", "doubled", "mixed", "crashes", "leaks", "believed")
 """what must not be"""
 TURN_S = 0.5
 """longest that a turn of a loop may be besides its step; the clock's time, so on a machine that has nothing else to do"""
@@ -73,7 +74,7 @@ class Phase:
             service=ServiceConfig(
                 endpoint=f"tcp://127.0.0.1:{free_port()}", journal=str(self.folder / "journal"), client_grace_s=10.0
             ),
-            fleet=FleetConfig(replicas=2, replica_grace_s=WAIT),
+            fleet=FleetConfig(replicas=2, replica_grace_s=WAIT, listen_replicas=f"tcp://127.0.0.1:{free_port()}"),
         )
         self.front = Front(config, self.folder)
         self.watcher = leaks.Watcher()
@@ -125,6 +126,8 @@ class Phase:
         jobs.append(threading.Thread(target=judge.run, args=(self.settled,), name="judge"))
         http = HttpTrainer(self.trainers, self.seed, self.front.endpoint, self.account, self.over, self.folder)
         jobs.append(threading.Thread(target=http.run, name="trainer over HTTP"))
+        numberless = Numberless(self.account, self.seed, self.folder / "numberless", self.over)
+        jobs.append(threading.Thread(target=numberless.run, name="refreshes without a number"))
         self.facade = http.process.pid
         for job in jobs:
             job.daemon = True
@@ -236,12 +239,16 @@ class Phase:
         counts["malformed"] = sum(self.malformed.values())
         for path in self.folder.glob("garbage*"):
             counts.update({f"sent_{name}": number for name, number in json.loads(path.read_text()).items()})
+        counts["believed"] = counts["sent_believed"]
+        counts["older"] = counts["sent_pages"] + counts["sent_older_peers"]
         return counts
 
 
 PROMISES = [
     ("P1, P13", "weights that break never serve", "broken_pushes", ("mixed",)),
     ("P2, P3", "each token is its version's", "samples", ("mixed",)),
+    ("P10", "adapters pushed", "adapters", ("mixed", "leaks")),
+    ("P2, P5", "services killed behind a journal; versions that they chose", "numberless_kills", ("mixed", "lost")),
     ("P4, P5, P6", "each sample that is owed comes, once", "owed", ("lost", "doubled")),
     ("P7, P14", "links cut, processes stopped: nobody waits in vain", "cuts", ("lost",)),
     ("P8", "trainers killed: others go on", "kills_of_trainers", ("lost", "crashes")),
@@ -256,6 +263,8 @@ PROMISES = [
     ("P3, P15", "turns of agents", "turns", ("lost", "mixed")),
     ("P16, P20", "messages that are none", "malformed", ("crashes",)),
     ("P17", "half handshakes, bytes that are no ZMTP", "sent_half_handshakes", ("crashes",)),
+    ("P17", "web pages and peers of ZMTP 1 and 2, at every port", "older", ("believed",)),
+    ("P13", "replicas that lie", "liars", ("mixed", "lost")),
     ("P21", "questions whose answers nobody reads", "sent_deaf", ("crashes",)),
     ("P10, P25", "memory, descriptors, threads, shared memory flat", "looks", ("leaks",)),
 ]
