@@ -55,6 +55,11 @@ class LoopbackService:
         client = self._clients.get(peer)
         return client is not None and client._put(frames)
 
+    def reaches(self, peer: bytes, frames: list[Frame]) -> bool:
+        """Whether that connection has not ended, as `transport.sockets` has it."""
+        self.send(peer, frames)
+        return peer in self._clients
+
     def expect(self, extra_bytes: int) -> None:
         """Do nothing: messages are counted here."""
 

@@ -2,6 +2,7 @@
 
     ServiceEnd.receive(timeout, most) -> [(peer, frames)]    ClientEnd.receive(timeout, sending) -> [frames]
     ServiceEnd.send(peer, frames) -> bool                    ClientEnd.send(frames) -> bool
+    ServiceEnd.reaches(peer, frames) -> bool
     ServiceEnd.endpoint, expect(bytes), wake(), close(linger)
                                                              ClientEnd.connected, connections, wake(), close(linger)
     ServiceEnd.keys: KeyRing | None                          ClientEnd.refusal
@@ -68,6 +69,7 @@ class ServiceTransport(Protocol):
 
     def receive(self, timeout: float, most: int = BATCH) -> list[tuple[bytes, list[Frame]]]: ...
     def send(self, peer: bytes, frames: list[Frame]) -> bool: ...
+    def reaches(self, peer: bytes, frames: list[Frame]) -> bool: ...
     def expect(self, extra_bytes: int) -> None: ...
     def wake(self) -> None: ...
     def close(self, linger: float = 0.0) -> None: ...
@@ -312,18 +314,27 @@ class ServiceEnd:
 
     def send(self, peer: bytes, frames: list[Frame]) -> bool:
         """Send a message. True if libzmq took it for that connection: ROUTER refuses the whole message or takes all of it."""
+        return self._send(peer, frames) == 0
+
+    def reaches(self, peer: bytes, frames: list[Frame]) -> bool:
+        """Whether that connection has not ended. `frames`: a message that is sent to find out; it is lost where there is no
+        room for it."""
+        return self._send(peer, frames) != zmq.EHOSTUNREACH
+
+    def _send(self, peer: bytes, frames: list[Frame]) -> int:
+        """Send a message. Returns 0, or why not: EAGAIN, there is no room; EHOSTUNREACH, the connection has ended."""
         if self.keys is not None:
             line = self._lines.get(peer)
             if self._inflow is not None and (line is None or not line.up):
-                return False
+                return int(zmq.EHOSTUNREACH)
             peer = routing_id(peer)
         try:
             self._sock.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                return False
+                return int(error.errno)
             raise
-        return True
+        return 0
 
     def wake(self) -> None:
         """Make a `receive` that waits return. Safe from any thread."""

@@ -136,10 +136,12 @@ class Staging:
             self.feed(source)
 
     def close(self) -> None:
-        """Give the staging memory free. May be repeated."""
+        """Give the staging memory free, and hold numbers only from here on. May be repeated."""
         self._failure = self._failure or "it was closed"
         if not self._closed:
             self._closed = True
+            self._work.close()
+            self._parts, self._making = [], None
             self._on_close()
 
     def _advance(self, source: Source | None) -> None:

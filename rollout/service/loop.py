@@ -214,6 +214,7 @@ class Service:
             case m.Replicas():
                 self._controls.change_replicas(session, message)
             case m.Sleep():
+                self._refreshes.make_way(self._clock.now)
                 self._controls.sleep(session, message, self._refreshes.owner)
             case m.Wake():
                 self._controls.wake(session, message)
@@ -255,15 +256,23 @@ class Service:
         now, patience_s = self._clock.now, self._clock.patience_s
         for session in self._access.revoked(self._sessions):
             self._dismiss(session)
+        self._refreshes.look_at_owner(self._reaches, now)
         for session in self._sessions:
             if now - session.last_sent_at >= HEARTBEAT_S or session.unreported_bytes > m.UNTAKEN_BYTES // 4:
-                session.report(m.Alive(self._running.steps, self._engine.version), now)
+                session.report(self._alive(), now)
                 session.flush(self._transport.send)
         if (silent := first(self._sessions, lambda session: now - session.last_received_at > patience_s)) is not None:
             self._forget(silent, f"not heard from for {self._grace_s} s")
         if self.watch.alone(len(self._sessions), now):
             self.stop("no client was there for too long")
         self._tracker.tend(self._engine_status, self._engine.version)
+
+    def _alive(self) -> m.Alive:
+        return m.Alive(self._running.steps, self._engine.version)
+
+    def _reaches(self, session: Session) -> bool:
+        """Whether the connection of a client has not ended: a heartbeat finds out."""
+        return session.peer is not None and self._transport.reaches(session.peer, session.beat(self._alive()))
 
     def _engine_status(self) -> dict[str, Any]:
         return {**self._engine.status(), "loop": self.watch.status()}

@@ -5,6 +5,7 @@
     Prepare → Staged, when all is staged and checked
     Commit  → Applied, at the first boundary between two steps at which all is staged and checked
     Abandon, a lease that runs out, a client that goes, any error: the staging is free again, the old weights serve on
+    Begin of another client, and the connection of the owner has ended for GONE_S: the same
 
 Staging is done by `work`, between steps and in small doses, so that generation goes on. Every request may be repeated: what
 became of the last pushes is kept, and answered again.
@@ -13,7 +14,7 @@ became of the last pushes is kept, and answered again.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from engine.types import Adapter, Refreshed
 from engine.types import WrongBase as OtherBase
 from rollout.logs import logger
 from rollout.service.as_json import to_json
+from rollout.service.ended import EndedRefresh, EndedRefreshes, check_commit
 from rollout.service.engine_api import EngineLike, StagingLike
 from rollout.service.live_reads import LiveReads
 from rollout.service.session import Session
@@ -41,14 +43,16 @@ SHARE = 0.25
 """of the time that staging takes while groups run, doses apart"""
 MAX_REQUESTS = 1024
 """about one refresh that wait for their answer"""
-REMEMBERED = 64
-"""pushes that have ended and still get their answer again"""
+GONE_S = 1.0
+"""without a connection, after which a refresh makes way for another client's: one that connects again has had the time"""
+LOOK_S = 0.25
+"""between two looks at the connection of who has a refresh open"""
 
 log = logger("rollout.service.loop")
 
 
 class OngoingRefresh:
-    """One refresh. Open while it has a staging; then it was applied, or it has an error."""
+    """The refresh that is open."""
 
     def __init__(self, begin: m.Begin, session: Session, staging: StagingLike, payload: Payload, now: float) -> None:
         self.id = begin.push_id
@@ -56,10 +60,9 @@ class OngoingRefresh:
         self.session = session
         self.staging = staging
         self.payload = payload
-        self.last_received_at = now
-        self.open = True
-        self.applied: Refreshed | None = None
-        self.error: RolloutError | None = None
+        self.last_received_at = self.looked_at = now
+        self.gone_since: float | None = None
+        """when the connection of its client was seen to have ended; None: it has not"""
         self.chunks: deque[tuple[int, int]] = deque()
         """(end in the payload, request) of those that are not staged yet"""
         self.prepares: list[int] = []
@@ -93,7 +96,7 @@ class Refreshes:
         self._open: OngoingRefresh | None = None
         self._last: Refreshed | None = None
         self._segment = SegmentView()
-        self._ended: OrderedDict[str, OngoingRefresh] = OrderedDict()
+        self._ended = EndedRefreshes()
         self._reads = LiveReads(engine)
         self._credit, self._credited = DOSE_S, time.perf_counter()
 
@@ -121,6 +124,9 @@ class Refreshes:
 
     def handle(self, session: Session, message: m.WeightMessage, now: float) -> None:
         """Serve a request; what takes time is answered by `work`. Raises the typed error that goes back for it."""
+        if (ended := self._ended.find(session, message.push_id)) is not None:
+            session.reply(pack(ended.answer(message, self._lease_s)))
+            return
         push = self._find(session, message.push_id)
         if push is None:
             if isinstance(message, m.Begin):
@@ -131,8 +137,6 @@ class Refreshes:
                 raise WeightsRefused("no such refresh: its lease ran out, or the service has forgotten it")
             return
         push.last_received_at = now
-        if push.error is not None and not isinstance(message, m.Abandon):
-            raise copy_of(push.error)
         match message:
             case m.Begin():
                 push.reply(self._lease(push, message.request_id))
@@ -143,10 +147,7 @@ class Refreshes:
             case m.Commit():
                 self._commit(push, message)
             case m.Abandon():
-                if push.applied is not None:
-                    raise WeightsRefused(f"version {push.applied.version} is live already")
-                if push.open:
-                    self._fail(push, WeightsRefused("the client has abandoned this refresh"))
+                self._fail(push, WeightsRefused("the client has abandoned this refresh"))
                 push.reply(m.Done(message.request_id))
 
     def work(self, now: float, busy: bool) -> None:
@@ -160,20 +161,29 @@ class Refreshes:
         try:
             self._dose(busy, lambda end: self._stage(push, end))
             if push.staging.complete and push.commits:
-                push.applied = self._commit_now(push)
-                push.applying = push.applied is None
-                if push.applied is None:
-                    return
-                self._last = push.applied
-                self._reads.sharing.void()
-                log_applied(push.applied, push.session)
-                self._close(push)
-                for request_id in push.commits:
-                    push.reply(m.Applied(request_id, push.applied))
+                applied = self._commit_now(push)
+                push.applying = applied is None
+                if applied is not None:
+                    self._applied(push, applied)
+                return
         except Exception as error:
             self._fail(push, _typed(error))
-        if push.open and not (push.commits or push.chunks or push.prepares) and now - push.last_received_at > self._lease_s:
+            return
+        if not (push.commits or push.chunks or push.prepares) and now - push.last_received_at > self._lease_s:
             self._fail(push, WeightsRefused(f"its lease ran out: nothing was heard of it for {self._lease_s} s"))
+
+    def look_at_owner(self, reaches: Callable[[Session], bool], now: float) -> None:
+        """Note whether the client of the open refresh still has a connection. `reaches`: whether that has not ended."""
+        push = self._open
+        if push is not None and now - push.looked_at >= LOOK_S:
+            push.looked_at = now
+            push.gone_since = None if reaches(push.session) else now if push.gone_since is None else push.gone_since
+
+    def make_way(self, now: float) -> None:
+        """End the open refresh if the connection of its client has ended, and no other one has come for GONE_S."""
+        push = self._open
+        if push is not None and push.gone_since is not None and now - push.gone_since > GONE_S:
+            self._fail(push, WeightsRefused(f"its client's connection had ended, no other one came for {GONE_S} s"))
 
     def forget(self, session: Session) -> None:
         """End the refresh of a session that ends."""
@@ -182,7 +192,7 @@ class Refreshes:
         if self._open is None:
             self._segment.close()  # the memory may have been this client's, and lives as long as it is mapped
         self._reads.forget(session)
-        self._ended = OrderedDict((id, push) for id, push in self._ended.items() if push.session is not session)
+        self._ended.forget(session)
 
     def close(self) -> None:
         """Let go of the trainers' memory when the service ends."""
@@ -235,10 +245,11 @@ class Refreshes:
     # requests
 
     def _find(self, session: Session, push_id: str) -> OngoingRefresh | None:
-        push = self._open if self._open is not None and self._open.id == push_id else self._ended.get(push_id)
-        return push if push is not None and push.session is session else None
+        push = self._open
+        return push if push is not None and push.id == push_id and push.session is session else None
 
     def _begin(self, session: Session, begin: m.Begin, now: float) -> None:
+        self.make_way(now)
         if self._open is not None:
             owner = self._open
             raise Busy(f"{_owner(owner.session)} is staging version {owner.staging.version}; try again when it is done")
@@ -276,11 +287,7 @@ class Refreshes:
             push.prepares.append(prepare.request_id)
 
     def _commit(self, push: OngoingRefresh, commit: m.Commit) -> None:
-        if commit.digest != push.staging.manifest_digest:
-            raise WeightsRefused("the commit is about another manifest than the begin")
-        if push.applied is not None:
-            push.reply(m.Applied(commit.request_id, push.applied))
-            return
+        check_commit(commit, push.staging.manifest_digest)
         push.payload.check_sent()
         if commit.request_id in push.commits:
             return
@@ -312,25 +319,29 @@ class Refreshes:
         while staging.complete and push.prepares:
             push.reply(m.Staged(push.prepares.pop()))
 
+    def _applied(self, push: OngoingRefresh, applied: Refreshed) -> None:
+        self._last = applied
+        self._reads.sharing.void()
+        log_applied(applied, push.session)
+        self._close(push, applied, None)
+        for request_id in push.commits:
+            push.reply(m.Applied(request_id, applied))
+
     def _fail(self, push: OngoingRefresh, error: RolloutError) -> None:
         """End a refresh, with this error for everybody who waits or asks."""
         number = push.session.number
         log.warning("refresh failed version=%d client=%d reason=%r", push.staging.version, number, error.message)
-        push.error = copy_of(error)
-        self._close(push)
+        self._close(push, None, copy_of(error))
         for request_id in [*(request_id for _, request_id in push.chunks), *push.prepares, *push.commits]:
             push.refuse(request_id, error)
 
-    def _close(self, push: OngoingRefresh) -> None:
-        assert push.open
-        push.open = False
+    def _close(self, push: OngoingRefresh, applied: Refreshed | None, error: RolloutError | None) -> None:
+        assert self._open is push
+        self._open = None
         push.staging.close()
         push.payload.close()
-        if self._open is push:
-            self._open = None
-        self._ended[push.id] = push
-        while len(self._ended) > REMEMBERED:
-            self._ended.popitem(last=False)
+        staging = push.staging
+        self._ended.add(push.id, EndedRefresh(push.session, staging.version, staging.manifest_digest, applied, error))
 
 
 def besides(begin: m.Begin, engine: EngineLike) -> dict[str, Any]:

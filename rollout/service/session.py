@@ -31,6 +31,7 @@ from transport.progress import columns_of, pack_samples, sample_bytes
 log = logger("rollout.service.loop")
 
 MAX_REPLY_BYTES = 1 << 24
+"""of replies (refusals, status, heartbeats) that may wait for a client that does not read"""
 BATCH_SAMPLES, BATCH_BYTES = 256, 1 << 18
 """most of one message"""
 MOST_AT_ONCE = 32
@@ -41,7 +42,6 @@ SAMPLE_OVERHEAD = 160
 """bytes that a sample is counted for besides its arrays"""
 GATHER_S = 0.02
 """for which the samples of a front may wait for each other"""
-"""of replies (refusals, status, heartbeats) that may wait for a client that does not read"""
 
 
 @dataclass(slots=True)
@@ -145,9 +145,14 @@ class Session:
         self.batches, self.gathers = BATCHES in capabilities, GATHERS in capabilities
 
     def report(self, alive: Alive, now: float) -> None:
-        """Queue a heartbeat, which tells a client that is paced what was taken from it."""
-        self.last_sent_at, self._reported_bytes = now, self.taken_bytes
-        self.reply(pack(msgspec.structs.replace(alive, taken_bytes=self.taken_bytes) if self.paced else alive))
+        """Queue a heartbeat."""
+        self.last_sent_at = now
+        self.reply(self.beat(alive))
+
+    def beat(self, alive: Alive) -> list[Frame]:
+        """Make a heartbeat, which tells a client that is paced what was taken from it."""
+        self._reported_bytes = self.taken_bytes
+        return pack(msgspec.structs.replace(alive, taken_bytes=self.taken_bytes) if self.paced else alive)
 
     def status(self, clock: float) -> dict[str, object]:
         """Describe the client for people and dashboards. `clock`: the service's."""

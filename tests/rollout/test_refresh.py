@@ -26,8 +26,8 @@ from rollout.client.api import RolloutClient
 from rollout.client.refresh import Pusher
 from rollout.service import loop as service_module
 from rollout.service import refresh as pushes
+from rollout.service.ended import REMEMBERED
 from rollout.service.loop import Service
-from rollout.service.refresh import REMEMBERED
 from tests.support.broken_commit import fail_commit
 from tests.support.clock import Clock
 from tests.support.described import described, digest_of
@@ -272,6 +272,37 @@ def test_a_client_that_goes_frees_the_staging(stage: Stage) -> None:
     stage.assert_live(0)
 
 
+def test_a_refresh_makes_way_when_the_connection_of_its_client_has_ended(stage: Stage) -> None:
+    """Not at once: a client that connects again goes on. And only for another one."""
+    look, clock = pushes.LOOK_S * 1.01, stage.service._clock
+
+    def turns(seconds: float) -> None:
+        for _ in range(round(seconds / look)):
+            clock.now += look
+            stage.a.turn()
+
+    stage.begin(stage.b)
+    stage.send_chunks(stage.b)
+    turns(60 * look)
+    assert stage.begin(stage.a, IDS[1]).kind == "busy", "its connection lives (SIGSTOP looks like that): the lease counts"
+    stage.b.end.close()
+    turns(0.8 * pushes.GONE_S)
+    assert stage.begin(stage.a, IDS[1]).kind == "busy"
+    stage.b.end = stage.end.connect()
+    stage.b.send(m.Hello(m.PROTOCOL, IDS[-2], 2, name="B"))
+    turns(3 * pushes.GONE_S)
+    assert stage.begin(stage.a, IDS[1]).kind == "busy", "it has connected again"
+    stage.b.end.close()
+    turns(3 * pushes.GONE_S)
+    assert stage.service._refreshes.owner == "client 2 (B)", "nobody else wants to refresh"
+    assert isinstance(stage.begin(stage.a, IDS[1]), m.Lease)
+    stage.b.end = stage.end.connect()
+    stage.b.send(m.Hello(m.PROTOCOL, IDS[-2], 3, name="B"))
+    refused = stage.b.ask(m.Commit, IDS[0], stage.digest)
+    assert refused.kind == "weights_refused" and "connection had ended" in refused.message
+    stage.assert_live(0)
+
+
 def test_abandon(stage: Stage) -> None:
     stage.begin(stage.a)
     assert isinstance(stage.a.ask(m.Abandon, IDS[0]), m.Done)
@@ -347,27 +378,31 @@ def test_what_is_remembered_is_bounded(stage: Stage) -> None:
     for id in IDS[: REMEMBERED + 20]:
         stage.begin(stage.a, id)
         stage.a.ask(m.Abandon, id)
-    assert len(stage.service._refreshes._ended) == REMEMBERED
+    assert len(stage.service._refreshes._ended._ended) == REMEMBERED
 
 
-@pytest.mark.parametrize("error", [ValueError, WeightsRefused])
-def test_what_is_forgotten_is_no_garbage(stage: Stage, monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
-    """A refresh that failed goes at once, and not when garbage is looked for: why it failed names no frame that names it. An
-    engine raises the one, a front the other."""
+@pytest.mark.parametrize("how", [ValueError, WeightsRefused, "abandoned", "applied"])
+def test_what_has_ended_holds_numbers_only(stage: Stage, monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
+    """Staging, payload and all that a refresh was made of go at once, and not when garbage is looked for: why it failed names no
+    frame that names it. An engine raises the one error, a front the other."""
 
     def fail(staging: Staging, source: Any) -> int:
-        raise error("not what the manifest says")
+        raise how("not what the manifest says")
 
-    monkeypatch.setattr(pushes, "REMEMBERED", 1)
-    monkeypatch.setattr(Staging, "feed", fail)
-    failed = []
     gc.disable()
     try:
-        for id in IDS[:3]:
-            assert isinstance(stage.begin(stage.a, id), m.Lease)
-            failed.append(weakref.ref(stage.service._refreshes._ended[id]))
-            assert stage.a.ask(m.Commit, id, stage.digest).kind == "weights_refused"
-        assert [gone() is None for gone in failed] == [True, True, False]
+        assert isinstance(stage.begin(stage.a), m.Lease)
+        push = stage.service._refreshes._open
+        assert push is not None
+        parts = [weakref.ref(part) for part in (push, push.staging, push.payload, push.staging._work)]
+        del push
+        if not isinstance(how, str):
+            monkeypatch.setattr(Staging, "feed", fail)
+        if how == "applied":
+            stage.send_chunks(stage.a)
+        answer = stage.a.ask(m.Abandon if how == "abandoned" else m.Commit, IDS[0], *[stage.digest][how == "abandoned" :])
+        assert isinstance(answer, {"abandoned": m.Done, "applied": m.Applied}.get(how, m.Refused))
+        assert [part() for part in parts] == [None] * 4
     finally:
         gc.enable()
 

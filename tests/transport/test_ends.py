@@ -76,6 +76,18 @@ def test_there_and_back(pair: Pair) -> None:
     assert first.receive(0) == []
 
 
+def test_a_connection_that_has_ended_is_not_reached(pair: Pair) -> None:
+    (peer, client), (other, _) = pair.introduced(), pair.introduced()
+    assert pair.service.reaches(peer, [b"there?"])
+    assert [[bytes(f) for f in frames] for frames in client.receive(60)] == [[b"there?"]]
+    while pair.service.send(peer, [b"one that does not read"]):
+        pass
+    assert pair.service.reaches(peer, [b"there?"]), "it has no room, and has not ended"
+    client.close()
+    until(lambda: pair.service.receive(0.01) == [] and not pair.service.reaches(peer, [b"there?"]))
+    assert pair.service.reaches(other, [b"there?"]) and not pair.service.send(peer, [b"x"])
+
+
 def test_nobody_to_receive_from(pair: Pair) -> None:
     started = time.monotonic()
     assert pair.service.receive(0.05) == []
@@ -191,8 +203,10 @@ def test_ipc(tmp_path: Path) -> None:
     client = ClientEnd(service.endpoint, LIMITS)
     until(lambda: client.receive(0.05) == [] and client.connected)
     assert client.send([b"x"])
-    assert len(service.receive(60)) == 1
+    ((peer, _),) = service.receive(60)
+    assert service.reaches(peer, [b"there?"])
     client.close()
+    until(lambda: service.receive(0.01) == [] and not service.reaches(peer, [b"there?"]))
     service.close()
 
 
