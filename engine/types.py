@@ -11,7 +11,7 @@ import enum
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -568,6 +568,25 @@ def manifest_digest(tensors: Iterable[TensorInfo]) -> str:
     """Return the SHA-256, in hex, of a manifest, whatever its order."""
     lines = sorted(f"{len(t.name)}:{t.name}\t{t.dtype}\t{t.shape}\t{t.digest}\n" for t in tensors)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+class Served(NamedTuple):
+    """Weights that are live, or were. A version names one digest, for as long as anybody remembers it."""
+
+    version: int = 0
+    digest: str = ""
+    """`manifest_digest` of all of them in the model's dtype; "": not known"""
+
+    def differ(self, other: Served) -> bool:
+        """Whether these and the others are known to be other weights under one version."""
+        return self.version == other.version and "" not in (self.digest, other.digest) and self.digest != other.digest
+
+    def follow(self, before: Served) -> bool:
+        """Whether what came under the weights `before` may go on under these: newer ones, or the same."""
+        return self.version >= before.version and not self.differ(before)
+
+
+NONE_SERVED = Served()
 
 
 class LoraTarget(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -31,6 +31,8 @@ TAKEN = "taken"
 """capability of both ends: Alive says how much the service has taken, and the client waits for it"""
 BATCHES = "batches"
 """capability of a client: it takes SamplesDone in place of many SampleDone"""
+DIGESTS = "digests"
+"""capability of both ends: a version is told with the digest of its weights, by Alive and by Submit"""
 GATHERS = "gathers"
 """capability of a client that is a front: its samples may wait for each other for some milliseconds, while more are made"""
 UNTAKEN_BYTES = 8 << 20
@@ -62,7 +64,7 @@ class Hello(msgspec.Struct, frozen=True, eq=False, tag="hello"):
     """all other fronts' sessions of this key end: a front has its replicas for itself, and the one before it is dead"""
 
 
-class Submit(msgspec.Struct, frozen=True, eq=False, tag="submit", forbid_unknown_fields=True):
+class Submit(msgspec.Struct, frozen=True, eq=False, tag="submit", forbid_unknown_fields=True, omit_defaults=True):
     """Take a group. Repeating it is harmless."""
 
     group_id: str
@@ -83,6 +85,9 @@ class Submit(msgspec.Struct, frozen=True, eq=False, tag="submit", forbid_unknown
     """(group id, index) of the child of this session that the group continues: a hint, see `Group.after`"""
     client: str = ""
     """on whose behalf a front asks: its clients share as if each had come by itself"""
+    require_digest: str = ""
+    """refuse the group if the live weights are of `require_version` and have another digest; left out for services without
+    DIGESTS"""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
@@ -245,6 +250,8 @@ class Welcome(msgspec.Struct, frozen=True, eq=False, tag="welcome"):
     """name/version of what computes; equal ones, with equal weights, tokens and seeds, give equal samples"""
     starts: int = 0
     """of an incarnation with a journal, this one included; 0: there is no journal, and nothing outlives a restart"""
+    digest: str = ""
+    """of the weights; "": the service does not know it"""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
@@ -366,6 +373,8 @@ class Alive(msgspec.Struct, frozen=True, tag="alive", forbid_unknown_fields=True
     """of the weights"""
     taken_bytes: int = 0
     """of messages that the loop has taken from this connection since it sent Welcome; left out for clients without TAKEN"""
+    digest: str = ""
+    """of the weights; left out for clients without DIGESTS"""
 
 
 class Closing(msgspec.Struct, frozen=True, tag="closing", forbid_unknown_fields=True):

@@ -106,11 +106,15 @@ class Digests:
         self._hashes = hashes
         self._committed: dict[str, str] = {}
         """of version 0 those that somebody asked for"""
+        self._whole: str | None = None
 
     @property
     def committed(self) -> str:
-        """`manifest_digest` of all tensors as they were committed; of those never refreshed, as they are."""
-        return self.with_others({})
+        """`manifest_digest` of all tensors as they were committed; of those never refreshed, as they are. Asked for again it
+        costs nothing."""
+        if self._whole is None:
+            self._whole = self.with_others({})
+        return self._whole
 
     def learn(self, names: Iterable[str]) -> None:
         """Take the digests of these tensors that are not known."""
@@ -131,12 +135,13 @@ class Digests:
 
     def with_others(self, others: Mapping[str, str]) -> str:
         """Return what `committed` would be if some tensors had these digests."""
-        self.learn(self._inventory.tensors)
+        self.learn(self._inventory.tensors.keys() - others.keys())
         return self._manifest_digest({**self._committed, **others})
 
     def commit(self, digests: Mapping[str, str]) -> None:
         """Replace those of tensors that were refreshed."""
         self._committed.update(digests)
+        self._whole = None
 
     def read_live(self) -> Iterator[str | None]:
         """Read every tensor in small portions: yields None after each of READ_BYTES, the `manifest_digest` at last. For between

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from engine.memory import HostMemory, Memory, host_buffer, placed, side_by_side, storage_bytes
-from engine.types import Adapter, TensorInfo
+from engine.types import Adapter, Served, TensorInfo
 from engine.weights.device_staging import DeviceStaging
 from engine.weights.inventory import Digests, Inventory
 from engine.weights.lora import Base, Merging
@@ -36,10 +36,10 @@ from engine.weights.offload import Streamed
 from engine.weights.resident import Resident
 from engine.weights.staging import SLICE_BYTES, Part, Staging
 from engine.weights.tensors import InvalidWeights
+from engine.weights.versions import check_named, next_version
 
 log = logging.getLogger("rollout.engine")
 
-VERSION_LIMIT = 2**63
 DEVICE_SLICE_BYTES = 64 << 20
 """of the exchange with tensors on a device: a copy over its bus costs some ten microseconds to begin"""
 
@@ -62,6 +62,8 @@ class Weights:
         """memory: where the module's tensors lie; None = host memory."""
         self._memory = HostMemory() if memory is None else memory
         self.version = 0
+        self.before = Served()
+        """the newest that were served before a restart"""
         self.torn = False
         self._module = module
         self._streamed = streamed
@@ -145,7 +147,7 @@ class Weights:
         adapter: Adapter | None = None,
         on_device: bool = False,
     ) -> Staging:
-        """Check a manifest and open the staging for it. `version` must be above the live one; None = the next. `partial`:
+        """Check a manifest and open the staging for it. `version` must be above all there were; None = the next. `partial`:
         tensors that are not in the manifest stay as they are. `adapter`: the weights are to be base + adapter, and the manifest
         lists what it is made of. `on_device`: the payload lies where the model does; it is staged there if there is room.
 
@@ -154,9 +156,7 @@ class Weights:
             raise WeightsTorn("the weights are torn; restart the engine")
         if self._staging is not None:
             raise RuntimeError("another refresh is being staged; close it first")
-        version = self.version + 1 if version is None else version
-        if not self.version < version < VERSION_LIMIT:
-            raise InvalidWeights(f"version {version} is not above the live one, {self.version}: versions only grow")
+        version = next_version(self.version, self.before, version)
         if self.dropped and (partial or adapter is not None):
             raise InvalidWeights("the weights were dropped by sleep(level=2): a refresh of all tensors must come first")
         targets = self.inventory.targets(manifest, partial) if adapter is None else []
@@ -201,6 +201,8 @@ class Weights:
         Raises what went wrong, after everything is as it was; WeightsTorn if that cannot be. Weights that were dropped stay
         so until all of this is done."""
         assert staging is self._staging and staging.complete
+        if staging.version == self.before.version:
+            check_named(Served(staging.version, self._digests.with_others(staging.digests)), self.before)
         self._check_addresses()
         if self._streamed is not None:
             self._streamed.ring.settle()

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-from engine.types import Begun, Group, Limits, Refreshed, Sample, Sampling
+from engine.types import Begun, Group, Limits, Refreshed, Sample, Sampling, Served
 from rollout.client.generation import Generation
 from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
@@ -22,7 +22,7 @@ from rollout.client.scoring import score_all, scored_group
 from rollout.client.submission import Prompt, Samples, check_budget, group_of, resumption, seeded, sendable
 from rollout.client.weights import Refreshing
 from transport.errors import ServiceLost
-from transport.messages import Control, Welcome
+from transport.messages import DIGESTS, Control, Welcome
 from transport.sockets import ClientEnd, ClientTransport
 from transport.weights.group import own_address
 
@@ -45,7 +45,8 @@ class RolloutClient(Refreshing):
         stall_timeout_s: connected, but the service's loop says nothing for so long (a single engine step may take minutes):
             open groups fail with ServiceLost.
         require_version: oldest weights to sample from. A service with older ones, e.g. after a restart, refuses groups of this
-            client with StaleWeights. May be set later, e.g. to what `refresh` returned.
+            client with StaleWeights. May be set later, e.g. to what `refresh` returned: then other weights under that version,
+            which a service may have that was started again without a journal, are refused as well.
         refresh_host: an address of this machine that the service can reach, where refreshes via gloo and nccl meet it;
             None = the one by which this client reaches the service.
         budget: most tokens of this client in flight: the prompts of its groups that are sent and have not ended, and
@@ -78,7 +79,7 @@ class RolloutClient(Refreshing):
         self._budget = budget
         self._ids = itertools.count()
         self._serials = itertools.count(1)
-        self.require_version = require_version
+        self._required = Served(require_version)
         self._resubmit = resubmit
         patience = Patience(link_timeout_s, stall_timeout_s, restart_timeout_s, resubmit)
         link = Link(end, secrets.token_hex(16), name, patience, budget)
@@ -95,6 +96,16 @@ class RolloutClient(Refreshing):
         version, limits, incarnation."""
         assert self._link.welcome is not None, "the constructor waits for it"
         return self._link.welcome
+
+    @property
+    def require_version(self) -> int:
+        """Return the oldest version of the weights to sample from."""
+        return self._required.version
+
+    @require_version.setter
+    def require_version(self, version: int) -> None:
+        """Set it; weights that this client has seen under that version are meant, and no others."""
+        self._required = Served(version, self._link.seen.digest(version))
 
     def submit(
         self,
@@ -166,9 +177,10 @@ class RolloutClient(Refreshing):
         return group_id if group_id is not None else f"#{next(self._ids)}"
 
     def _submit(self, group: Group, on_change: OnChange | None = None) -> Handle:
-        serial, limits = next(self._serials), self.info.limits
+        serial, limits, required = next(self._serials), self.info.limits, self._required
         group = seeded(group) if self._resubmit else group
-        handle = sendable(group, serial=serial, require_version=self.require_version, limits=limits)
+        digest = required.digest if DIGESTS in self.info.capabilities else ""
+        handle = sendable(group, serial=serial, require_version=required.version, require_digest=digest, limits=limits)
         check_budget(handle, self._budget)
         handle.on_cancel, handle.on_change = self._link.cancel, on_change
         self._link.submit(handle)

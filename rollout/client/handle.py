@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from engine.types import Begun, Chunk, Group, Sample
+from engine.types import Begun, Chunk, Group, Sample, Served
 from rollout.client.partials import Partials
 from transport.checks import NOTHING, any_version, check_goes_on, check_sample
 from transport.errors import InvalidRequest, RequestTimeout, RolloutError
@@ -42,8 +42,8 @@ class Handle:
         self.frames = frames
         """its Submit, kept so that it can be repeated"""
         self.digest = digest
-        self.needs_version = 0
-        """of the service's weights, before it is sent: that of the service which has lost it"""
+        self.needs = Served()
+        """the service's weights, or newer ones, before it is sent: those of before the service was started again"""
         self.cancelled = False
         """the client has asked for its end"""
         self.cancelled_children: set[int] = set()

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from engine.types import Limits
+from engine.types import Limits, Served
 from rollout.client.acks import ACK_S, Acks
 from rollout.client.calls import Calls
 from rollout.client.connection import Connection
@@ -70,11 +70,9 @@ class Link:
         self.welcome: m.Welcome | None = None
         """of the present incarnation"""
         self._transport = transport
-        self._session = session
-        self._name = name
-        self._alone = alone
+        self._session, self._name, self._alone = session, name, alone
         self._patience = patience
-        self._capabilities = (m.TAKEN, m.BATCHES, *more)
+        self._capabilities = (m.TAKEN, m.BATCHES, m.DIGESTS, *more)
         self._decoder: Decoder[m.ServiceMessage] = Decoder(m.ServiceMessage, m.answer_limits(Limits()))
         self._closing = False
         self.calls = Calls(transport.wake)
@@ -82,7 +80,7 @@ class Link:
         self._request_ids = itertools.count(1)
         self._waiters = Waiters(budget)
         self._groups, self._requests = self._waiters.groups, self._waiters.requests
-        self.first_welcome = self._waiters.first_welcome
+        self.first_welcome, self.seen = self._waiters.first_welcome, self._waiters.seen
         self._outgoing, self._acks, self._refusals = Outgoing(), Acks(), Repeats(log.error)
         self._thread = threading.Thread(target=self._run, name="rollout-client", daemon=True)
         self._thread.start()
@@ -240,7 +238,7 @@ class Link:
                     self._fail_all(ServiceLost(f"the service is closing: {message.reason}"))
                 case m.Alive():
                     self._outgoing.taken(message.taken_bytes)
-                    self._groups.version = message.version
+                    self._told(message)
         except (ValueError, TypeError, RecursionError, ProtocolError) as error:
             reason = error.message if isinstance(error, ProtocolError) else str(error)
             log.error("unreadable message from the service reason=%r", reason)
@@ -263,6 +261,7 @@ class Link:
         self._groups.welcomed(welcome)
         self._decoder = Decoder(m.ServiceMessage, m.answer_limits(welcome.limits))
         self._connection.welcomed(time.monotonic())
+        self._told(welcome)
         self._outgoing.start(paced=m.TAKEN in welcome.capabilities)
         self._outgoing.add(*self._groups.resent(welcome.groups))
         for abort in self._groups.aborts(welcome.limits):
@@ -270,6 +269,11 @@ class Link:
         self._outgoing.add(*self._requests.wanted())
         if not self.first_welcome.done():
             self.first_welcome.set_result(welcome)
+
+    def _told(self, message: m.Welcome | m.Alive) -> None:
+        """Note which weights are live; Hello has the service drop groups that do not go on under them."""
+        if self._waiters.told(Served(message.version, message.digest), self._transport.address):
+            self._connection.renew(time.monotonic())
 
     def _refused(self, refused: m.Refused) -> None:
         error = from_wire(refused.kind, refused.message, refused.group_id)
@@ -292,7 +296,7 @@ class Link:
     def _answer(self, request_id: int, result: Any) -> None:
         """Give the caller of a request its result, or raise an error there."""
         self._outgoing.answered(request_id)
-        self._requests.answer(request_id, result)
+        self._waiters.answer(request_id, result)
 
     def _start_over(self, error: RolloutError) -> None:
         """Fail everybody, and have the service drop what it still runs for them."""

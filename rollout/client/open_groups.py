@@ -13,9 +13,10 @@ from operator import attrgetter
 
 import numpy as np
 
-from engine.types import Limits, Sample
+from engine.types import Limits, Sample, Served
 from rollout.client.handle import Handle
 from rollout.client.outgoing import portions
+from rollout.client.seen import Seen
 from rollout.logs import logger
 from transport.checks import NOTHING, Bounds
 from transport.errors import NotBelieved
@@ -27,22 +28,21 @@ log = logger("rollout.client.api")
 
 
 class OpenGroups:
-    """Keeps the groups that somebody waits for. For one thread. budget: tokens of groups that are sent and have not ended, at
-    most, as `Handle.in_flight` counts them; None = no bound."""
+    """Keeps the groups that somebody waits for. For one thread. seen: the service's weights. budget: tokens of groups that are
+    sent and have not ended, at most, as `Handle.in_flight` counts them; None = no bound."""
 
-    def __init__(self, budget: int | None = None) -> None:
+    def __init__(self, seen: Seen, budget: int | None = None) -> None:
         self.sent: dict[str, Handle] = {}
         """by group id, in the order of sending"""
         self._all: dict[str, Handle] = {}
         self._unsent: list[tuple[int, int, Handle]] = []
         """heap of (-priority, order, group)"""
         self._order = count()
-        self.version = 0
-        """of the service's weights, as it last said"""
         self.bounds = NOTHING
         """of samples of the service's model"""
         self.disbelieved = False
         """a group has failed for what came of it, and the service does not know"""
+        self._seen = seen
         self._budget = budget
         self._sent_samples = self._sent_tokens = 0
 
@@ -73,7 +73,7 @@ class OpenGroups:
         if not self._unsent:
             return None
         handle = self._unsent[0][-1]
-        if self.version < handle.needs_version:
+        if not self._seen.live.follow(handle.needs):
             return None
         room = len(self.sent) < limits.max_groups_per_client
         room = room and self._sent_samples + handle.n <= limits.max_samples_per_client
@@ -179,6 +179,12 @@ class OpenGroups:
         """List digests of those sent, as Hello tells them: [groups, DIGEST_BYTES] uint8."""
         return digests(handle.digest for handle in self.sent.values())
 
+    def aborts(self, limits: Limits) -> Iterator[Abort]:
+        """Yield what asks again for the end of those that were sent and cancelled."""
+        for some in portions([handle.group_id for handle in self.sent.values() if handle.cancelled], limits):
+            yield Abort(some)
+        yield from aborts_of_children(self.sent.values(), limits)
+
     def missing(self, held: np.ndarray | None) -> list[Handle]:
         """Find those sent that are not among `held`, digests as Welcome tells them."""
         known = set() if held is None else {row.tobytes() for row in held}
@@ -203,8 +209,14 @@ class OpenGroups:
                 self.add(handle)
         for handle in self._all.values():
             handle.restart()
-            if handle.group_id not in self.sent:
-                handle.needs_version = max(handle.needs_version, self.version)
+            handle.needs = max(handle.needs, self._seen.live)
+
+    def strangers(self, live: Served) -> list[Handle]:
+        """Take back the groups that a restart has stopped under weights of the `live` version which were others."""
+        found = [handle for handle in self._all.values() if live.differ(handle.needs)]
+        for handle in found:
+            self.remove(handle)
+        return found
 
 
 def aborts_of_children(handles: Iterable[Handle], limits: Limits) -> Iterator[Abort]:

@@ -193,7 +193,8 @@ class Transaction:
         manifest, whole = pack_manifest(sender.manifest), manifest_digest(sender.manifest)
         adapter = wanted.adapter
         targets, base = (None, None) if adapter is None else (pack_targets(adapter.targets), adapter.base)
-        fields = self._push_id, manifest, sender.offer, wanted.version, wanted.partial, wanted.kv, targets, base
+        version = self._link.seen.next_version() if wanted.version is None else wanted.version
+        fields = self._push_id, manifest, sender.offer, version, wanted.partial, wanted.kv, targets, base
         self._begun: Future[m.Lease] = request(lambda id: m.Begin(id, *fields))
         sender.before_commit(self)
         committed: Future[m.Applied] = request(lambda id: m.Commit(id, self._push_id, whole))

@@ -114,13 +114,17 @@ def next_turn(group_id: str, sample: Samples | Handle, prompt: Prompt, sampling:
     return msgspec.structs.replace(group, after=(sample.group_id, sample.index))
 
 
-def sendable(group: Group, *, serial: int, require_version: int, limits: Limits, client: str = "") -> Handle:
+def sendable(
+    group: Group, *, serial: int, require_version: int, limits: Limits, client: str = "", require_digest: str = ""
+) -> Handle:
     """Make the handle of a group, with its frames. Checks types and sizes, without which it could not even be sent; values are
     the service's to check.
 
     Raises InvalidRequest, LimitExceeded."""
     try:
         submit = submit_of(group, serial=serial, require_version=require_version, client=client)
+        if require_digest:
+            submit = msgspec.structs.replace(submit, require_digest=require_digest)
         check_types(submit)
         return handle_of(group, submit, limits)
     except LimitExceeded:

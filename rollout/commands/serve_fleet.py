@@ -17,7 +17,7 @@ import psutil
 import xxhash
 
 from engine.config import EngineConfig
-from engine.types import Limits
+from engine.types import Limits, Served
 from rollout import models
 from rollout.commands.starting import listen
 from rollout.config import DEFAULT_ENDPOINT, CannotServe, Config, FleetConfig, InputError, TrackingConfig, dump
@@ -57,13 +57,12 @@ def fleet_service(config: Config, journal: Journal | None) -> Iterator[Service]:
             raise CannotServe(str(error)) from error
         except ValueError as error:
             raise InputError(str(error)) from error
-        version = 0 if journal is None else journal.weights
         fleet = Fleet(
             launcher,
             config.limits,
             config.fleet.replica_grace_s,
             config.engine.seed,
-            version=version,
+            before=Served() if journal is None else journal.weights,
             hedge=config.fleet.hedge,
         )
         stack.callback(fleet.close)

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from engine.types import Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
+from engine.types import NONE_SERVED, Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Served, Tag, TensorInfo
 from rollout.fleet.failures import sent_before
 from rollout.fleet.groups import Groups
 from rollout.fleet.inbox import Inbox
@@ -49,7 +49,7 @@ class Fleet:
         limits: what clients may ask for; no more than the replicas' own.
         replica_grace_s: a group waits so long for a replica that serves, then it ends as "error".
         seed: groups without a seed of their own draw theirs from this one.
-        version: of the weights that were live when the front before was killed; 0: there was none.
+        before: the weights that were live when the front before was killed; version 0: there was none.
         hedge: last children that idle replicas run as well, see `rollout.fleet.hedging`; 0 = none."""
 
     def __init__(
@@ -58,14 +58,14 @@ class Fleet:
         limits: Limits | None = None,
         replica_grace_s: float = 60.0,
         seed: int = 0,
-        version: int = 0,
+        before: Served = NONE_SERVED,
         hedge: int = 0,
     ) -> None:
         self.limits = limits or Limits()
         self.inbox = Inbox()
         self._launcher = launcher
         self._grace_s = replica_grace_s
-        self._members = Members(launcher, self.inbox, self._lost, self._serving, self._asked_of_all, self._sent, version)
+        self._members = Members(launcher, self.inbox, self._lost, self._serving, self._asked_of_all, self._sent, before)
         self.weights = self._members.weights
         members, weights = self._members, self.weights
         told = members.failed, weights.versions.__contains__

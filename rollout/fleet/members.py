@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from engine.types import NONE_SERVED, Served
 from rollout.fleet.changes import Changes
 from rollout.fleet.inbox import Inbox
 from rollout.fleet.launcher import Event, LauncherLike
@@ -70,8 +71,8 @@ class Members:
         asked: requests that a replica gets before its first group: the fleet is paused, drains or sleeps.
         sent: counts the groups that a replica was sent before a time, and that have not come back; None where it may do nothing
             with them: the fleet is paused, drains or sleeps.
-        version: of the weights that were live when the front before was killed; 0: there was none. What is live now is known
-            when all replicas that have outlived it have told, or are lost."""
+        before: the weights that were live when the front before was killed; version 0: there was none. What is live now is
+            known when all replicas that have outlived it have told, or are lost."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class Members:
         on_serving: Callable[[], None],
         asked: Callable[[], list[Make]],
         sent: Callable[[Replica, float], int | None],
-        version: int = 0,
+        before: Served = NONE_SERVED,
     ) -> None:
         self.facts: Facts | None = None
         """of the first replica"""
@@ -90,7 +91,7 @@ class Members:
         self.deaths = 0
         self.none_since: float | None = time.monotonic()
         """when the last replica stopped serving; None: one serves"""
-        self.weights = FleetWeights(self.serving, self.linked, self._weights_changed, version)
+        self.weights = FleetWeights(self.serving, self.linked, self._weights_changed, before)
         self._awaited = set(launcher.outlived)
         self._launcher = launcher
         self._inbox = inbox

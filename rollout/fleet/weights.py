@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from engine.types import Adapter, KVPolicy, Refreshed, TensorInfo, manifest_digest
+from engine.types import NONE_SERVED, Adapter, KVPolicy, Refreshed, Served, TensorInfo, manifest_digest
 from rollout.fleet.content import Content, Live, Versions, bytes_of
 from rollout.fleet.replica import Replica
 from rollout.fleet.transaction import Transaction, sees_memory
@@ -127,19 +127,19 @@ class FleetWeights:
         serving: replicas that have the live weights and may be asked now.
         linked: those that may be asked, whatever weights they have.
         on_live: called when other weights are live.
-        version: of the weights that were live when the front before this one died; 0 = there was none."""
+        before: the weights that were live when the front before this one died; version 0 = there was none."""
 
     def __init__(
         self,
         serving: Callable[[], list[Replica]],
         linked: Callable[[], list[Replica]],
         on_live: Callable[[], None],
-        version: int = 0,
+        before: Served = NONE_SERVED,
     ) -> None:
-        self.version = version
-        self.versions = Versions(version)
-        self.digest = ""
-        """of the live weights, "" until somebody has said it"""
+        self.before = before
+        self.version, self.digest = before
+        """of the live weights; digest "" until somebody has said it"""
+        self.versions = Versions(before.version)
         self.settled = False
         """whether it is known which weights are live"""
         self.names = 0
@@ -194,13 +194,15 @@ class FleetWeights:
     def settle(self, told: Sequence[Replica]) -> None:
         """Say which weights are live when a front starts: the newest that a replica has. A refresh that the front before had
         begun to commit is one of all if one replica has it, and otherwise none. `told`: replicas that have told theirs."""
-        newest = max(told, key=lambda replica: replica.version)
+        live = Served(self.version, self.digest)
+        newest = max(told, key=lambda one: (one.version, not live.differ(Served(one.version, one.digest))))
         self.settled = True
-        if newest.version >= self.version:
+        others = newest.version > 0 and live.differ(Served(newest.version, newest.digest))
+        if newest.version >= self.version and not others:
             self.version, self.digest = newest.version, newest.digest
             self.base_digest = newest.base_digest if newest.base_digest != newest.digest else ""
         else:
-            log.warning("weights lost with the replicas version=%d newest=%d", self.version, newest.version)
+            log.warning("weights lost with the replicas version=%d newest=%d others=%s", self.version, newest.version, others)
         self.live.since = self.version
         self.versions.add(self.version)
 

@@ -1,7 +1,14 @@
-"""Metrics for Prometheus: the last row, as text, at http://HOST:PORT/metrics. `prometheus_client` writes and serves it."""
+"""Metrics for Prometheus: the last row, as text, at http://HOST:PORT/metrics. `prometheus_client` writes it.
+
+Its own server has a thread for each connection, for as long as that lasts: a peer that never ends its request, or never reads
+the answer, would keep both for ever. Ours bounds how many there are, and for how long."""
 
 from __future__ import annotations
 
+import socket
+import socketserver
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +25,60 @@ TOTALS = frozenset(
     ).split()
 )
 """figures that only grow while the service lives: counters; all others are gauges"""
+MOST_CONNECTIONS = 16
+"""for one more the oldest is ended"""
+CONNECTION_S = 5.0
+"""from the first byte of a request to the last one of its answer"""
+TEND_S = 0.5
+
+
+class BoundedServer(socketserver.ThreadingTCPServer):
+    """A thread for each connection, MOST_CONNECTIONS of them, each for CONNECTION_S at most."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 32
+
+    def __init__(self, host: str, port: int, handler: Any) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._open: dict[socket.socket, float] = {}
+        """since when, the oldest first"""
+        self._lock = threading.Lock()
+        super().__init__((host, port), handler)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Make room for a connection; those that were ended before are there until their threads have seen it."""
+        with self._lock:
+            over = len(self._open) - MOST_CONNECTIONS + 1
+            for oldest in list(self._open)[: max(0, over)]:
+                _end(oldest)
+            if over > MOST_CONNECTIONS:
+                return False
+            self._open[request] = time.monotonic()
+            return True
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End what lasts too long; called every TEND_S."""
+        with self._lock:
+            late = time.monotonic() - CONNECTION_S
+            for request in [request for request, since in self._open.items() if since < late]:
+                _end(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a connection that has ended before its answer."""
+
+
+def _end(connection: socket.socket) -> None:
+    """Wake the thread of a connection up: it reads its end, or cannot write on."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it has ended already
 
 
 class PrometheusSink:
@@ -29,7 +90,7 @@ class PrometheusSink:
 
     def __init__(self, host: str, port: int) -> None:
         try:
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry, MetricsHandler
         except ImportError as error:
             raise InputError(
                 "metrics_port is set but prometheus_client is not installed: pip install -e '.[metrics]'"
@@ -38,10 +99,15 @@ class PrometheusSink:
         registry = CollectorRegistry()
         registry.register(self)
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = BoundedServer(host, port, MetricsHandler.factory(registry))
         except OSError as error:
             raise InputError(f"tracking.metrics_port {port} at {host}: {error.strerror}") from error
-        self.address = f"http://{host}:{self._server.server_port}/metrics"
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"http://{shown}:{self._server.server_address[1]}/metrics"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(TEND_S,), name="rollout-prometheus", daemon=True
+        )
+        self._thread.start()
 
     def write(self, row: dict[str, float]) -> None:
         self._row = row

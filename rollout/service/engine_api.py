@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from engine.types import Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
+from engine.types import Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Served, Tag, TensorInfo
 from transport.weights.ends import LiveTensors, LiveWeights
 
 
@@ -53,6 +53,9 @@ class OwnTensors(LiveTensors, Protocol):
 
 class WeightsLike(LiveWeights, Protocol):
     """What the service needs of `engine.weights.live.Weights`."""
+
+    before: Served
+    """the newest that were served before a restart: their version is given to no others"""
 
     @property
     def base(self) -> BaseLike: ...
@@ -113,6 +116,11 @@ class EngineLike(Protocol):
     def resume(self) -> None: ...
     def sleep(self, level: int = 1) -> int: ...
     def wake(self, tags: Collection[Tag] | None = None) -> None: ...
+
+
+def live_of(engine: EngineLike) -> Served:
+    """Return the weights that are live."""
+    return Served(engine.version, engine.weights.digest)
 
 
 @runtime_checkable

@@ -4,7 +4,8 @@
 
 The file is sqlite's, with a write-ahead log. What is in it when the process dies is what its clients may know of, so a service
 that starts on it again goes on where the last one stopped. A group without a seed gets one when it is accepted: a child that
-runs again is the same one.
+runs again is the same one. Of the weights it has the newest version that was live, and the digest: versions go on from there,
+and nothing goes on under a number that names other weights by now.
 
 Synchronous NORMAL: a commit is a write to the log without an fsync, some 50 µs. It survives the end of the process however that
 comes, SIGKILL included, since the page cache is the kernel's. When the machine itself dies the last commits may be lost, but
@@ -22,28 +23,48 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.types import FinishReason
+from engine.types import FinishReason, Served
 from rollout.config import InputError
 from rollout.logs import logger
 from rollout.service.record import Record
+from transport.errors import RolloutError
 from transport.frames import Frame
 
-FILE_VERSION = 1
+FILE_VERSION = 2
 CHECKPOINT_S = 1.0
 
 TABLES = """
 CREATE TABLE meta(name TEXT PRIMARY KEY, value);
 CREATE TABLE sessions(key TEXT, id TEXT, name TEXT, number INTEGER, PRIMARY KEY(key, id));
-CREATE TABLE groups(engine_id TEXT PRIMARY KEY, key TEXT, session TEXT, submit BLOB, seed INTEGER, version INTEGER, at REAL);
+CREATE TABLE groups(engine_id TEXT PRIMARY KEY, key TEXT, session TEXT, submit BLOB, seed INTEGER, version INTEGER,
+ digest TEXT, at REAL);
 CREATE TABLE samples(engine_id TEXT, child INTEGER, reason TEXT, frames BLOB, PRIMARY KEY(engine_id, child)) WITHOUT ROWID;
 CREATE INDEX groups_of ON groups(key, session);
 """
 
+GROUPS = "SELECT engine_id, key, session, submit, seed, version, digest, at FROM groups ORDER BY rowid"
+WAY_OUT = (
+    "move the file away to start without it: clients of what was open are told service_restarted, those with resubmit=True "
+    "submit it again"
+)
+
 log = logger("rollout.service.loop")
+
+
+class Meta(msgspec.Struct, frozen=True):
+    """The table of that name."""
+
+    version: int
+    model: str
+    incarnation: str
+    weights: int
+    digest: str
+    starts: int
 
 
 class KeptSession(NamedTuple):
@@ -53,14 +74,31 @@ class KeptSession(NamedTuple):
     number: int
 
 
+class GroupRow(NamedTuple):
+    engine_id: str
+    key: str
+    session: str
+    submit: bytes
+    seed: int | None
+    version: int
+    digest: str
+    at: float
+
+
+class SampleRow(NamedTuple):
+    child: int
+    reason: FinishReason
+    frames: bytes | None
+
+
 class KeptGroup(NamedTuple):
     key: str
     session: str
     engine_id: str
     submit: list[Frame]
     seed: int | None
-    version: int
-    """of the weights that were live"""
+    live: Served
+    """the weights, when it came"""
     age_s: float
     """since it was accepted, the time in which no service ran included"""
     ended: dict[int, tuple[FinishReason, list[Frame] | None]]
@@ -70,7 +108,7 @@ class KeptGroup(NamedTuple):
 class Journal(Record):
     """One file, one service at a time. `model`: what is served.
 
-    Raises InputError for a file that is no journal, of another version or model, or in use."""
+    Raises InputError for a file that is no journal, is damaged, of another version or model, or in use."""
 
     lasting = True
 
@@ -97,17 +135,21 @@ class Journal(Record):
         db = self._db
         if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             db.executescript(f"BEGIN; {TABLES} COMMIT;")
-            new = {"version": FILE_VERSION, "model": model, "incarnation": secrets.token_hex(8), "weights": 0, "starts": 0}
-            db.executemany("INSERT INTO meta VALUES(?, ?)", new.items())
-        meta = dict(db.execute("SELECT name, value FROM meta"))
-        if meta.get("version") != FILE_VERSION:
-            raise InputError(f"journal {self._path} has version {meta.get('version')}: this rollout writes {FILE_VERSION}")
-        if meta["model"] != model:
-            raise InputError(f"journal {self._path} is of the model {meta['model']}, this one is {model}: take another file")
-        self.incarnation: str = meta["incarnation"]
-        self.starts: int = meta["starts"] + 1
-        self.weights: int = meta["weights"]
-        """version of the live weights"""
+            new = Meta(FILE_VERSION, model, secrets.token_hex(8), 0, "", 0)
+            db.executemany("INSERT INTO meta VALUES(?, ?)", msgspec.structs.asdict(new).items())
+        rows = dict(db.execute("SELECT name, value FROM meta"))
+        if rows.get("version") != FILE_VERSION:
+            raise InputError(
+                f"journal {self._path} has version {rows.get('version')}: this rollout writes {FILE_VERSION}; {WAY_OUT}"
+            )
+        with self.reading("table meta"):
+            meta = msgspec.convert(rows, Meta)
+        if meta.model != model:
+            raise InputError(f"journal {self._path} is of the model {meta.model}, this one is {model}: take another file")
+        self.incarnation = meta.incarnation
+        self.starts = meta.starts + 1
+        self.weights = Served(meta.weights, meta.digest)
+        """the newest that were live"""
         db.execute("UPDATE meta SET value = ? WHERE name = 'starts'", (self.starts,))
 
     # what is kept
@@ -121,9 +163,9 @@ class Journal(Record):
         self._writes.append(("DELETE FROM groups WHERE key = ? AND session = ?", (key, session)))
         self._writes.append(("DELETE FROM sessions WHERE key = ? AND id = ?", (key, session)))
 
-    def accepted(self, key: str, session: str, engine_id: str, submit: Sequence[Frame], seed: int | None, version: int) -> None:
-        row = engine_id, key, session, _packed(submit), seed, version, time.time()
-        self._writes.append(("INSERT INTO groups VALUES(?, ?, ?, ?, ?, ?, ?)", row))
+    def accepted(self, key: str, session: str, engine_id: str, submit: Sequence[Frame], seed: int | None, live: Served) -> None:
+        row = engine_id, key, session, _packed(submit), seed, *live, time.time()
+        self._writes.append(("INSERT INTO groups VALUES(?, ?, ?, ?, ?, ?, ?, ?)", row))
 
     def ended(self, engine_id: str, index: int, reason: FinishReason, sample: Sequence[Frame]) -> None:
         self._writes.append(("INSERT OR REPLACE INTO samples VALUES(?, ?, ?, ?)", (engine_id, index, reason, _packed(sample))))
@@ -135,15 +177,16 @@ class Journal(Record):
         self._writes.append(("DELETE FROM samples WHERE engine_id = ?", (engine_id,)))
         self._writes.append(("DELETE FROM groups WHERE engine_id = ?", (engine_id,)))
 
-    def live(self, version: int) -> None:
-        if version != self.weights:
-            self.commit(version)
+    def served(self, live: Served) -> None:
+        if self._newest(live):
+            self.commit(live)
 
-    def commit(self, version: int) -> None:
+    def commit(self, live: Served) -> None:
         """Write as `Record.commit` says. Raises sqlite3.Error: a service that can keep nothing must not go on as if it did."""
-        if version != self.weights:
-            self.weights = version
-            self._writes.append(("UPDATE meta SET value = ? WHERE name = 'weights'", (version,)))
+        if self._newest(live):
+            self.weights = live
+            self._writes.append(("UPDATE meta SET value = ? WHERE name = 'weights'", (live.version,)))
+            self._writes.append(("UPDATE meta SET value = ? WHERE name = 'digest'", (live.digest,)))
         if not self._writes:
             return
         writes, self._writes = self._writes, []
@@ -156,32 +199,57 @@ class Journal(Record):
             raise
         self._db.execute("COMMIT")
 
+    def _newest(self, live: Served) -> bool:
+        """Whether these weights are to be written. Those of a service that has started again, which are those of its folder,
+        are not: versions go on from the newest."""
+        return live != self.weights and live.version >= self.weights.version
+
     # what was kept
 
+    @contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """Read a part of the file. Raises InputError for one that is damaged, naming it."""
+        try:
+            yield
+        except (msgspec.MsgspecError, sqlite3.Error, RolloutError, ValueError) as error:
+            why = error.message if isinstance(error, RolloutError) else str(error)
+            raise InputError(f"journal {self._path}: {what} is damaged ({why}): {WAY_OUT}") from None
+
     def sessions(self) -> Iterator[KeptSession]:
-        """Yield the sessions that were open, in the order of their numbers."""
-        for row in self._db.execute("SELECT key, id, name, number FROM sessions ORDER BY number").fetchall():
-            yield KeptSession(*row)
+        """Yield the sessions that were open, in the order of their numbers. Raises InputError."""
+        with self.reading("table sessions"):
+            rows = self._db.execute("SELECT key, id, name, number FROM sessions ORDER BY number").fetchall()
+        for row in rows:
+            with self.reading(f"table sessions, row {row[:2]}"):
+                session = msgspec.convert(row, KeptSession)
+            yield session
 
     def groups(self) -> Iterator[KeptGroup]:
-        """Yield the groups of these sessions, in the order of their acceptance."""
-        rows = self._db.execute(
-            "SELECT key, session, engine_id, submit, seed, version, at FROM groups ORDER BY rowid"
-        ).fetchall()
-        for key, session, engine_id, submit, seed, version, at in rows:
-            ended = {
-                child: (reason, None if frames is None else _unpacked(frames))
-                for child, reason, frames in self._db.execute(
-                    "SELECT child, reason, frames FROM samples WHERE engine_id = ?", (engine_id,)
-                )
-            }
-            age_s = max(0.0, time.time() - at)
-            yield KeptGroup(key, session, engine_id, _unpacked(submit), seed, version, age_s, ended)
+        """Yield the groups of these sessions, in the order of their acceptance. Raises InputError."""
+        with self.reading("table groups"):
+            rows = self._db.execute(GROUPS).fetchall()
+        for row in rows:
+            with self.reading(f"table groups, row {row[0]!r}"):
+                group = msgspec.convert(row, GroupRow)
+                submit = _unpacked(group.submit)
+            ended = self._ended(group.engine_id)
+            live, age_s = Served(group.version, group.digest), max(0.0, time.time() - group.at)
+            yield KeptGroup(group.key, group.session, group.engine_id, submit, group.seed, live, age_s, ended)
 
-    def close(self, version: int | None = None) -> None:
-        if version is not None and not self._closed.is_set():
+    def _ended(self, engine_id: str) -> dict[int, tuple[FinishReason, list[Frame] | None]]:
+        """Read the children of a group that have ended."""
+        query = "SELECT child, reason, frames FROM samples WHERE engine_id = ?"
+        ended: dict[int, tuple[FinishReason, list[Frame] | None]] = {}
+        with self.reading(f"table samples, group {engine_id!r}"):
+            for row in self._db.execute(query, (engine_id,)).fetchall():
+                sample = msgspec.convert(row, SampleRow)
+                ended[sample.child] = sample.reason, None if sample.frames is None else _unpacked(sample.frames)
+        return ended
+
+    def close(self, live: Served | None = None) -> None:
+        if live is not None and not self._closed.is_set():
             try:
-                self.commit(version)
+                self.commit(live)
             except sqlite3.Error as error:  # why the service ended, most likely
                 log.error("journal not written path=%s reason=%s", self._path, error)
         self._closed.set()

@@ -14,9 +14,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from engine.types import Limits
+from engine.types import NONE_SERVED, Limits, Served
 from rollout.config import MIN_GRACE_S
 from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
@@ -26,7 +27,7 @@ from rollout.service.as_json import to_json
 from rollout.service.clock import LoopClock
 from rollout.service.closing import end_groups, say_closing
 from rollout.service.controls import Controls
-from rollout.service.engine_api import EngineLike
+from rollout.service.engine_api import EngineLike, live_of
 from rollout.service.inbox import Inbox
 from rollout.service.journal import Journal
 from rollout.service.record import Record
@@ -100,8 +101,7 @@ class Service:
         self._engine = engine
         self._limits = limits or engine.limits
         self._transport = transport if transport is not None else ServiceEnd(str(endpoint), self._limits, keys)
-        self._grace_s = client_grace_s
-        self._linger_s = linger_s
+        self._grace_s, self._linger_s = client_grace_s, linger_s
         self.watch = watch if watch is not None else Watch()
         self._access = Access(self._transport.keys)
         self._sessions = Sessions(self._limits.max_clients, self._record)
@@ -109,9 +109,8 @@ class Service:
         self._refreshes = Refreshes(engine, lease_s, self.watch)
         self._controls = Controls(engine)
         self._tracker = tracker if tracker is not None else Tracker()
-        self._running = Running(engine, self._tracker, self._limits, max_outbox_bytes)
-        self._unsent = False
-        """a connection takes more than it was sent at once"""
+        self._running, self._unsent = Running(engine, self._tracker, self._limits, max_outbox_bytes), False
+        """unsent: a connection takes more than it was sent at once"""
         self._stop_reason: str | None = None
         self._started = time.monotonic()
         self._clock = LoopClock(self._started, client_grace_s)
@@ -159,14 +158,14 @@ class Service:
             self._controls.work()
         self._transport.expect(self._refreshes.window_bytes)
         self.watch.at("send")
-        self._record.live(self._engine.version)  # before a trainer hears of it
+        self._record.served(to_record(self._engine, self._record))  # before a trainer hears of it
         self._flush()  # answers need not wait for the step
         self._running.unpark()
         if self._engine.has_work:
             self.watch.at("step")
             self._running.step(self._sessions)
         self.watch.at("send")
-        self._record.commit(self._engine.version)  # before samples that clients may have and the journal has not
+        self._record.commit(to_record(self._engine, self._record))  # before clients may have samples that it has not
         self._flush()
         self.watch.at("timers")
         self._check_timers()
@@ -256,10 +255,11 @@ class Service:
         now, patience_s = self._clock.now, self._clock.patience_s
         for session in self._access.revoked(self._sessions):
             self._dismiss(session)
-        self._refreshes.look_at_owner(self._reaches, now)
+        alive = partial(heartbeat, self._engine, self._running)
+        self._refreshes.look_at_owner(lambda session: session.reached(self._transport.reaches, alive()), now)
         for session in self._sessions:
             if now - session.last_sent_at >= HEARTBEAT_S or session.unreported_bytes > m.UNTAKEN_BYTES // 4:
-                session.report(self._alive(), now)
+                session.report(alive(), now)
                 session.flush(self._transport.send)
         if (silent := first(self._sessions, lambda session: now - session.last_received_at > patience_s)) is not None:
             self._forget(silent, f"not heard from for {self._grace_s} s")
@@ -267,20 +267,14 @@ class Service:
             self.stop("no client was there for too long")
         self._tracker.tend(self._engine_status, self._engine.version)
 
-    def _alive(self) -> m.Alive:
-        return m.Alive(self._running.steps, self._engine.version)
-
-    def _reaches(self, session: Session) -> bool:
-        """Whether the connection of a client has not ended: a heartbeat finds out."""
-        return session.peer is not None and self._transport.reaches(session.peer, session.beat(self._alive()))
-
     def _engine_status(self) -> dict[str, Any]:
-        return {**self._engine.status(), "loop": self.watch.status()}
+        return {**with_parked(self._engine.status(), self._running.parked), "loop": self.watch.status()}
 
     def status(self) -> dict[str, Any]:
         """Join the engine's status, the last `metrics` and a `service` object of our own."""
         return {
             **self._engine_status(),
+            "digest": self._engine.weights.digest,
             "metrics": self._tracker.row,
             "service": {
                 "endpoint": self.endpoint,
@@ -305,12 +299,27 @@ class Service:
             self._refreshes.close()
             self._transport.close(max(0.1, deadline - time.monotonic()))
             self._tracker.close(self._engine_status)
-            self._record.close(None if leaves else self._engine.version)
+            self._record.close(None if leaves else to_record(self._engine, self._record))
 
 
 def first(sessions: Sessions, wanted: Callable[[Session], bool]) -> Session | None:
     """Find one to forget in this turn: each may have much that is to end."""
     return next((session for session in sessions if wanted(session)), None)
+
+
+def to_record(engine: EngineLike, record: Record) -> Served:
+    """Return the live weights, for a record that keeps them."""
+    return live_of(engine) if record.lasting else NONE_SERVED
+
+
+def heartbeat(engine: EngineLike, running: Running) -> m.Alive:
+    live = live_of(engine)
+    return m.Alive(running.steps, live.version, digest=live.digest)
+
+
+def with_parked(status: dict[str, Any], parked: int) -> dict[str, Any]:
+    """Count groups of before a restart among those of the engine, which get them once their weights are there."""
+    return {name: value + parked if name in ("groups", "waiting") else value for name, value in status.items()}
 
 
 def dose(busy: bool, step_s: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.types import FinishReason
+from engine.types import FinishReason, Served
 from transport.frames import Frame
 
 
@@ -20,8 +20,8 @@ class Record:
     def closed(self, key: str, session: str) -> None:
         """Forget a session and its groups."""
 
-    def accepted(self, key: str, session: str, engine_id: str, submit: Sequence[Frame], seed: int | None, version: int) -> None:
-        """Keep a group. `submit`: as it came; `version`: oldest weights that it may be sampled from after a restart."""
+    def accepted(self, key: str, session: str, engine_id: str, submit: Sequence[Frame], seed: int | None, live: Served) -> None:
+        """Keep a group. `submit`: as it came; `live`: oldest weights that it may be sampled from after a restart."""
 
     def ended(self, engine_id: str, index: int, reason: FinishReason, sample: Sequence[Frame]) -> None:
         """Keep a child that has ended, until it is acked."""
@@ -32,11 +32,11 @@ class Record:
     def dropped(self, engine_id: str) -> None:
         """Forget a group."""
 
-    def live(self, version: int) -> None:
-        """Write the version of the live weights, if it is a new one."""
+    def served(self, live: Served) -> None:
+        """Write which weights are live, if they are new."""
 
-    def commit(self, version: int) -> None:
-        """Write what came since the last call, all or nothing; `version`: of the live weights."""
+    def commit(self, live: Served) -> None:
+        """Write what came since the last call, all or nothing; `live`: the weights."""
 
-    def close(self, version: int | None = None) -> None:
-        """Write what came since the last commit, if the live `version` is given, and close the file. May be repeated."""
+    def close(self, live: Served | None = None) -> None:
+        """Write what came since the last commit, if the `live` weights are given, and close the file. May be repeated."""

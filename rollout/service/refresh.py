@@ -208,33 +208,13 @@ class Refreshes:
             return self._reads.sharing.ask(session, request.request_id)
 
         def reply(**live_digest: str) -> None:
-            status = {
-                "version": self._engine.version,
-                "digest": self._engine.weights.digest,
-                "base_digest": self._engine.weights.base.digest,
-                "names": self._engine.weights.names,
-                **live_digest,
-                "staged": self._staged(),
-                "last": None if self._last is None else msgspec.to_builtins(self._last),
-            }
-            session.reply(pack(m.StatusReply(request.request_id, to_json(status))))
+            status = to_json({**described(self._engine, self._open, self._last), **live_digest})
+            session.reply(pack(m.StatusReply(request.request_id, status)))
 
         if request.verify:
             self._reads.ask(session, request.request_id, lambda digest: reply(live_digest=digest))
         else:
             reply()
-
-    def _staged(self) -> dict[str, Any] | None:
-        push = self._open
-        if push is None:
-            return None
-        return {
-            "version": push.staging.version,
-            "owner": _owner(push.session),
-            "via": push.payload.via,
-            "received": push.staging.received,
-            "total": push.staging.total,
-        }
 
     def _commit_now(self, push: OngoingRefresh) -> Refreshed | None:
         self._watch.at("commit")
@@ -342,6 +322,25 @@ class Refreshes:
         push.payload.close()
         staging = push.staging
         self._ended.add(push.id, EndedRefresh(push.session, staging.version, staging.manifest_digest, applied, error))
+
+
+def described(engine: EngineLike, push: OngoingRefresh | None, last: Refreshed | None) -> dict[str, Any]:
+    """Tell which weights are live, and what is staged and whose it is."""
+    staged = push and {
+        "version": push.staging.version,
+        "owner": _owner(push.session),
+        "via": push.payload.via,
+        "received": push.staging.received,
+        "total": push.staging.total,
+    }
+    return {
+        "version": engine.version,
+        "digest": engine.weights.digest,
+        "base_digest": engine.weights.base.digest,
+        "names": engine.weights.names,
+        "staged": staged,
+        "last": None if last is None else msgspec.to_builtins(last),
+    }
 
 
 def besides(begin: m.Begin, engine: EngineLike) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from rollout.logs import logger
 from rollout.service.admission import checked_group
 from rollout.service.engine_api import EngineLike
 from rollout.service.journal import Journal, KeptGroup
+from rollout.service.names import number_of
 from rollout.service.running import Running
-from rollout.service.session import HeldGroup, Sessions
+from rollout.service.session import HeldGroup, Session, Sessions
 from transport import messages as m
 from transport.errors import RolloutError
 from transport.frames import Decoder, Frame
@@ -23,20 +24,21 @@ from transport.frames import Decoder, Frame
 log = logger("rollout.service.loop")
 
 LEAST_DEADLINE_S = 1e-3
+TAKEN_BEFORE = Limits(max_header_bytes=1 << 40, max_frame_bytes=1 << 40, max_frames=1 << 20)
+"""of messages that were taken once: they are checked as groups"""
 
 
 def restore(journal: Journal, sessions: Sessions, running: Running, engine: EngineLike, limits: Limits) -> None:
-    """Bring back what the journal has. A group that this configuration does not take any more is dropped: its client submits it
-    again, and is told why."""
-    decoder: Decoder[m.ClientMessage] = Decoder(m.ClientMessage, limits)
+    """Bring back what the journal has; versions go on from its own. A group that this configuration does not take any more is
+    dropped: its client submits it again, and is told why. Raises InputError for a journal that is damaged."""
+    engine.weights.before = journal.weights
     for kept in journal.sessions():
         sessions.bring_back(kept.key, kept.id, kept.name, kept.number)
     groups, samples = 0, 0
     for group in journal.groups():
-        session = sessions.of(group.key, group.session)
+        with journal.reading(f"table groups, row {group.engine_id!r}"):
+            session, submit = session_of(sessions, group), submit_of(group)
         try:
-            submit = decoder.unpack(group.submit)
-            assert isinstance(submit, m.Submit)
             whole = checked_group(submit, group.engine_id, None, limits, engine.vocab_size, engine.context)
         except RolloutError as error:
             journal.dropped(group.engine_id)
@@ -45,19 +47,44 @@ def restore(journal: Journal, sessions: Sessions, running: Running, engine: Engi
         held = HeldGroup(submit.group_id, group.engine_id, m.digest(submit), whole.wanted)
         held.ended, held.acked = len(group.ended), sum(frames is None for _, frames in group.ended.values())
         session.hold(held)
-        for _, frames in group.ended.values():
-            if frames is not None:
-                session.keep(held, sample_of(frames))
+        for index, (_, frames) in group.ended.items():
+            with journal.reading(f"table samples, row {(group.engine_id, index)}"):
+                sample = sample_of(frames, index, whole)
+            if sample is not None:
+                session.keep(held, sample)
         if held.running:
-            running.park(session, held, rest(whole, group), group.version)
+            running.park(session, held, rest(whole, group), group.live)
         groups, samples = groups + 1, samples + len(held.unacked)
     log.info("journal read sessions=%d groups=%d samples=%d starts=%d", len(list(sessions)), groups, samples, journal.starts)
 
 
-def sample_of(frames: Sequence[Frame]) -> Sample:
-    """Return the child that a SampleDone of the journal is about."""
-    done = Decoder[m.ServiceMessage](m.ServiceMessage, m.answer_limits(Limits())).unpack(frames)
-    assert isinstance(done, m.SampleDone)
+def session_of(sessions: Sessions, group: KeptGroup) -> Session:
+    """Find the session of a group. Raises ValueError."""
+    try:
+        return sessions.of(group.key, group.session)
+    except KeyError:
+        raise ValueError(f"its session {group.session!r} is not there") from None
+
+
+def submit_of(group: KeptGroup) -> m.Submit:
+    """Return the Submit that a group came by. Raises ProtocolError, ValueError."""
+    submit = Decoder[m.ClientMessage](m.ClientMessage, TAKEN_BEFORE).unpack(group.submit)
+    if not isinstance(submit, m.Submit):
+        raise ValueError(f"its message is a {type(submit).__name__}")
+    number_of(group.engine_id)
+    return submit
+
+
+def sample_of(frames: Sequence[Frame] | None, index: int, group: Group) -> Sample | None:
+    """Return the child that a SampleDone of the journal is about; None: its client has it. Raises ProtocolError,
+    ValueError."""
+    if index not in group.wanted:
+        raise ValueError("the group has no such child")
+    if frames is None:
+        return None
+    done = Decoder[m.ServiceMessage](m.ServiceMessage, TAKEN_BEFORE).unpack(frames)
+    if not isinstance(done, m.SampleDone) or done.sample.index != index:
+        raise ValueError("its message is not that child")
     return done.sample
 
 

@@ -13,11 +13,11 @@ from time import perf_counter
 
 import msgspec
 
-from engine.types import SEED_LIMIT, Group, Limits, Sample
+from engine.types import SEED_LIMIT, Group, Limits, Sample, Served
 from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
 from rollout.service.admission import check_room, checked_group
-from rollout.service.engine_api import EngineLike
+from rollout.service.engine_api import EngineLike, live_of
 from rollout.service.names import engine_name, number_of
 from rollout.service.session import HeldGroup, Session, without_tokens
 from transport import messages as m
@@ -41,8 +41,8 @@ class Running:
         """engine's names of groups that are to end, or of one child each, in the order in which that was asked for"""
         self._sweeps: dict[Session, int] = {}
         """sessions whose groups are to end, as far as they were made by then: the number of the last one made"""
-        self._parked: dict[str, tuple[Session, Group, int]] = {}
-        """groups of before a restart that wait for weights of this version, by the engine's name"""
+        self._parked: dict[str, tuple[Session, Group, Served]] = {}
+        """groups of before a restart, by the engine's name; they wait for these weights, or newer ones"""
         self._dropped: dict[str, int] = {}
         """children of groups that nobody wants any more, and that the engine has not given back"""
         self._asked: set[str] = set()
@@ -71,8 +71,7 @@ class Running:
         engine_id = engine_name(session.number, self._made + 1)
         after = session.names.turn(submit.after)
         group = checked_group(submit, engine_id, after, self._limits, engine.vocab_size, engine.context)
-        if engine.version < submit.require_version:
-            raise StaleWeights(f"the weights are version {engine.version}, {submit.require_version} is required", group_id)
+        check_required(submit, engine)
         digest, held = m.digest(submit), session.groups.get(group_id)
         if held is not None:
             if held.digest != digest:
@@ -86,7 +85,7 @@ class Running:
         held = HeldGroup(group_id, group.id, digest, group.wanted)
         session.hold(held)
         if session.record.lasting:
-            session.record.accepted(session.key, session.id, group.id, pack(submit), group.sampling.seed, engine.version)
+            session.record.accepted(session.key, session.id, group.id, pack(submit), group.sampling.seed, live_of(engine))
         self._groups[group.id] = (session, held)
 
     def _hand_over(self, session: Session, group: Group, group_id: str, client: str = "") -> None:
@@ -108,15 +107,16 @@ class Running:
         """Groups of before a restart that wait for weights."""
         return len(self._parked)
 
-    def park(self, session: Session, held: HeldGroup, group: Group, version: int) -> None:
-        """Take a group of before a restart: it runs on as soon as weights of that version, or newer ones, are live."""
+    def park(self, session: Session, held: HeldGroup, group: Group, live: Served) -> None:
+        """Take a group of before a restart: it runs on as soon as the weights that were live, or newer ones, are so again."""
         self._made = max(self._made, number_of(group.id))
         self._groups[group.id] = (session, held)
-        self._parked[group.id] = (session, group, version)
+        self._parked[group.id] = (session, group, live)
 
     def unpark(self) -> None:
         """Give the engine the groups whose weights are there."""
-        for engine_id in [id for id, (_, _, version) in self._parked.items() if version <= self._engine.version]:
+        live = live_of(self._engine) if self._parked else Served()
+        for engine_id in [id for id, (_, _, before) in self._parked.items() if live.follow(before)]:
             self._unpark(engine_id)
 
     def _unpark(self, engine_id: str) -> None:
@@ -267,6 +267,19 @@ class Running:
             log.error("sample of an unknown group group=%s index=%d", sample.group_id, sample.index)
         elif left > 1:
             self._dropped[sample.group_id] = left - 1
+
+
+def check_required(submit: m.Submit, engine: EngineLike) -> None:
+    """Raises StaleWeights where the live weights are older than a group wants them, or others under that version."""
+    version = submit.require_version
+    if engine.version < version:
+        raise StaleWeights(f"the weights are version {engine.version}, {version} is required", submit.group_id)
+    if submit.require_digest and live_of(engine).differ(Served(version, submit.require_digest)):
+        raise StaleWeights(
+            f"version {version} is required with the digest {submit.require_digest:.12}…, here it has the digest "
+            f"{engine.weights.digest:.12}…: the service was started again, and has other weights under that version",
+            submit.group_id,
+        )
 
 
 def seeded(group: Group) -> Group:

@@ -25,7 +25,7 @@ from rollout.service.record import Record
 from rollout.service.streaming import Streaming
 from transport.errors import Busy
 from transport.frames import Frame, frame_bytes, pack
-from transport.messages import BATCHES, GATHERS, TAKEN, Alive, SampleDone
+from transport.messages import BATCHES, DIGESTS, GATHERS, TAKEN, Alive, SampleDone
 from transport.progress import columns_of, pack_samples, sample_bytes
 
 log = logger("rollout.service.loop")
@@ -93,6 +93,8 @@ class Session:
         self.last_received_at = 0.0
         self.last_sent_at = 0.0
         """of heartbeats; both on the service's clock"""
+        self.digests = False
+        """it takes the digest of the weights with their version"""
         self.paced = False
         """it waits to be told what was taken"""
         self.taken_bytes = 0
@@ -141,7 +143,7 @@ class Session:
     def greeted(self, capabilities: Collection[str], now: float) -> None:
         """Note what its client can do, and that it was heard."""
         self.last_received_at = self.last_sent_at = now
-        self.paced = TAKEN in capabilities
+        self.paced, self.digests = TAKEN in capabilities, DIGESTS in capabilities
         self.batches, self.gathers = BATCHES in capabilities, GATHERS in capabilities
 
     def report(self, alive: Alive, now: float) -> None:
@@ -150,9 +152,14 @@ class Session:
         self.reply(self.beat(alive))
 
     def beat(self, alive: Alive) -> list[Frame]:
-        """Make a heartbeat, which tells a client that is paced what was taken from it."""
+        """Make a heartbeat with what this client understands: what was taken from it, the digest of the weights."""
         self._reported_bytes = self.taken_bytes
-        return pack(msgspec.structs.replace(alive, taken_bytes=self.taken_bytes) if self.paced else alive)
+        taken, digest = self.taken_bytes if self.paced else 0, alive.digest if self.digests else ""
+        return pack(msgspec.structs.replace(alive, taken_bytes=taken, digest=digest))
+
+    def reached(self, reaches: Callable[[bytes, list[Frame]], bool], alive: Alive) -> bool:
+        """Whether its connection has not ended: a heartbeat finds out. reaches: of the transport."""
+        return self.peer is not None and reaches(self.peer, self.beat(alive))
 
     def status(self, clock: float) -> dict[str, object]:
         """Describe the client for people and dashboards. `clock`: the service's."""

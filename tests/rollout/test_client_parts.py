@@ -16,6 +16,7 @@ from rollout.client.handle import Handle
 from rollout.client.open_groups import OpenGroups
 from rollout.client.open_requests import OpenRequests
 from rollout.client.scoring import scored_group
+from rollout.client.seen import Seen
 from rollout.client.submission import check_budget, group_of, sendable
 from rollout.service.clock import LoopClock
 from transport.checks import Bounds
@@ -174,7 +175,7 @@ def sent(groups: OpenGroups) -> list[str]:
 
 def test_groups_over_the_budget_wait_until_children_have_come_back() -> None:
     """A prompt of 2 and two children of 10 are 22 tokens; a child that comes back leaves 12."""
-    groups = OpenGroups(budget=50)
+    groups = OpenGroups(Seen(), budget=50)
     groups.bounds = Bounds(1, frozenset({0}))
     for name in "abcd":
         assert groups.add(handle(name))
@@ -221,21 +222,21 @@ def test_of_samples_that_come_together_all_are_handed_out_or_none() -> None:
 @pytest.mark.parametrize("fields", [{"n": 10**12}, {"n": 10**12, "lengths": (1,)}, {"n": 3, "lengths": (1,)}])
 def test_what_the_service_will_refuse_costs_the_client_nothing(fields: dict[str, Any]) -> None:
     """The children are not counted one by one; one that has no length is the service's to refuse."""
-    groups = OpenGroups()
+    groups = OpenGroups(Seen())
     group = group_of("g", [5, 6], Sampling(max_tokens=10, **fields))
     groups.add(sendable(group, serial=1, require_version=0, limits=Limits()))
     assert sent(groups) == ["g"]
 
 
 def test_without_a_budget_all_are_sent() -> None:
-    groups = OpenGroups()
+    groups = OpenGroups(Seen())
     for name in "abcd":
         groups.add(handle(name))
     assert sent(groups) == ["a", "b", "c", "d"]
 
 
 def test_of_those_that_wait_a_higher_priority_goes_first() -> None:
-    groups = OpenGroups(budget=22)
+    groups = OpenGroups(Seen(), budget=22)
     for name, priority in (("a", 0), ("b", -1), ("c", 2), ("d", 2)):
         groups.add(handle(name, priority=priority))
     order = []

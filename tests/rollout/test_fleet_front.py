@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.types import Group, Mode, Sample, Sampling, TensorInfo, manifest_digest
+from engine.types import Group, Mode, Sample, Sampling, Served, TensorInfo, manifest_digest
 from rollout.client import link as link_module
 from rollout.client.api import RolloutClient
 from rollout.config import Config, dump
@@ -72,11 +72,11 @@ class Lives:
                     replica.link.close()
         self.fleet.weights.close()
 
-    def start(self, version: int, wait: bool = True) -> Fleet:
+    def start(self, version: int, wait: bool = True, digest: str = "") -> Fleet:
         """The next front, whose journal has that version."""
         self.threads.events = [Event(name, one.endpoint, "it listens") for name, one in self.threads.services.items()]
         self.threads.outlived = frozenset(self.threads.services)
-        self.fleet = Fleet(self.threads, version=version)
+        self.fleet = Fleet(self.threads, before=Served(version, digest))
         if wait:
             self.fleet.open(WAIT, count=1, patient=True)
         return self.fleet

@@ -403,7 +403,7 @@ def test_files_that_are_no_journal_of_ours(lives: Lives, tmp_path: Path) -> None
     with sqlite3.connect(lives.path) as db:
         db.execute("UPDATE meta SET value = 9 WHERE name = 'version'")
     db.close()
-    with pytest.raises(InputError, match="has version 9: this rollout writes 1"):
+    with pytest.raises(InputError, match="has version 9: this rollout writes 2"):
         Journal(str(lives.path), "seeded")
     (tmp_path / "text").write_text("not a database at all, but long enough to be looked at" * 10)
     with pytest.raises(InputError, match="file is not a database"):

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from engine.types import Begun, Chunk, Group, Limits, Sample
+from engine.types import Begun, Chunk, Group, Limits, Sample, Served
 
 VOCAB = 1000
 
@@ -57,6 +57,15 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.clients: Counter[str] = Counter()
         self.groups: dict[str, list[Child]] = {}
+        self.before = Served()
+        self.weights = self
+        """what the service asks of weights is here as well"""
+        self.folder = "folder"
+        """which weights are version 0"""
+
+    @property
+    def digest(self) -> str:
+        return f"weights {self.version or self.folder}"
 
     @property
     def has_work(self) -> bool:

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from engine.types import Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, TensorInfo, manifest_digest
+from engine.types import Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Served, TensorInfo, manifest_digest
 
 VOCAB = 997
 TENSORS = 4
@@ -136,6 +136,8 @@ class HashEngine:
         self.step_s, self.fault, self.max_num_seqs = step_s, fault, max_num_seqs
         self.weights = self  # what the service asks of weights is here as well
         self.dropped = False
+        self.before = Served()
+        """not heeded: replicas have no journal"""
         self.tensors = weights_of(0)
         self.key = key_of(self.tensors)
         self.children: list[Child] = []
