@@ -139,8 +139,8 @@ class GroupState:
         for index in indices:
             del self.resumed[index]
         self.cancelled -= set(indices)
-        left = _tokens_left(self.group, self.resumed, self.complete)
-        left = [left[child] for child in (*self.fresh, *self.resumed)]
+        lengths = _tokens_left(self.group, self.resumed, self.complete)
+        left = [lengths[child] for child in (*self.fresh, *self.resumed)]
         self.work, self.lead = sum(left), max(left)
 
     @property

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from engine.types import Limits, Sample, Sampling
+from engine.types import NONE_SERVED, Limits, Sample, Sampling
 from rollout.bench.errors import BenchFailed
 from rollout.service.journal import Journal
 from transport import messages as m
@@ -164,11 +164,11 @@ def journal_turns(count: int) -> list[float]:
         try:
             for number in range(count):
                 started = time.perf_counter()
-                journal.accepted("", "session", f"1.{number}", submit, 7, 0)
+                journal.accepted("", "session", f"1.{number}", submit, 7, NONE_SERVED)
                 journal.ended(f"1.{number}", 0, "length", done)
                 journal.acked(f"1.{number - 1}", 0)
                 journal.dropped(f"1.{number - 1}")
-                journal.commit(0)
+                journal.commit(NONE_SERVED)
                 seconds.append(time.perf_counter() - started)
         finally:
             journal.close()

@@ -81,7 +81,7 @@ class OpenGroups:
         if self.sent and not room and 1 <= handle.n <= limits.max_n:
             return None
         heappop(self._unsent)
-        least = max(self.version, handle.bounds.least_version)
+        least = max(self._seen.live.version, handle.bounds.least_version)
         handle.bounds = self.bounds._replace(least_version=least, was_live=handle.was_live)
         handle.sent_at = time.monotonic()
         self.sent[handle.group_id] = handle
@@ -149,12 +149,6 @@ class OpenGroups:
         self.disbelieved = True
         handle.fail(NotBelieved(f"the service sent what cannot be: {error}", handle.group_id))
 
-    def aborts(self, limits: Limits) -> Iterator[Abort]:
-        """Yield what asks for the end of all that was cancelled and sent."""
-        for some in portions([handle.group_id for handle in self.sent.values() if handle.cancelled], limits):
-            yield Abort(some)
-        yield from aborts_of_children(self.sent.values(), limits)
-
     def remove(self, handle: Handle) -> None:
         del self._all[handle.group_id]
         if self.sent.pop(handle.group_id, None) is not None:
@@ -171,8 +165,7 @@ class OpenGroups:
         return handles
 
     def welcomed(self, welcome: Welcome) -> None:
-        """Note which weights the service has, and what its model may make."""
-        self.version = welcome.version
+        """Note what samples of the service's model may be."""
         self.bounds = Bounds(welcome.vocab_size, frozenset(welcome.eos_token_ids))
 
     def digests(self) -> np.ndarray:

@@ -18,9 +18,11 @@ class Seen:
         """as the service last said"""
         self._digests: OrderedDict[int, str] = OrderedDict()
         self._awaited = 0
+        """version that groups wait for, on a service that counts from 0 again; 0: there is none"""
 
     def note(self, weights: Served) -> None:
-        """Remember the digest of a version."""
+        """Remember weights that are live, or were."""
+        self.live = max(self.live, weights)
         if weights.digest:
             self._digests[weights.version] = weights.digest
             self._digests.move_to_end(weights.version)
@@ -30,6 +32,7 @@ class Seen:
     def told(self, live: Served) -> None:
         """Note what is live."""
         self.live = live
+        self._awaited = self._awaited if live.version < self._awaited else 0
         self.note(live)
 
     def restarted(self, counts_on: bool, awaited: bool) -> None:
@@ -45,4 +48,4 @@ class Seen:
     def next_version(self) -> int | None:
         """Return the version to ask for where nobody names one: above what groups wait for, on a service that counts from 0
         again. None: the service's next."""
-        return self._awaited + 1 if self.live.version < self._awaited else None
+        return self._awaited + 1 if self._awaited else None

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Chunk, Limits, Sample, Sampling
+from engine.types import Chunk, Limits, Sample, Sampling, Served
 from rollout.client import connection, link
 from rollout.client.api import Handle, RolloutClient
 from rollout.client.submission import plain, token_array
@@ -424,7 +424,8 @@ class Played:
 
     def __init__(self, **options: Any) -> None:
         self.end = LoopbackService()
-        self.incarnation = "one"
+        self.incarnation, self.starts, self.live = "one", 0, Served(1)
+        self.capabilities: tuple[str, ...] = ()
         self._decoder: Decoder[m.ClientMessage] = Decoder(m.ClientMessage, Limits())
         self._inbox: list[tuple[bytes, Any]] = []
         self.peer = b""
@@ -457,8 +458,9 @@ class Played:
         assert self.end.send(self.peer, frames)
 
     def welcome(self, hello: m.Hello, groups: np.ndarray | None = None) -> None:
-        info = ("played", VOCAB, 9999, (), 1, Limits(), ())
-        self.send(m.Welcome(m.PROTOCOL, hello.number, self.incarnation, *info, groups))
+        info = ("played", VOCAB, 9999, (), self.live.version, Limits(), self.capabilities)
+        more = {"starts": self.starts, "digest": self.live.digest}
+        self.send(m.Welcome(m.PROTOCOL, hello.number, self.incarnation, *info, groups, **more))
 
     def sample(self, group_id: str, index: int, first: int = 0) -> m.SampleDone:
         array = np.arange(first, first + 3, dtype=np.int32)

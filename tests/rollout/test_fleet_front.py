@@ -161,6 +161,25 @@ def test_no_replica_has_what_was_live(monkeypatch: pytest.MonkeyPatch) -> None:
         step_until(fleet, lambda: lives.states() == ["serving"] * 3)
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_replicas_with_other_weights_under_that_version_have_not_what_was_live(
+    same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another front has refreshed them meanwhile, say. Nothing is sampled from theirs under this front's number."""
+    with lives_of(monkeypatch) as lives:
+        refresh(lives.fleet, 1)
+        refresh(lives.fleet, 2)
+        digest = lives.fleet.weights.digest if same else "ab" * 32
+        lives.kill()
+        fleet = lives.start(version=2, wait=same, digest=digest)
+        if same:
+            return check(run(fleet), 2)
+        step_until(fleet, lambda: fleet.weights.settled and lives.threads.replaced)
+        assert (fleet.version, fleet.weights.digest) == (2, digest)
+        step_until(fleet, lambda: fleet.mode is Mode.WITHOUT_WEIGHTS)
+        assert fleet.stage(manifest_of(weights_of(5)), version=None).version == 3
+
+
 def test_taking_the_oldest_for_live_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a trainer was told that version 2 is live, on the one replica that was left."""
 

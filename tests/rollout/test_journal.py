@@ -414,6 +414,41 @@ def test_files_that_are_no_journal_of_ours(lives: Lives, tmp_path: Path) -> None
     lives.start()
 
 
+DAMAGES = {
+    "UPDATE groups SET submit = x'05'": r"table groups, row '1\.1' is damaged \(Expected `array`, got `int`",
+    "UPDATE groups SET submit = x'91c40105'": r"table groups, row '1\.1' is damaged \(not a message of this protocol",
+    "UPDATE groups SET session = 'x'": r"table groups, row '1\.1' is damaged \(its session 'x' is not there\)",
+    "UPDATE groups SET engine_id = 'g'": r"table groups, row 'g' is damaged",
+    "UPDATE groups SET at = 'then'": r"table groups, row '1\.1' is damaged \(Expected `float`, got `str`",
+    "DELETE FROM sessions": r"row '1\.1' is damaged \(its session '1+' is not there\)",
+    "UPDATE sessions SET number = 'one'": r"table sessions, row \('', '1+'\) is damaged",
+    "UPDATE samples SET frames = x'05'": r"table samples, group '1\.1' is damaged",
+    "UPDATE samples SET frames = x'91c40105'": r"table samples, row \('1\.1', 0\) is damaged",
+    "UPDATE samples SET child = 9": r"table samples, row \('1\.1', 9\) is damaged \(the group has no such child\)",
+    "UPDATE samples SET reason = 'x'": r"table samples, group '1\.1' is damaged \(Invalid enum value 'x'",
+    "UPDATE meta SET value = 'x' WHERE name = 'starts'": r"table meta is damaged \(Expected `int`, got `str`",
+    "DELETE FROM meta WHERE name = 'digest'": r"table meta is damaged \(Object missing required field `digest`",
+}
+
+
+@pytest.mark.parametrize("statement", DAMAGES)
+def test_a_damaged_row_is_named_and_what_to_do(lives: Lives, statement: str) -> None:
+    peer = lives.start()
+    peer.hello()
+    peer.send(submit(n=1, max_tokens=1))
+    lives.bench.settle()
+    lives.kill()
+    with sqlite3.connect(lives.path) as db:
+        assert db.execute(statement).rowcount
+    db.close()
+    with pytest.raises(InputError, match=DAMAGES[statement]) as told:
+        lives.start()
+    assert str(lives.path) in str(told.value) and "move the file away" in str(told.value)
+    (Path(f"{lives.path}.lock")).unlink()
+    lives.path.rename(lives.path.with_name("away"))
+    lives.start()
+
+
 def test_a_journal_that_cannot_be_written_ends_the_service_and_its_clients_are_told(tmp_path: Path) -> None:
     """It must not go on as if it could keep what it promises."""
     journal, end = Journal(str(tmp_path / "journal"), "seeded"), LoopbackService()
