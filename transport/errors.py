@@ -12,13 +12,14 @@ RolloutError                    kind on the wire
 ├── WeightsRefused  (ValueError)   weights_refused     this refresh cannot be applied; the old weights serve on
 │   └── WrongBase               wrong_base          it says how weights change, and these here are others
 ├── SourceUnreachable           source_unreachable  the service does not see the memory or folder that a refresh offers
-├── StaleWeights                stale_weights       the service's weights are older than the client accepts
+├── StaleWeights                stale_weights       the service's weights are older than the client accepts, or others
 ├── KeyRefused                  key_refused         the service does not let this client in: its key is unknown,
 │                                                   wrong or revoked, or it has not the secret of the address
 ├── Forbidden                   forbidden           the key has no role for this request
 ├── GroupFailed                 group_failed        the service itself failed on this request
 ├── ServiceLost  (ConnectionError) service_lost        the service is dead, unreachable, stopping or stalled
-│   └── ServiceRestarted        service_restarted   another incarnation answers: what ran in the old one is gone
+│   └── ServiceRestarted        service_restarted   another incarnation answers, or the same with other weights under one
+│                                                   version: what ran before is gone
 ├── RequestTimeout (TimeoutError)  request_timeout     the caller's own time ran out; the group is still live
 └── ClientClosed                client_closed       the client was closed while the request was open
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Chunk, Limits, Sample, Sampling, Served
+from engine.types import Chunk, Limits, Sample, Sampling
 from rollout.client import connection, link
 from rollout.client.api import Handle, RolloutClient
 from rollout.client.submission import plain, token_array
@@ -21,6 +20,7 @@ from rollout.service import loop as service_module
 from rollout.service.loop import Service
 from tests.support.clock import Clock
 from tests.support.fake_engine import VOCAB, FakeEngine, expected
+from tests.support.played import Played, failure
 from tests.support.waiting import until
 from transport import errors as e
 from transport import messages as m
@@ -419,64 +419,6 @@ def test_a_service_that_stops_returns_what_it_has(engine: FakeEngine) -> None:
 # a service played by hand
 
 
-class Played:
-    """The service's end of a client; `answer` says Welcome, everything else is the test's."""
-
-    def __init__(self, **options: Any) -> None:
-        self.end = LoopbackService()
-        self.incarnation, self.starts, self.live = "one", 0, Served(1)
-        self.capabilities: tuple[str, ...] = ()
-        self._decoder: Decoder[m.ClientMessage] = Decoder(m.ClientMessage, Limits())
-        self._inbox: list[tuple[bytes, Any]] = []
-        self.peer = b""
-        connected: list[RolloutClient] = []
-        thread = threading.Thread(
-            target=lambda: connected.append(RolloutClient(transport=self.end.connect(), connect_timeout_s=WAIT, **options))
-        )
-        thread.start()
-        self.welcome(self.get(m.Hello))
-        thread.join(WAIT)
-        (self.client,) = connected
-
-    def get(self, kind: Any) -> Any:
-        """The next message of this kind; others are skipped."""
-        deadline = time.monotonic() + WAIT
-        while time.monotonic() < deadline:
-            for peer, frames in self.end.receive(0.1):
-                self._inbox.append((peer, self._decoder.unpack([bytes(frame) for frame in frames])))
-            while self._inbox:
-                self.peer, message = self._inbox.pop(0)
-                if isinstance(message, kind):
-                    return message
-        raise AssertionError(f"no {kind} came")
-
-    def send(self, *messages: msgspec.Struct) -> None:
-        for message in messages:
-            self.send_frames(pack(message))
-
-    def send_frames(self, frames: list[Frame]) -> None:
-        assert self.end.send(self.peer, frames)
-
-    def welcome(self, hello: m.Hello, groups: np.ndarray | None = None) -> None:
-        info = ("played", VOCAB, 9999, (), self.live.version, Limits(), self.capabilities)
-        more = {"starts": self.starts, "digest": self.live.digest}
-        self.send(m.Welcome(m.PROTOCOL, hello.number, self.incarnation, *info, groups, **more))
-
-    def sample(self, group_id: str, index: int, first: int = 0) -> m.SampleDone:
-        array = np.arange(first, first + 3, dtype=np.int32)
-        return m.SampleDone(
-            Sample(
-                group_id=group_id,
-                index=index,
-                token_ids=array,
-                logprobs=np.zeros(3, np.float32),
-                finish_reason="aborted",
-                weight_versions=[(0, 1)],
-                prompt_tokens=1,
-            )
-        )
-
-
 def let_it_turn(clock: Clock) -> None:
     """The client's I/O thread goes around its loop, and more than once."""
     seen = clock.asked
@@ -501,12 +443,6 @@ def played() -> Iterator[Played]:
 
 def wanted(hello: m.Hello) -> int:
     return 0 if hello.groups is None else len(hello.groups)
-
-
-def failure(handle: Handle) -> e.RolloutError:
-    with pytest.raises(e.RolloutError) as caught:
-        handle.result(WAIT)
-    return caught.value
 
 
 def test_each_sample_is_acked_and_repeats_change_nothing(played: Played) -> None:

@@ -275,7 +275,7 @@ def test_a_version_is_written_before_its_trainer_hears_of_it(tmp_path: Path, mon
     journal: Any = bench.service._record
     seen: list[int] = []
     flush = bench.service._flush
-    monkeypatch.setattr(bench.service, "_flush", lambda: (seen.append(journal.weights), flush()))
+    monkeypatch.setattr(bench.service, "_flush", lambda: (seen.append(journal.weights.version), flush()))
     bench.client()
     monkeypatch.setattr(bench.service._refreshes, "work", lambda now, busy: setattr(bench.engine, "version", 3))
     seen.clear()

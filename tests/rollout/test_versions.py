@@ -13,9 +13,9 @@ from engine.types import Sampling, Served
 from rollout.client.api import RolloutClient
 from rollout.client.seen import REMEMBERED, Seen
 from rollout.service.journal import Journal
-from tests.rollout.test_client import Played, failure
 from tests.support import toy
 from tests.support.lasting import SeededEngine
+from tests.support.played import Played, failure
 from tests.support.waiting import until
 from tests.support.watermark import watermark_engine, weights_of
 from tests.support.wire import Bench, Peer, serving, submit
@@ -112,7 +112,7 @@ def test_parked_groups_count_in_the_status(lives: Lives) -> None:
     lives.bench.engine.weights.version = 2  # type: ignore[attr-defined]
     peer.hello()
     peer.send(*groups)
-    lives.bench.turn()
+    lives.bench.turn(10)
     lives.kill()
     peer = lives.start(toy.engine())
     peer.hello(groups)
