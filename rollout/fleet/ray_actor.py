@@ -35,15 +35,8 @@ class Holder:
         does: its standard input closes then."""
         with Folder("ray") as folder:
             (folder / "replica.toml").write_text(self._toml)
-            command = [
-                sys.executable,
-                "-m",
-                "rollout",
-                "serve",
-                "--config",
-                str(folder / "replica.toml"),
-                "--exit-on-stdin-close",
-            ]
+            words = ["serve", "--config", str(folder / "replica.toml"), "--exit-on-stdin-close"]
+            command = [sys.executable, "-m", "rollout", *words]
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as child:
                 self._child = child
                 assert child.stdin is not None
