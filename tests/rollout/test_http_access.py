@@ -11,8 +11,12 @@ import pytest
 
 from rollout.commands.http import token_of
 from rollout.config import InputError
-from tests.rollout.test_http_frame import POST, TOKEN, Stack, raw, stack_of
+from tests.support.http_stack import POST, TOKEN, Stack, raw, stack_of
 from tests.support.waiting import until
+
+pytest.importorskip("starlette", reason="pip install -e '.[http]'")
+pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")
+pytest.importorskip("httptools", reason="pip install -e '.[http]'")
 
 BODY = b'{"token_ids": [5], "sampling_params": {"max_tokens": 3, "seed": 1}}'
 

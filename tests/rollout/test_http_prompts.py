@@ -14,7 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.rollout.test_http_frame import Stack, bounds, stack_of
+from tests.support.http_stack import Stack, bounds, stack_of
+
+pytest.importorskip("starlette", reason="pip install -e '.[http]'")
+pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")
+pytest.importorskip("httptools", reason="pip install -e '.[http]'")
 
 WAIT_S = 60.0
 """a bound for hangs only"""

@@ -1,0 +1,61 @@
+"""A facade over a service of scripts: what tests of its frame share."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from rollout.client.api import RolloutClient
+from tests.support.facade import Facade, facade
+from tests.support.fake_engine import FakeEngine
+from tests.support.wire import serving
+from transport.loopback import LoopbackService
+
+TOKEN = "a token of more than sixteen"
+BODY = {"token_ids": [5], "sampling_params": {"max_tokens": 3, "logprobs": 0, "seed": 1}}
+"""with a seed it is a group of its own"""
+POST = b"POST /inference/v1/generate HTTP/1.1\r\nhost: localhost\r\n"
+
+
+class Stack(msgspec.Struct):
+    engine: FakeEngine
+    client: RolloutClient
+    facade: Facade
+
+    @property
+    def url(self) -> str:
+        return self.facade.url
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def generate(self, **options: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/inference/v1/generate", json=BODY, timeout=60, **options)
+
+
+@contextmanager
+def stack_of(tiny_model: Path, **settings: Any) -> Iterator[Stack]:
+    engine, end = FakeEngine(), LoopbackService()
+    with (
+        serving(engine, end),
+        RolloutClient(transport=end.connect()) as client,
+        facade(client, tiny_model, **settings) as running,
+    ):
+        yield Stack(engine, client, running)
+
+
+def bounds(**some: Any) -> Any:
+    from rollout.http.frame import Bounds
+
+    return Bounds(**some)
+
+
+def raw(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=30)
