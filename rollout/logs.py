@@ -65,3 +65,9 @@ class Repeats:
         _, untold = self._told.pop(line)
         if untold:
             self._tell("%s times=%d", line, untold)
+
+
+TRANSPORT = ("rollout.transport.inflow", "rollout.transport.keys", "rollout.transport.weights")
+"""loggers of `transport`, which knows nothing of these"""
+for name in TRANSPORT:
+    logger(name)

@@ -8,14 +8,9 @@ import sys
 from pathlib import Path
 
 from rollout.config import load
+from tests.support.readme import readme_example
 
 ROOT = Path(__file__).parents[1]
-
-
-def readme_example() -> str:
-    found = re.findall(r"<!-- example -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(found) == 1
-    return found[0]
 
 
 def test_the_readme_example_is_short() -> None:

@@ -388,7 +388,7 @@ WHOLE = {
     "tests/engine/test_equivalence.py": "whole models",
     "tests/engine/test_long_tail.py": "schedules of thousands of steps",
     "tests/engine/test_pressure.py": "a pool that is too small for seconds on end",
-    "tests/engine/test_schedules.py": "a thousand schedules",
+    "tests/engine/test_schedules.py": "hundreds of schedules",
 }
 """no torch in them, and yet not quick"""
 

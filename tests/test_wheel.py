@@ -19,7 +19,7 @@ import torch
 from engine.cpu.isa import ISAS
 from rollout.config import Config
 from rollout.process import service_process
-from tests.test_readme import readme_example
+from tests.support.readme import readme_example
 
 ROOT = Path(__file__).parents[1]
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"

@@ -38,7 +38,7 @@ TCP_INFO_BYTES_RECEIVED = 128
 FRAME_OVERHEAD = {True: 9, False: 2}
 """ZMTP's flags and length before a frame, by whether it is longer than 255 bytes"""
 
-log = logging.getLogger("rollout.service.loop")
+log = logging.getLogger("rollout.transport.inflow")
 
 
 class Connection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.logs import MOST_LINES, Repeats
+from rollout.logs import MOST_LINES, TRANSPORT, Repeats
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("transport", "rollout/client", "rollout/service", "engine/weights")
@@ -61,6 +62,18 @@ def test_log_lines_are_a_message_and_key_value() -> None:
             seen += 1
             assert well_formed(line), f"{path.relative_to(ROOT)}: {line!r}: write a message, then key=%s for each value"
     assert seen > 15
+
+
+def test_the_transport_logs_under_its_own_names() -> None:
+    """And what peers have sent is escaped there, as in all that `rollout.logs.logger` makes."""
+    made = {
+        ast.literal_eval(node.value.args[0])
+        for path in sorted((ROOT / "transport").rglob("*.py"))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "log" and isinstance(node.value, ast.Call)
+    }
+    assert made == set(TRANSPORT) and all(name.startswith("rollout.transport.") for name in made)
+    assert all(logging.getLogger(name).filters for name in made)
 
 
 @pytest.mark.parametrize(

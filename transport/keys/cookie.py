@@ -37,7 +37,7 @@ NOTHING = "-"
 """shown by a client that has found no secret: libzmq takes no empty one"""
 SECRET = re.compile(rb"[0-9a-f]{64}")
 
-log = logging.getLogger("rollout.service.loop")
+log = logging.getLogger("rollout.transport.keys")
 
 
 def folder() -> Path:

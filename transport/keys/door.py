@@ -24,7 +24,7 @@ MOST_ADDRESSES = 16
 BIND_S = 2.0
 """longest that a new thread waits for the address of the one before it"""
 
-log = logging.getLogger("rollout.service.loop")
+log = logging.getLogger("rollout.transport.keys")
 
 
 class Judge(Protocol):

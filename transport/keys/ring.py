@@ -17,7 +17,7 @@ NO_KEY = "~" * KEY_CHARS
 LEAST_NONCE_BYTES = 16
 """of the routing id that a client with a key gives each of its connections"""
 
-log = logging.getLogger("rollout.service.loop")
+log = logging.getLogger("rollout.transport.keys")
 
 
 class KeyRing:
