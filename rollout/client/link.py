@@ -53,6 +53,13 @@ GOODBYE_S = 0.5
 log = logger("rollout.client.api")
 
 
+def unreadable(error: Exception) -> NotBelieved:
+    """Log why a message of the service cannot be read. Returns what those who wait for it get."""
+    reason = error.message if isinstance(error, ProtocolError) else str(error)
+    log.error("unreadable message from the service reason=%r", reason)
+    return NotBelieved(f"the service sent what cannot be read: {reason}")
+
+
 class Link:
     """Runs the thread. Methods without an underscore are for any thread, the state is the I/O thread's alone."""
 
@@ -240,10 +247,7 @@ class Link:
                     self._outgoing.taken(message.taken_bytes)
                     self._told(message)
         except (ValueError, TypeError, RecursionError, ProtocolError) as error:
-            reason = error.message if isinstance(error, ProtocolError) else str(error)
-            log.error("unreadable message from the service reason=%r", reason)
-            # nobody can tell what was lost with it
-            self._start_over(NotBelieved(f"the service sent what cannot be read: {reason}"))
+            self._start_over(unreadable(error))  # nobody can tell what was lost with it
         if self._groups.disbelieved:
             self._groups.disbelieved = False
             self._connection.put_right(time.monotonic())
