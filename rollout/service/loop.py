@@ -319,7 +319,7 @@ def heartbeat(engine: EngineLike, running: Running) -> m.Alive:
 
 def with_parked(status: dict[str, Any], parked: int) -> dict[str, Any]:
     """Count groups of before a restart among those of the engine, which get them once their weights are there."""
-    return {name: value + parked if name in ("groups", "waiting") else value for name, value in status.items()}
+    return status | {name: status[name] + parked for name in ("groups", "waiting") if parked and name in status}
 
 
 def dose(busy: bool, step_s: float) -> float:

@@ -112,7 +112,7 @@ def test_parked_groups_count_in_the_status(lives: Lives) -> None:
     lives.bench.engine.weights.version = 2  # type: ignore[attr-defined]
     peer.hello()
     peer.send(*groups)
-    lives.bench.turn(10)
+    until(lambda: lives.bench.turn() or lives.bench.service.status()["groups"] == 3, "the groups have come")
     lives.kill()
     peer = lives.start(toy.engine())
     peer.hello(groups)

@@ -74,7 +74,7 @@ class Played:
                 token_ids=array,
                 logprobs=np.zeros(3, np.float32),
                 finish_reason="aborted",
-                weight_versions=[(0, 1)],
+                weight_versions=[(0, self.live.version)],
                 prompt_tokens=1,
             )
         )
