@@ -57,18 +57,13 @@ FUNCTIONS = {
     **_functions(_no_product, "pow"),
     **_functions(lambda args, kwargs: any(x.dtype != torch.float32 for x in _tensors(args, kwargs)), "rsqrt"),
     **_functions(lambda args, kwargs: kwargs.get("alpha", 1) != 1, "add", "sub"),
-    **_functions(lambda args, kwargs: any(x.is_complex() for x in _tensors(args, kwargs)), "mul"),
+    **_functions(lambda args, kwargs: any(isinstance(x, torch.Tensor) and x.is_complex() for x in args), "mul"),
 }
 """Sums, products, quotients and single roots are rounded alike everywhere and stay out; those above do in such calls only"""
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-
-
-def _by_scalars(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    rule = FUNCTIONS.get(func)
-    return rule is not None and rule(args, kwargs)
 
 
 def whole(size: int, threads: int) -> int:
@@ -81,9 +76,9 @@ def whole(size: int, threads: int) -> int:
 def in_whole_vectors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an element-wise function of tensors on the CPU, which may be of different shapes, with the bits of its vectors."""
     given = [each for each in _tensors(args, kwargs) if each.ndim]
-    if not given or "out" in kwargs or any(each.device.type != "cpu" for each in given):
+    if not given or "out" in kwargs or not all(each.is_cpu for each in given):
         return func(*args, **kwargs)
-    shape = torch.broadcast_shapes(*(each.shape for each in given))
+    shape = given[0].shape if len(given) == 1 else torch.broadcast_shapes(*(each.shape for each in given))
     size = shape.numel()
     padded = whole(size, torch.get_num_threads())
     if padded == size and all(each.shape == shape and each.is_contiguous() for each in given):
@@ -107,8 +102,9 @@ class WholeVectors(TorchFunctionMode):
     """While it is on, element-wise functions have the bits of their vectors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return in_whole_vectors(func, args, kwargs) if _by_scalars(func, args, kwargs) else func(*args, **kwargs)
+        if (rule := FUNCTIONS.get(func)) and rule(args, kwargs := kwargs or {}):
+            return in_whole_vectors(func, args, kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 class Callers(TorchFunctionMode):
@@ -122,7 +118,7 @@ class Callers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.inside and _by_scalars(func, args, kwargs):
+        if self.inside and (rule := FUNCTIONS.get(func)) and rule(args, kwargs):
             self.found[id(self.inside[-1])] = self.inside[-1]
         return func(*args, **kwargs)
 
@@ -149,7 +145,7 @@ def callers(module: nn.Module) -> Iterator[Callers]:
 
 
 @cache
-def _in_whole_vectors(plain: type[nn.Module]) -> type[nn.Module]:
+def _in_whole_vectors(plain: Any) -> type[nn.Module]:
     """The class of modules whose forward is that of `plain` under `WholeVectors`."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -165,7 +161,7 @@ def _in_whole_vectors(plain: type[nn.Module]) -> type[nn.Module]:
     return type(plain.__name__, (plain,), {**members, "__module__": plain.__module__})
 
 
-def _empty(plain: type[nn.Module]) -> nn.Module:
+def _empty(plain: Any) -> nn.Module:
     """Make what a copy of a module is filled into: this class has no name that a pickle could find it by."""
     kind = _in_whole_vectors(plain)
     return kind.__new__(kind)
@@ -174,8 +170,9 @@ def _empty(plain: type[nn.Module]) -> nn.Module:
 def use_whole_vectors(modules: Iterable[nn.Module]) -> None:
     """Let what these modules' own code computes element by element have the bits of torch's vectors, in place."""
     for each in modules:
-        if "plain_class" not in vars(type(each)):
-            each.__class__ = _in_whole_vectors(type(each))
+        kind: Any = type(each)
+        if "plain_class" not in vars(kind):
+            each.__class__ = _in_whole_vectors(kind)
 
 
 def plain_functions(module: nn.Module) -> None:
