@@ -19,8 +19,8 @@ from engine.cpu.isa import cpu_flags
 PIECE = 2048
 """rows and columns that are widened at once: 16 MB of fp32 for 2,048 inputs, whatever the size of the vocabulary"""
 WORTH = 0.8
-"""share of fp32's time below which bf16 is taken. Measured: AMX 0.1 to 0.2, Zen 4 0.5, vdpbf16ps at half rate (Emerald Rapids
-without AMX) 1.2 to 1.6, AVX-512 without bf16 4. None is near it, so noise does not change the choice from run to run."""
+"""share of fp32's time below which bf16 is taken. Measured, oneDNN limited by hand: AMX 0.27, AVX-512 with vdpbf16ps at half
+rate (an Intel Xeon) 1.8, AVX-512 without 5; by its peaks Zen 4 has 0.5. Noise does not change that choice from run to run."""
 ROUNDS = 5
 
 
