@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ VALUE_TYPES = ("engine/types.py", "engine/config.py")
 """no torch in these: the wire and the command line need them"""
 
 
+@cache
 def imported(source: str, module: str) -> set[str]:
     """Dotted names that a module imports, wherever in the file; `from a import b` counts as a and as a.b."""
     names: set[str] = set()
@@ -343,6 +345,7 @@ def test_one_maker_of_batches() -> None:
 MOST_LINES = {"function": 50, "class": 250}
 
 
+@cache
 def definitions(kind: str | None = None) -> dict[tuple[str, str], int]:
     """Lines of each function and class, by path and dotted name. kind: of MOST_LINES, None = both."""
     found: dict[tuple[str, str], int] = {}
