@@ -15,7 +15,7 @@ from engine.types import Mode
 from rollout.config import CannotServe, Config, InputError, TrackingConfig
 from rollout.metrics.sinks import Sink, open_sinks
 from rollout.metrics.tracker import Tracker
-from rollout.service.engine_api import HasReplicas
+from rollout.service.engine_api import HasReplicas, live_of
 from rollout.service.watchdog import MODELS, Part, Watch
 from transport.sockets import ServiceEnd
 
@@ -52,6 +52,7 @@ def listen(config: Config, engine: EngineLike, journal: Journal | None, tracker:
     """Make the service of an engine, or of what is like one; it closes the journal and the tracker. Raises ValueError."""
     from rollout.service.loop import Service
 
+    live_of(engine)  # its digest takes a pass over the weights, for which no client is to wait
     models = frozenset[Part]() if isinstance(engine, HasReplicas) else MODELS  # a front's step is its own work
     return Service(
         engine,

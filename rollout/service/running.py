@@ -115,7 +115,9 @@ class Running:
 
     def unpark(self) -> None:
         """Give the engine the groups whose weights are there."""
-        live = live_of(self._engine) if self._parked else Served()
+        if not self._parked:
+            return
+        live = live_of(self._engine)
         for engine_id in [id for id, (_, _, before) in self._parked.items() if live.follow(before)]:
             self._unpark(engine_id)
 

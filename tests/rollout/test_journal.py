@@ -285,7 +285,7 @@ def test_a_real_engine_goes_on_equal_to_the_bit(lives: Lives) -> None:
     """Killed every few steps, with children that end meanwhile; compared with one engine that was never stopped."""
     from tests.support import toy
 
-    sent = [submit(f"g{i}", [1 + i, 2, 3], n=3, max_tokens=10 + 10 * i) for i in range(4)]
+    sent = [submit(f"g{i}", [1 + i, 2, 3], n=3, max_tokens=10 + 10 * i, ignore_eos=True) for i in range(4)]
     got: dict[tuple[str, int], Sample] = {}
     for life in range(60):
         lives.bench = Bench(toy.engine(), journal=Journal(str(lives.path), "toy"))  # type: ignore[arg-type]
@@ -307,7 +307,8 @@ def test_a_real_engine_goes_on_equal_to_the_bit(lives: Lives) -> None:
     for group in sent:
         children = [got[group.group_id, index] for index in range(3)]
         (seed,) = {sample.seed for sample in children}
-        whole = toy.group(group.group_id, group.prompt.tolist(), n=3, max_tokens=group.sampling.max_tokens, seed=seed)
+        sampling = dict(n=3, max_tokens=group.sampling.max_tokens, ignore_eos=True, seed=seed)
+        whole = toy.group(group.group_id, group.prompt.tolist(), **sampling)
         reference = toy.run(toy.engine(), [whole])
         for sample in children:
             want = reference[group.group_id, sample.index]

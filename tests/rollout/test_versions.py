@@ -108,7 +108,7 @@ def test_groups_go_on_under_no_other_weights_of_their_version(lives: Lives, fold
 
 
 def test_parked_groups_count_in_the_status(lives: Lives) -> None:
-    peer, groups = lives.start(toy.engine()), [submit(f"g{i}", max_tokens=50) for i in range(3)]
+    peer, groups = lives.start(toy.engine()), [submit(f"g{i}", max_tokens=50, ignore_eos=True) for i in range(3)]
     lives.bench.engine.weights.version = 2  # type: ignore[attr-defined]
     peer.hello()
     peer.send(*groups)

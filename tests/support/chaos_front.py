@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from engine.types import KVPolicy, Refreshed, Sample
+from engine.types import KVPolicy, Refreshed, Sample, Served
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.groups import Groups
 from rollout.fleet.kept import Kept
@@ -73,8 +73,8 @@ class Cut:
 class Watched(Fleet):
     """Writes down what must not be: children that come out of the front twice, commits of what was not prepared."""
 
-    def __init__(self, launcher: Any, version: int, folder: Path) -> None:
-        super().__init__(launcher, version=version)
+    def __init__(self, launcher: Any, before: Served, folder: Path) -> None:
+        super().__init__(launcher, before=before)
         self._folder, self._given = folder, set[tuple[str, int]]()
 
     def commit(self, staging: Any, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed | None:
