@@ -193,7 +193,7 @@ def test_samples_that_come_together_count_one_by_one() -> None:
 
 
 def test_a_front_places_so_many_children_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    front = Groups(Inbox(), lambda: [], lambda: 0, lambda *_: None)
+    front = Groups(Inbox(), lambda: [], lambda: 0, lambda *_: None, lambda _: True)
     for i in range(40):
         front.submit(Group(f"1.{i}", np.array([1], np.int32), Sampling(n=200, max_tokens=4, seed=1)), "", 0.0)
     assert len(front.waiting) == 40
@@ -209,7 +209,7 @@ def test_a_front_places_so_many_children_at_once(monkeypatch: pytest.MonkeyPatch
 
 def test_a_group_larger_than_that_is_placed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_groups, "MOST_PLACED", 5)
-    front = Groups(Inbox(), lambda: [], lambda: 0, lambda *_: None)
+    front = Groups(Inbox(), lambda: [], lambda: 0, lambda *_: None, lambda _: True)
     for i in range(3):
         front.submit(Group(f"1.{i}", np.array([1], np.int32), Sampling(n=9, max_tokens=4, seed=1)), "", 0.0)
     front.give_up("nobody serves")
