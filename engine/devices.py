@@ -24,8 +24,8 @@ import torch
 from engine.config import EngineConfig
 from engine.cpu.attention import NativeAttention
 from engine.cpu.build import NativeUnavailable
-from engine.cpu.judge import decide
 from engine.cpu.kernels import choose
+from engine.cpu.select_path import decide
 from engine.cuda.attention import TritonAttention, TritonUnavailable
 from engine.cuda.digests import device_hashes
 from engine.cuda.exact import ARITHMETIC, make_exact
@@ -36,17 +36,17 @@ from engine.cuda.norms import fuse_norms
 from engine.cuda.regions import open_driver
 from engine.cuda.varlen import open_varlen
 from engine.forward.arithmetic import torch_arithmetic
-from engine.forward.attention import Backend, CannotAttend, Capacity
+from engine.forward.attention import Backend, CannotAttend, StepCapacity
 from engine.forward.batch import Batch
-from engine.forward.model import Computes, Model, ModelLike, UnsupportedModel, in_one_line, streamed_of
+from engine.forward.model import ExecutionPath, Model, ModelLike, UnsupportedModel, in_one_line, streamed_of
 from engine.forward.reference import ReferenceAttention
-from engine.forward.sampling import DrawKernel, Draws, SamplingBatch, launch_draws
-from engine.kv.copies import Beside, InLine, Lane
+from engine.forward.sampling import DrawKernel, PendingTokens, SamplingBatch, launch_draws
+from engine.kv.copies import CopyEngine, StreamCopies, SyncCopies
 from engine.kv.pages import PagedKV
-from engine.memory import HostMemory, Memory
+from engine.memory import DeviceMemory, HostMemory
 
 __all__ = [
-    "Backend", "CannotAttend", "Capacity", "CpuDevice", "CudaDevice", "Device", "NativeAttention", "NativeUnavailable",
+    "Backend", "CannotAttend", "StepCapacity", "CpuDevice", "CudaDevice", "Device", "NativeAttention", "NativeUnavailable",
     "ReferenceAttention", "TritonAttention", "TritonUnavailable", "choose_backend", "device_of",
 ]  # fmt: skip
 
@@ -89,26 +89,26 @@ class Device(Protocol):
     """it compiles and captures on first use"""
 
     @property
-    def memory(self) -> Memory: ...
+    def memory(self) -> DeviceMemory: ...
 
     def check(self, model: ModelLike) -> None:
         """Raise ValueError for a model that lies elsewhere."""
 
-    def lane(self) -> Lane:
+    def lane(self) -> CopyEngine:
         """Make what runs the copies of KV."""
 
-    def backend(self, name: str, capacity: Capacity) -> Backend:
+    def backend(self, name: str, capacity: StepCapacity) -> Backend:
         """Make the attention backend "native" or "triton". Raises NativeUnavailable or CannotAttend where it cannot be had,
         ValueError where it is not this device's."""
 
-    def equip(self, model: Model, config: EngineConfig, backend: Backend) -> Computes | None:
+    def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
         """Choose who computes the layers of a model, and let it: `model.run_by`. None: the module as it comes. Raises
         UnsupportedModel."""
 
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
         """Make what captures steps; None: every one is launched kernel by kernel."""
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Draws:
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> PendingTokens:
         """Launch D draws from [S, vocabulary] logits."""
 
     def mark(self) -> Any:
@@ -144,17 +144,17 @@ class CpuDevice:
     def check(self, model: ModelLike) -> None:
         check_device(self.memory.device, model)
 
-    def lane(self) -> Lane:
-        return InLine()
+    def lane(self) -> CopyEngine:
+        return SyncCopies()
 
-    def backend(self, name: str, capacity: Capacity) -> Backend:
+    def backend(self, name: str, capacity: StepCapacity) -> Backend:
         if name == "triton":  # in Triton's interpreter
             return TritonAttention(self.memory.device, capacity)
         if self._without_native:
             raise ValueError(f'attention="native": {self._without_native}; attention="auto" takes the torch reference')
         return NativeAttention(self._threads, self.isa)
 
-    def equip(self, model: Model, config: EngineConfig, backend: Backend) -> Computes | None:
+    def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
         whole = model.streamed is None
         try:
             computes = decide(model.module, model.name, model.asked, model.forward_transformers, self.isa, whole=whole)
@@ -166,7 +166,7 @@ class CpuDevice:
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
         return None
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Draws:
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> PendingTokens:
         return launch_draws(logits, batch, self.chosen.kernels)
 
     def mark(self) -> Any:
@@ -199,19 +199,19 @@ class CudaDevice:
     def check(self, model: ModelLike) -> None:
         check_device(self.memory.device, model)
 
-    def lane(self) -> Lane:
-        return Beside(self.memory.device)
+    def lane(self) -> CopyEngine:
+        return StreamCopies(self.memory.device)
 
-    def backend(self, name: str, capacity: Capacity) -> Backend:
+    def backend(self, name: str, capacity: StepCapacity) -> Backend:
         if name == "native":
             raise ValueError(f'attention="native" runs on the CPU only, not on {self.memory.device}: use "auto"')
         varlen = open_varlen(self.memory.device, capacity) if self._varlen else None
         return TritonAttention(self.memory.device, capacity, varlen=varlen)
 
-    def equip(self, model: Model, config: EngineConfig, backend: Backend) -> Computes | None:
+    def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
         if config.exact:
             make_exact(model.module)
-            return Computes(None, ARITHMETIC, None, "")
+            return ExecutionPath(None, ARITHMETIC, None, "")
         return fuse(model, backend) if config.fused_layers else None
 
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
@@ -223,7 +223,7 @@ class CudaDevice:
         rows, tokens = backend.capacity.rows, backend.capacity.tokens
         return StepGraphs(model.forward, rows, tokens, self.memory.device, new_capture, ring)
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Draws:
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> PendingTokens:
         return launch_draws(logits, batch, self._kernel)
 
     def mark(self) -> Any:
@@ -258,7 +258,7 @@ def draw_kernel() -> DrawKernel | None:
     return sampling
 
 
-def fuse(model: Model, backend: Backend) -> Computes:
+def fuse(model: Model, backend: Backend) -> ExecutionPath:
     """Let `FusedDecoder` run the layers of a model; of one that it does not serve the norms are fused alone. Either has numbers
     that are not the module's to the bit."""
     fused = f"{torch_arithmetic()}/fused"
@@ -275,13 +275,13 @@ def fuse(model: Model, backend: Backend) -> Computes:
     except NotFused as error:
         log.info("runs through transformers, layers are not fused model=%s reason=%r", model.name, str(error))
         fuse_norms(model.module)
-        return Computes(None, fused, None, str(error))
+        return ExecutionPath(None, fused, None, str(error))
     model.run_by(decoder)
-    return Computes(decoder, fused, None, "")
+    return ExecutionPath(decoder, fused, None, "")
 
 
 def choose_backend(
-    name: str, device: Device, capacity: Capacity, try_out: Callable[[Backend], None] = lambda backend: None
+    name: str, device: Device, capacity: StepCapacity, try_out: Callable[[Backend], None] = lambda backend: None
 ) -> Backend:
     """The backend of `EngineConfig.attention`. "auto" takes the device's fast one where it can be had, and says why if not.
 

@@ -13,20 +13,20 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.devices import Capacity, choose_backend, device_of, resolved
+from engine.devices import StepCapacity, choose_backend, device_of, resolved
 from engine.forward.arithmetic import arithmetic
-from engine.forward.judge import Served, judge, try_out
 from engine.forward.model import Model, ModelLike, module_of, open_model, streamed_of, weights_moved
 from engine.forward.sampling import uniform
-from engine.in_flight import Steps, warmed_up
+from engine.forward.self_check import LoadedModel, judge, try_out
 from engine.kv.pages import PagedKV
 from engine.kv.sizing import blocks_in_host_memory, blocks_on_device, check_tables
+from engine.pipeline import Pipeline, warmed_up
 from engine.scheduling.counters import Counters
 from engine.scheduling.invariants import check
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stops import Vocabulary, stops_of
 from engine.status import status
-from engine.types import Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo
+from engine.types import Adapter, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo, TokenChunk
 from engine.weights.live import Weights, WeightsTorn
 from engine.weights.staging import Staging, source_of
 from engine.weights.tensors import NamedTensors, describe, named_pairs, with_digest
@@ -63,7 +63,7 @@ class Engine:
         self.counters = Counters()
         self._take_memory(model)
         graphs = self.device.graphs(model, config, self.backend)
-        self.steps = warmed_up(Steps(self.device, model, self.backend, graphs, self.kv, self.scheduler))
+        self.steps = warmed_up(Pipeline(self.device, model, self.backend, graphs, self.kv, self.scheduler))
         self.overlap = bool(config.overlap_steps)
         self.refreshes = 0
         self.refreshed: Refreshed | None = None
@@ -77,14 +77,14 @@ class Engine:
     def _choose_kernels(self, model: ModelLike) -> None:
         """Choose what attends and what runs the layers, and compare both with the module's own forward."""
         config, memory = self.config, self.device.memory
-        capacity, kept = Capacity.of(config, model), model.geometry.kept_as(config.kv_dtype)
+        capacity, kept = StepCapacity.of(config, model), model.geometry.kept_as(config.kv_dtype)
         tried = partial(try_out, model, kept, config.block_size, memory) if isinstance(model, Model) else lambda backend: None
         self.backend = choose_backend(config.attention, self.device, capacity, tried)
         self.computes = self.device.equip(model, config, self.backend) if isinstance(model, Model) else None
         self.arithmetic = arithmetic(self.computes, self.backend, kept.fp8)
         log.info("engine model=%s backend=%r arithmetic=%s", model.name, str(self.backend), self.arithmetic)
         if isinstance(model, Model):
-            judge(Served(model, self.backend, config.block_size, capacity.tokens, memory, kept))
+            judge(LoadedModel(model, self.backend, config.block_size, capacity.tokens, memory, kept))
 
     def _take_memory(self, model: ModelLike) -> None:
         """Size both pools of KV and take their memory."""
@@ -153,7 +153,7 @@ class Engine:
         or index, and for a child of a group that has not forked: a step returns it when it does."""
         return self.scheduler.abort(group_id, index)
 
-    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[Chunk]:
+    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
         """Return new tokens of children that run, without ending them: see `Groups.chunks`."""
         return self.scheduler.children.chunks(group_id, since, least, most)
 

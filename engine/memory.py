@@ -38,7 +38,7 @@ def free_memory(cgroup: Path = CGROUP) -> int:
     return free
 
 
-class Region(Protocol):
+class MemoryRegion(Protocol):
     """Memory of the device at addresses that stay while it is given back and taken again: `engine.cuda.regions`."""
 
     @property
@@ -71,7 +71,7 @@ class Hashes(Protocol):
         """Start the way of the results to the host. Returns what waits for them: the digests (hex) of all rows."""
 
 
-class Memory(Protocol):
+class DeviceMemory(Protocol):
     """Where a model computes: memory of a device, and the host memory beside it. `HostMemory` and
     `engine.cuda.memory.CudaMemory` are the two there are."""
 
@@ -94,7 +94,7 @@ class Memory(Protocol):
     def hashes(self) -> Callable[[int], Hashes] | None:
         """Makes the `Hashes` of so many rows; None: digests are taken on the host."""
 
-    def region(self, size: int) -> Region | None:
+    def region(self, size: int) -> MemoryRegion | None:
         """Reserve addresses for `size` bytes; None where there are none that stay."""
 
     def room(self, size: int) -> torch.Tensor | None:
@@ -120,7 +120,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """`Memory` of a CPU."""
+    """`DeviceMemory` of a CPU."""
 
     device = torch.device("cpu")
     is_host = True
@@ -128,7 +128,7 @@ class HostMemory:
     streams: Any = None
     hashes: Callable[[int], Hashes] | None = None
 
-    def region(self, size: int) -> Region | None:
+    def region(self, size: int) -> MemoryRegion | None:
         return None
 
     def room(self, size: int) -> torch.Tensor | None:

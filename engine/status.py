@@ -12,7 +12,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.types import Mode, Refreshed, Tag
 
 
-class Shown(Protocol):
+class StatusSources(Protocol):
     """What an engine shows; the status only reads it."""
 
     model: Any
@@ -38,7 +38,7 @@ class Shown(Protocol):
     def asleep(self) -> set[Tag]: ...
 
 
-def status(engine: Shown) -> dict[str, Any]:
+def status(engine: StatusSources) -> dict[str, Any]:
     """Collect everything there is to know about an engine, JSON-able."""
     scheduler, version, size = engine.scheduler, engine.version, engine.kv.block_size
     sequences = [seq for state in scheduler.groups.values() for seq in state.sequences.values()]
@@ -75,7 +75,7 @@ def status(engine: Shown) -> dict[str, Any]:
     }
 
 
-def _computes(engine: Shown) -> dict[str, Any]:
+def _computes(engine: StatusSources) -> dict[str, Any]:
     """Tell who runs the layers, whether plain torch has the same bits and a token has them whatever stands beside it (None:
     nobody looked), and why nothing better."""
     computes = engine.computes
@@ -89,7 +89,7 @@ def _computes(engine: Shown) -> dict[str, Any]:
     }
 
 
-def _weights(engine: Shown) -> dict[str, Any]:
+def _weights(engine: StatusSources) -> dict[str, Any]:
     last = engine.refreshed
     return {
         "version": engine.version,

@@ -9,9 +9,9 @@
     python -m recipes.agent              # reasoning-gym's sums with SmolLM2-135M, a minute on 2 cores
     python -m recipes.agent --keep-s 0   # the control: KV between turns is a cache like any other
 
-All conversations run at once; each goes on as soon as its own turn has ended (`rollout.Arrivals`). While the calculator works
-the service keeps the turn's KV for `keep_s` seconds, so the next turn prefills the tool's answer and nothing else; how much was
-prefilled is told. For training, `Conversation.written` tells the model's tokens from the tool's.
+All conversations run at once, and each continues as soon as its own turn has ended (`rollout.SampleStream`). While the
+calculator works, the service keeps the turn's KV for `keep_s` seconds, so the next turn prefills only the tool's answer. The
+recipe prints how many tokens were prefilled. For training, `Conversation.written` tells the model's tokens from the tool's.
 
 Tool calls inside the text: Schick et al., "Toolformer" (2023). The questions need `pip install -e '.[grpo]'`.
 """
@@ -29,7 +29,7 @@ from typing import Any
 import tyro
 
 from engine.config import EngineConfig
-from rollout import Arrivals, Handle, RolloutClient, Sample, Sampling, models
+from rollout import Handle, RolloutClient, Sample, SampleStream, Sampling, models
 from rollout.config import Config
 from rollout.process import service_process
 
@@ -144,7 +144,7 @@ class Agents:
 
     def converse(self, conversations: Sequence[Conversation]) -> Iterator[Conversation]:
         """Take each through its turns. Yields them as they end."""
-        arrivals, open_turns = Arrivals(), dict[str, Conversation]()
+        arrivals, open_turns = SampleStream(), dict[str, Conversation]()
 
         def follow(handle: Handle, conversation: Conversation) -> None:
             open_turns[handle.group_id] = conversation

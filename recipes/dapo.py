@@ -26,7 +26,7 @@ import torch
 import tyro
 
 from recipes import grpo
-from rollout import Arrivals, Handle, RolloutClient, Sample, Sampling
+from rollout import Handle, RolloutClient, Sample, SampleStream, Sampling
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Sampler:
 
     def __init__(self, options: Options, client: RolloutClient, task: Any) -> None:
         self.options, self.client, self.task = options, client, task
-        self.arrivals = Arrivals()
+        self.arrivals = SampleStream()
         self.in_flight: dict[str, Asked] = {}
         self.next_index = 0
         self.dropped = 0

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.types import Sample, Sampling
     from rollout.client.api import RolloutClient
-    from rollout.client.arrivals import Arrivals
+    from rollout.client.arrivals import SampleStream
     from rollout.client.handle import Handle
     from transport.errors import RolloutError
 
 __version__ = "0.1.0"
 
-__all__ = ["Arrivals", "Handle", "RolloutClient", "RolloutError", "Sample", "Sampling", "__version__"]
+__all__ = ["SampleStream", "Handle", "RolloutClient", "RolloutError", "Sample", "Sampling", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,10 +25,10 @@ def __getattr__(name: str) -> Any:
         from rollout.client.api import RolloutClient
 
         return RolloutClient
-    if name == "Arrivals":
-        from rollout.client.arrivals import Arrivals
+    if name == "SampleStream":
+        from rollout.client.arrivals import SampleStream
 
-        return Arrivals
+        return SampleStream
     if name == "Handle":
         from rollout.client.handle import Handle
 

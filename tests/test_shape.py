@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import defaultdict
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -192,15 +194,36 @@ def test_torch_would_be_noticed() -> None:
     assert "torch" in run_python("import engine.kv.pages, sys; print(*sorted(sys.modules))").split()
 
 
+def classes_by_name(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """List where each class name is defined. sources: text of each file, by path."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path, text in sources.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(path)
+    return found
+
+
+def test_a_class_name_means_one_thing() -> None:
+    sources = {
+        str(path): path.read_text()
+        for folder in ("engine", "transport", "rollout")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+    assert len(sources) > 200
+    assert not {name: paths for name, paths in classes_by_name(sources).items() if len(paths) > 1}
+    assert classes_by_name({"a.py": "class Turns: ...", "b.py": "class Turns: ..."}) == {"Turns": ["a.py", "b.py"]}
+
+
 def test_exported_names() -> None:
     import rollout
 
     assert sorted(rollout.__all__) == [
-        "Arrivals",
         "Handle",
         "RolloutClient",
         "RolloutError",
         "Sample",
+        "SampleStream",
         "Sampling",
         "__version__",
     ]
@@ -263,7 +286,7 @@ RECEIVERS = {
     "self.scheduler": "Scheduler", "self.kv": "PagedKV", "Batch": "Batch", "self.backend": "Backend", "run": "Model",
     "self.device": "Device",
 }  # fmt: skip
-"""what the names in `engine.in_flight.Steps` stand for in the picture"""
+"""what the names in `engine.pipeline.Pipeline` stand for in the picture"""
 BESIDE_THE_PICTURE = {"Device.mark", "Scheduler.moved", "Scheduler.fail_stuck", "Scheduler.step_failed"}
 """clocks, notes and failures"""
 
@@ -294,7 +317,7 @@ def test_a_step_reads_as_the_picture() -> None:
     step = [name.removeprefix("steps.") for name in calls("engine/engine.py", "Engine", "step")]
     assert [name for name in step if name in lines] == list(lines) == ["plan", "move", "launch", "commit"]
     for line, want in lines.items():
-        made = [name.rpartition(".") for name in calls("engine/in_flight.py", "Steps", line)]
+        made = [name.rpartition(".") for name in calls("engine/pipeline.py", "Pipeline", line)]
         known = [f"{RECEIVERS[owner]}.{name}" for owner, _, name in made if owner in RECEIVERS]
         assert [name for name in known if name not in BESIDE_THE_PICTURE] == want
     assert boxes == [name for names in lines.values() for name in names]

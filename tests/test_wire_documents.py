@@ -16,7 +16,7 @@ from rollout.service.streaming import MOST_TOKENS, MOST_UNREAD
 from transport import messages as m
 from transport.errors import KINDS
 from transport.frames import pack
-from transport.inflow import TICK_MS, TOTAL_BYTES, WAITING_BYTES
+from transport.receive_limit import TICK_MS, TOTAL_BYTES, WAITING_BYTES
 from transport.sockets import QUEUED_MESSAGES
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from engine.types import FinishReason, KVPolicy, Limits, Refreshed, Sample, Sampling, Tag
-from transport.begun import BegunChildren
+from transport.partial import PartialColumns
 from transport.weights import Offer
 
 PROTOCOL = 2
@@ -77,7 +77,7 @@ class Submit(msgspec.Struct, frozen=True, eq=False, tag="submit", forbid_unknown
     """refuse the group if the live weights are older than this"""
     indices: tuple[int, ...] | None = None
     """which of the n children are wanted, ascending; None = all"""
-    begun: BegunChildren | None = None
+    begun: PartialColumns | None = None
     """children that have tokens already and go on from there"""
     score: bool = False
     """those of `begun` are the tokens whose log-probs are wanted; nothing is drawn"""
@@ -320,7 +320,7 @@ class Progress(msgspec.Struct, frozen=True, eq=False, tag="progress", forbid_unk
     """[C] int32: which of the G groups"""
     firsts: np.ndarray
     """[C] int32: position of the first token that is new"""
-    children: BegunChildren
+    children: PartialColumns
     """the tokens; spans count from each child's first one here"""
 
 

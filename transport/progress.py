@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from engine.types import SEED_LIMIT, Chunk, Sample
-from transport.begun import pack_begun, unpack_begun
+from engine.types import SEED_LIMIT, Sample, TokenChunk
 from transport.errors import InvalidRequest, ProtocolError
 from transport.messages import Ended, Progress, SamplesDone
+from transport.partial import pack_begun, unpack_begun
 
 SAMPLE_COLUMNS = {
     "token_ids": (np.int32, 1),
@@ -25,7 +25,7 @@ SAMPLE_COLUMNS = {
 """fields of `Sample` with a row for each token: dtype and dimensions"""
 
 
-def pack_progress(number: int, chunks: Mapping[str, Sequence[Chunk]]) -> Progress:
+def pack_progress(number: int, chunks: Mapping[str, Sequence[TokenChunk]]) -> Progress:
     """Make the message of chunks by group id: one group at least, each with one chunk at least. What some have and
     others do not, these get as well: nobody asked for it, and the client leaves it out."""
     flat = [chunk for of_group in chunks.values() for chunk in of_group]
@@ -44,11 +44,11 @@ def pack_progress(number: int, chunks: Mapping[str, Sequence[Chunk]]) -> Progres
     )
 
 
-def _columns(chunk: Chunk) -> int:
+def _columns(chunk: TokenChunk) -> int:
     return 0 if chunk.top_ids is None else chunk.top_ids.shape[1]
 
 
-def _filled(chunk: Chunk, raw: bool, most: int) -> Chunk:
+def _filled(chunk: TokenChunk, raw: bool, most: int) -> TokenChunk:
     """Give a chunk raw log-probs, if it is to have some, and `most` columns of most probable tokens."""
     tokens, have = len(chunk.token_ids), _columns(chunk)
     changed: dict[str, np.ndarray] = {}
@@ -62,7 +62,7 @@ def _filled(chunk: Chunk, raw: bool, most: int) -> Chunk:
     return msgspec.structs.replace(chunk, **changed)
 
 
-def unpack_progress(progress: Progress, most: int) -> list[tuple[str, Chunk]]:
+def unpack_progress(progress: Progress, most: int) -> list[tuple[str, TokenChunk]]:
     """Return (group id, chunk) of each of at most `most` children. Raises ProtocolError where the columns do not fit each
     other; what a chunk may hold is checked with its group."""
     try:
@@ -81,7 +81,7 @@ def unpack_progress(progress: Progress, most: int) -> list[tuple[str, Chunk]]:
     if children and int(progress.firsts.min()) < 0:
         raise ProtocolError("progress.firsts holds a position below 0")
     rows = zip(children, progress.groups.tolist(), progress.firsts.tolist(), strict=True)
-    return [(ids[at], Chunk(**msgspec.structs.asdict(child), first=first, seed=seeds[at])) for child, at, first in rows]
+    return [(ids[at], TokenChunk(**msgspec.structs.asdict(child), first=first, seed=seeds[at])) for child, at, first in rows]
 
 
 def columns_of(sample: Sample) -> tuple[bool, int]:

@@ -14,10 +14,10 @@ the routing id that ROUTER made up for one connection: it names a connection, ne
 No receive high-water mark: libzmq 4.3.5 stops reading a connection at the mark, ends its polling when the peer resets it, and
 then aborts the whole process (`Assertion failed: !_io_error`) at the next ping, its own (HEARTBEAT_IVL) or one that the peer
 left in the buffer. Without a mark it never stops reading. The client alone has ZMTP heartbeats; what waits at the service is
-bounded by `transport.inflow`, what waits at the client by the service, which keeps count of what was not acked.
+bounded by `transport.receive_limit`, what waits at the client by the service, which keeps count of what was not acked.
 
 Bounds: one frame by MAXMSGSIZE (checked by libzmq before it allocates; a longer one costs the sender its connection), messages
-not sent yet by the send high-water mark, bytes that wait to be received by `transport.inflow`, frames of a message by
+not sent yet by the send high-water mark, bytes that wait to be received by `transport.receive_limit`, frames of a message by
 Limits.max_frames once it is whole.
 
 When a connection ends, what the client has not yet received from it is lost, even if it has arrived: whoever must know that the
@@ -38,12 +38,12 @@ from zmq.utils.monitor import recv_monitor_message
 
 from engine.types import Limits
 from transport.frames import Frame
-from transport.inflow import FRAME_OVERHEAD, Inflow
+from transport.keys.authenticator import KeyAuthenticator
 from transport.keys.cookie import ClientCookie, Cookie, require
 from transport.keys.curve import FRAME_BYTES, check_libzmq, guard, introduce, renew_routing_id
-from transport.keys.door import Door
 from transport.keys.files import DEFAULT_FILE, ClientKeys, read_client
 from transport.keys.ring import NO_KEY, KeyRing, identified, routing_id
+from transport.receive_limit import FRAME_OVERHEAD, Inflow
 
 QUEUED_MESSAGES = 256
 """high-water mark of one connection, each way"""
@@ -195,7 +195,7 @@ def _descriptor(frame: zmq.Frame) -> int:
         return -1
 
 
-class Wakes:
+class Waker:
     """A descriptor to poll beside a socket, so that another thread can end the wait."""
 
     def __init__(self) -> None:
@@ -248,21 +248,21 @@ class ServiceEnd:
         self._max_frames = limits.max_frames
         self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._cookie = Cookie() if keys is None else None
-        self.door: Door | None = None
+        self.door: KeyAuthenticator | None = None
         self._inflow: Inflow | None = None
-        self._wakes = Wakes()
+        self._wakes = Waker()
         self._poller = zmq.Poller()
         self._poller.register(self._sock, zmq.POLLIN)
         self._poller.register(self._wakes.end, zmq.POLLIN)
-        self._lines: dict[bytes, Line] = {}
+        self._lines: dict[bytes, ClientConnection] = {}
         """connections of clients with keys"""
         try:
             if self.keys is not None:
                 guard(self._sock, self.keys.own)
-                self.door = Door(self._context, self.keys)
+                self.door = KeyAuthenticator(self._context, self.keys)
             elif self._cookie is not None:
                 require(self._sock)
-                self.door = Door(self._context, self._cookie)
+                self.door = KeyAuthenticator(self._context, self._cookie)
             self._sock.bind(endpoint)
             self.endpoint = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
             """the real one, if the port was left open"""
@@ -304,7 +304,7 @@ class ServiceEnd:
         peer = identified(_user_id(last), routing_id)
         if self._inflow is not None and peer not in self._lines:
             self._lines = {peer: line for peer, line in self._lines.items() if not line.over}
-            self._lines[peer] = Line(self._inflow, descriptor)
+            self._lines[peer] = ClientConnection(self._inflow, descriptor)
         return peer
 
     def expect(self, extra_bytes: int) -> None:
@@ -352,7 +352,7 @@ class ServiceEnd:
         self._wakes.close()
 
 
-class Line:
+class ClientConnection:
     """A connection of a client with a key. What is for it is not sent once it has ended: by then its routing id may be another
     client's."""
 
@@ -414,7 +414,7 @@ class ClientEnd:
         self._sock.setsockopt(zmq.RECONNECT_IVL, 100)
         self._sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._monitor = self._sock.get_monitor_socket(EVENTS)
-        self._wakes = Wakes()
+        self._wakes = Waker()
         self._poller = zmq.Poller()
         self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(self._wakes.end, zmq.POLLIN)

@@ -1,10 +1,10 @@
 """A decoder of Llama's kind (Qwen 2 and 3, Mistral, …) in one parallel region, native attention included, in place of the fifty
 small kernels and as many barriers that eager torch makes of a layer. In bf16 and fp32, by the products of any instruction set.
 
-The transformers model with our products stays the judge (`engine.cpu.judge`). `NativeDecoder` reads its parameters where they
-lie, so a refresh in place is seen; and before it is used its logits are compared with the module's, which must agree in every
-bit. So a trainer's module with our products and attention has the engine's log-probs exactly. Layers compiled by inductor do
-not offer that: they keep fp32 where eager torch rounds, and reduce in another order.
+The transformers model with our products is the reference (`engine.cpu.select_path`). `NativeDecoder` reads its parameters
+where they lie, so a refresh in place is seen. Before it is used, its logits are compared with the module's and must be equal
+in every bit. So a trainer's module with our products and attention has the engine's log-probs exactly. Layers compiled by
+inductor do not offer that: they keep fp32 where eager torch rounds, and reduce in another order.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class NativeDecoder:
         )
 
 
-class Echo:
+class EchoAttention:
     """Stands in for attention while numbers are compared: every bit of q, k and v shows in what it returns."""
 
     name = "echo"
@@ -172,7 +172,7 @@ def _need(ok: bool, what: str) -> None:
         raise NotNative(what)
 
 
-class Sizes(NamedTuple):
+class DecoderSizes(NamedTuple):
     """Of a decoder of Llama's kind."""
 
     hidden: int
@@ -183,7 +183,7 @@ class Sizes(NamedTuple):
     """of queries, of keys and values"""
 
 
-def look_at_module(module: Any) -> Sizes:
+def look_at_module(module: Any) -> DecoderSizes:
     """Is this a decoder of the layers that we compute, as far as one can see? All layers must have the same sizes. Raises
     NotNative."""
     body, lm_head = module.base_model, module.get_output_embeddings()
@@ -200,7 +200,7 @@ def look_at_module(module: Any) -> Sizes:
     _look_at_linear(lm_head, hidden, lm_head.out_features)
     for parameter in module.parameters():
         _need(parameter.device.type == "cpu" and parameter.is_contiguous(), f"a parameter on {parameter.device}")
-    return Sizes(hidden, inner, dim, (q // dim, kv // dim))
+    return DecoderSizes(hidden, inner, dim, (q // dim, kv // dim))
 
 
 def _look_at(layer: Any, hidden: int, inner: int, q: int, kv: int, dim: int) -> None:

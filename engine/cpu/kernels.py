@@ -18,7 +18,7 @@ import torch
 from engine.cpu.build import NativeUnavailable, build, check_layout, load
 from engine.cpu.isa import ISAS, isa_of
 from engine.cpu.openmp import symbols
-from engine.scheduling.plan import Cuts, Drawn, Top
+from engine.scheduling.plan import MaskedTokens, SampledTokens, TopLogprobs
 
 MAX_VOCABULARY = 1 << 20
 
@@ -57,12 +57,12 @@ def linear_struct(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     return Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape, weight.dtype == torch.bfloat16)
 
 
-def _room_for(work: _Draw, top: np.ndarray) -> Top:
+def _room_for(work: _Draw, top: np.ndarray) -> TopLogprobs:
     """Tell the kernel how many most probable tokens each draw wants. top: [draws] int64, contiguous, outlives the call."""
     assert top.dtype == np.int64 and top.flags.c_contiguous and len(top) == work.draws and top.min() >= 0
     room = np.full((len(top), int(top.max())), -1, np.int32), np.full((len(top), int(top.max())), -np.inf, np.float32)
     work.top, work.most, work.top_id, work.top_logprob = top.ctypes.data, room[0].shape[1], *(r.ctypes.data for r in room)
-    return Top(*room)
+    return TopLogprobs(*room)
 
 
 class Kernels:
@@ -121,9 +121,9 @@ class Kernels:
         temperature: np.ndarray,
         uniform: np.ndarray,
         raw: bool,
-        cuts: Cuts | None = None,
+        cuts: MaskedTokens | None = None,
         top: np.ndarray | None = None,
-    ) -> tuple[torch.Tensor, Callable[[], Drawn]]:
+    ) -> tuple[torch.Tensor, Callable[[], SampledTokens]]:
         """Draw as `engine.forward.sampling.DrawKernel` asks; on a CPU the result is there at once."""
         drawn = self.draw(logits, row, temperature, uniform, raw, cuts, top)
         return torch.from_numpy(drawn.tokens), lambda: drawn
@@ -135,9 +135,9 @@ class Kernels:
         temperature: np.ndarray,
         uniform: np.ndarray,
         raw: bool,
-        cuts: Cuts | None = None,
+        cuts: MaskedTokens | None = None,
         top: np.ndarray | None = None,
-    ) -> Drawn:
+    ) -> SampledTokens:
         """D draws by inverse CDF from [S, V] bf16 or fp32 logits: row [D] int64, temperature [D] float32 (0 = greedy), uniform
         [D] float64. Returns tokens [D] int32, log-probs [D] float32 (those of `log_softmax(logits / temperature)`, to the
         bit where `torch_logprobs` and V ≥ 16), the same at temperature 1 if `raw`, [D] bool whether all logits of the row were
@@ -159,9 +159,9 @@ class Kernels:
         best = None if top is None else _room_for(work, top)
         self.library.rollout_draw(ctypes.byref(team), ctypes.byref(work))
         del arrays  # they had to be there until now
-        return Drawn(tokens, logprobs, raws, finite.astype(bool), best)
+        return SampledTokens(tokens, logprobs, raws, finite.astype(bool), best)
 
-    def _cut(self, work: _Draw, cuts: Cuts, threads: int) -> list[np.ndarray]:
+    def _cut(self, work: _Draw, cuts: MaskedTokens, threads: int) -> list[np.ndarray]:
         """Tell the kernel. Returns the arrays that it reads."""
         counts = np.zeros(work.draws + 1, np.int64)
         for draw, tokens in cuts.forbidden:

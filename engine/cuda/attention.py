@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from engine.cuda import tiles as cutting
-from engine.cuda.launches import KNOWN, Launches, Limits, choose, power_of_two, with_codes
+from engine.cuda.launches import KNOWN, Launches, LaunchLimits, choose, power_of_two, with_codes
 from engine.cuda.tiles import COLUMNS, PADDING, Tiles, chunk_tokens, cut, most_tiles
 from engine.cuda.varlen import ARITHMETIC, Prompts, Run, Varlen, attend_prompts, beside_starts, rows_of, starts_of, stored
-from engine.forward.attention import CannotAttend, Capacity
+from engine.forward.attention import CannotAttend, StepCapacity
 from engine.forward.batch import Batch
 from engine.kv.fp8 import is_fp8, scales_as
 from engine.kv.pages import PagedKV
@@ -69,7 +69,7 @@ class TritonAttention:
     def __init__(
         self,
         device: torch.device,
-        capacity: Capacity,
+        capacity: StepCapacity,
         programs: int | None = None,
         kernels: Any = None,
         varlen: Varlen | None = None,
@@ -251,12 +251,12 @@ def _import(device: torch.device) -> Any:
     return triton_kernels
 
 
-def _limits(device: torch.device) -> tuple[Limits, int]:
+def _limits(device: torch.device) -> tuple[LaunchLimits, int]:
     """Of a device, and its streaming multiprocessors. The interpreter is given those of an H100, and one."""
     if device.type == "cpu":
         return KNOWN[90], 1
     of: Any = torch.cuda.get_device_properties(device)
-    return Limits(
+    return LaunchLimits(
         10 * of.major + of.minor,
         of.shared_memory_per_block_optin,
         of.shared_memory_per_multiprocessor,
@@ -264,7 +264,7 @@ def _limits(device: torch.device) -> tuple[Limits, int]:
     ), of.multi_processor_count
 
 
-def parts_for(memory: int, capacity: Capacity) -> int:
+def parts_for(memory: int, capacity: StepCapacity) -> int:
     """Partial results that there is room for, on a device of so many bytes."""
     of_one = 4 * capacity.q_heads * (capacity.head_dim + 2)
     return max(PARTS_OF_A_ROW * capacity.rows, memory // PARTIAL_SHARE // of_one)

@@ -96,7 +96,7 @@ class FusedDecoder:
             ids = torch.randint(vocabulary, (rows, 1), generator=generator).numpy()
             plan = plan_by_hand(ids, np.arange(rows) * 7, np.zeros((rows, 1)))
             batch = Batch.build(plan, 7 * rows, CudaMemory(device), dtype)
-            echo: Any = Echo(batch.input_ids.shape[1], self.kv_heads, self.dim, dtype, device)
+            echo: Any = FusedEcho(batch.input_ids.shape[1], self.kv_heads, self.dim, dtype, device)
             mine, theirs = (forward(batch, echo.kv, echo).float() for forward in (self.forward, eager))
             apart = (mine - theirs).abs().max() / theirs.abs().max()
             _need(bool(apart <= TOLERANCE[dtype]), f"logits that differ from transformers' own by {float(apart):.1e}")
@@ -173,7 +173,7 @@ class EchoKV(NamedTuple):
     block_size: int
 
 
-class Echo:
+class FusedEcho:
     """Stands in for attention while numbers are compared: every bit of q, k and v shows in what it returns."""
 
     name = "echo"

@@ -40,7 +40,7 @@ Capture = Callable[[Run], Run]
 """runs a forward and returns what repeats it: the same work on the same addresses, and the same tensor"""
 
 
-class Ring(Protocol):
+class LayerRing(Protocol):
     """What graphs need of weight offload (`engine.weights.offload.Ring`): the same slots at the beginning and end of each."""
 
     def join(self) -> None: ...
@@ -66,7 +66,7 @@ def mixed_sizes(largest: int) -> list[int]:
     return sorted({min(largest, size) for n in range(4, 12) for size in (2**n, 3 * 2 ** (n - 1))} | {largest})
 
 
-class Shape(NamedTuple):
+class GraphKey(NamedTuple):
     """What a graph was captured for."""
 
     tokens: int
@@ -87,7 +87,7 @@ class StepGraphs:
         tokens: int,
         device: torch.device,
         new_capture: Callable[[], Capture],
-        ring: Ring | None = None,
+        ring: LayerRing | None = None,
     ) -> None:
         self._forward = forward
         self._ring = ring
@@ -105,7 +105,7 @@ class StepGraphs:
         self._places = {size: place for place, size in enumerate(self.mixed)}
         self._logits_at = torch.zeros((len(self.mixed), rows), dtype=torch.int64, device=device)
         """[mixed sizes, rows]: what a step leaves behind its own is a token that every step of that size has"""
-        self._replays: dict[Shape, Run] = {}
+        self._replays: dict[GraphKey, Run] = {}
         self._logits: torch.Tensor | None = None
         """[rows, vocabulary]: where every graph leaves its logits; each would keep its own otherwise"""
 
@@ -161,22 +161,22 @@ class StepGraphs:
         decodes = batch.num_tokens == len(batch.context_lens) == batch.num_logits
         return next((size for size in (self.sizes if decodes else self.mixed) if size >= batch.input_ids.shape[1]), None)
 
-    def _shape(self, batch: Batch) -> Shape:
+    def _shape(self, batch: Batch) -> GraphKey:
         """Of a step that is covered."""
         tokens, large = self._size(batch), batch.attention.launched[1]
         assert tokens is not None
         if batch.num_tokens == len(batch.context_lens) == batch.num_logits:
-            return Shape(tokens, 0, large)
+            return GraphKey(tokens, 0, large)
         logits = min(16, self._rows)
         while logits < batch.num_logits:
             logits = min(LOGITS * logits, self._rows)
-        return Shape(tokens, logits, large)
+        return GraphKey(tokens, logits, large)
 
-    def _wanted(self, shape: Shape) -> torch.Tensor:
+    def _wanted(self, shape: GraphKey) -> torch.Tensor:
         """[logits] int64: the tokens whose logits are computed."""
         return self._logits_at[self._places[shape.tokens], : shape.logits] if shape.logits else self._every[: shape.tokens]
 
-    def _captured(self, shape: Shape, batch: Batch, kv: PagedKV, backend: Backend) -> Run:
+    def _captured(self, shape: GraphKey, batch: Batch, kv: PagedKV, backend: Backend) -> Run:
         launched = True, shape.large, True  # what a step of this size may want, and padding's zeros
         size, rows = shape.tokens, shape.logits or shape.tokens
         static = replace(
@@ -216,7 +216,7 @@ def cuda_capture(aside: torch.cuda.Stream) -> Capture:
         try:
             aside.wait_stream(current)
             with torch.cuda.stream(aside):
-                run()  # what is compiled, allocated and chosen on first use is not captured; and it ends with `Ring.join`
+                run()  # what is compiled, allocated and chosen on first use is not captured; and it ends with `LayerRing.join`
                 torch.cuda.synchronize()
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:

@@ -13,7 +13,7 @@ PROGRAM_BYTES = 1024
 REGISTERS_OF_A_THREAD = 256
 
 
-class Limits(NamedTuple):
+class LaunchLimits(NamedTuple):
     """Of a device."""
 
     capability: int
@@ -27,11 +27,11 @@ class Limits(NamedTuple):
 
 
 KNOWN = {
-    80: Limits(80, 163 << 10, 164 << 10),
-    89: Limits(89, 99 << 10, 100 << 10),
-    90: Limits(90, 227 << 10, 228 << 10),
-    100: Limits(100, 227 << 10, 228 << 10),
-    120: Limits(120, 99 << 10, 100 << 10),
+    80: LaunchLimits(80, 163 << 10, 164 << 10),
+    89: LaunchLimits(89, 99 << 10, 100 << 10),
+    90: LaunchLimits(90, 227 << 10, 228 << 10),
+    100: LaunchLimits(100, 227 << 10, 228 << 10),
+    120: LaunchLimits(120, 99 << 10, 100 << 10),
 }
 """A100 · L4, L40S, RTX 4090 · H100, H200 · B200 · RTX 5090, RTX PRO 6000: CUDA C++ Programming Guide, compute capabilities"""
 
@@ -67,7 +67,7 @@ def tile_rows(group: int, dim: int, itemsize: int, capability: int) -> tuple[int
     return max(16, least), max(large, least)
 
 
-def choose(group: int, dim: int, itemsize: int, limits: Limits) -> Launches:
+def choose(group: int, dim: int, itemsize: int, limits: LaunchLimits) -> Launches:
     """For `group` query heads of a KV head, and heads of `dim` numbers of `itemsize` bytes. Both kinds of tiles meet the same
     keys at once, so that a query's numbers do not depend on the kind. Raises ValueError where the device has room for none."""
     width = power_of_two(max(dim, 16))
@@ -102,7 +102,7 @@ PREFERRED = {2: ((2, 5, 5), (1, 5, 5), (1, 5, 4), (1, 4, 4)), 4: ((2, 4, 4), (1,
 numbers of a step fill the registers: with more keys, or copies under way, thousands of bytes of a thread spill"""
 
 
-def _launch(rows: int, keys: int, stages: int, width: int, itemsize: int, limits: Limits) -> Launch:
+def _launch(rows: int, keys: int, stages: int, width: int, itemsize: int, limits: LaunchLimits) -> Launch:
     warps = 4 if rows == 16 else 8
     asynchronous = limits.capability == 90 and rows >= 64 and itemsize == 2  # products of Hopper, which hold one copy longer
     copies = max(1, stages - 3 + asynchronous) * 2 * keys * width * itemsize

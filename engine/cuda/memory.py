@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from engine.cuda.regions import Driver, MappedRegion
-from engine.memory import Hashes, Region, pinned, split_like
+from engine.memory import Hashes, MemoryRegion, pinned, split_like
 
 SPARE_BYTES = 1 << 30
 """that a room for a while leaves to whoever else takes memory"""
@@ -33,7 +33,7 @@ class CudaMemory:
         self.hashes = hashes
         self._driver = driver
 
-    def region(self, size: int) -> Region | None:
+    def region(self, size: int) -> MemoryRegion | None:
         return None if self._driver is None else MappedRegion(self._driver, size)
 
     def room(self, size: int) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ import torch
 
 from engine.cuda.memory import to_device, to_host
 from engine.cuda.sampling_kernels import draw_kernel
-from engine.scheduling.plan import Cuts, Drawn, Top
+from engine.scheduling.plan import MaskedTokens, SampledTokens, TopLogprobs
 
 BLOCK = 2048
 """logits of a row that are looked at together"""
@@ -27,9 +27,9 @@ def launch(
     temperature: np.ndarray,
     uniform: np.ndarray,
     raw: bool,
-    cuts: Cuts | None = None,
+    cuts: MaskedTokens | None = None,
     top: np.ndarray | None = None,
-) -> tuple[torch.Tensor, Callable[[], Drawn]]:
+) -> tuple[torch.Tensor, Callable[[], SampledTokens]]:
     """D draws by inverse CDF from [S, V] logits on a device, not waited for: their [D] int32 tokens there, and what reads all
     that `Kernels.draw` returns; log-probs are those of `log_softmax` up to rounding. Draws that cut and those that do not are
     two launches, so that what one computes does not depend on the others; and those that want the most probable tokens are
@@ -59,10 +59,10 @@ def launch(
         )  # fmt: skip
     wait = to_host(out)
 
-    def read() -> Drawn:
+    def read() -> SampledTokens:
         tokens, logprobs, plain, finite, *best = wait()
         found = None if top is None else _top_of(np.array(best), top)
-        return Drawn(tokens.view(np.int32), logprobs, plain if raw else None, finite > 0, found)
+        return SampledTokens(tokens.view(np.int32), logprobs, plain if raw else None, finite > 0, found)
 
     return out[0].view(torch.int32), read
 
@@ -81,15 +81,15 @@ def given_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
     return out[1]
 
 
-def _top_of(best: np.ndarray, top: np.ndarray) -> Top:
+def _top_of(best: np.ndarray, top: np.ndarray) -> TopLogprobs:
     """Take the most probable tokens out of [2 K, D] float32, where ids (as bits) and log-probs take turns."""
     ids, logprobs = np.ascontiguousarray(best[0::2].T).view(np.int32), np.ascontiguousarray(best[1::2].T)
     unwanted = np.arange(ids.shape[1]) >= top[:, None]
     ids[unwanted], logprobs[unwanted] = -1, -np.inf
-    return Top(ids, logprobs)
+    return TopLogprobs(ids, logprobs)
 
 
-def _asked_cuts(cuts: Cuts, mine: np.ndarray) -> list[np.ndarray]:
+def _asked_cuts(cuts: MaskedTokens, mine: np.ndarray) -> list[np.ndarray]:
     """Of the draws `mine`: top_k, top_p and min_p, where their forbidden tokens begin, and these."""
     tokens = dict(cuts.forbidden)
     lists = [tokens.get(draw, []) for draw in mine.tolist()]

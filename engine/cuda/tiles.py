@@ -60,7 +60,7 @@ class Tiles(NamedTuple):
     """[programs // kv_heads] each, of small and of large tiles: the steps of STEP_KEYS keys that fall to a program"""
 
 
-class Dealt(NamedTuple):
+class TileQueue(NamedTuple):
     """Tiles of one kind in the order in which programs take them."""
 
     tiles: np.ndarray
@@ -111,7 +111,7 @@ def cut(
     own = np.zeros(len(counts), np.int32)
     shared = _shared(counts, context_lens, block_table, splits, chunk // block_size, block_size, own) if share else []
     size = np.where(counts <= sizes[0], *sizes)
-    step = Step(query_starts, context_lens, chunks, own, splits, size, shared, sizes, chunk, block_table.shape[1])
+    step = TilingInput(query_starts, context_lens, chunks, own, splits, size, shared, sizes, chunk, block_table.shape[1])
     split, dealt = _balanced(step, groups)
     parts = np.where(split, counts * chunks, 0)
     first_part = np.cumsum(parts) - parts
@@ -126,7 +126,7 @@ def cut(
     )
 
 
-class Step(NamedTuple):
+class TilingInput(NamedTuple):
     """What is cut: R rows."""
 
     query_starts: np.ndarray
@@ -151,7 +151,7 @@ class Step(NamedTuple):
     """of the block table"""
 
 
-def _balanced(step: Step, groups: tuple[int, int]) -> tuple[np.ndarray, list[Dealt]]:
+def _balanced(step: TilingInput, groups: tuple[int, int]) -> tuple[np.ndarray, list[TileQueue]]:
     """[R] rows whose tiles write partial results, and the small and the large tiles: whatever ends first."""
     small, large = step.sizes
     counts = np.diff(step.query_starts)
@@ -160,7 +160,7 @@ def _balanced(step: Step, groups: tuple[int, int]) -> tuple[np.ndarray, list[Dea
     for first, end, begin, stop in step.shared:
         tokens = int(step.query_starts[end] - step.query_starts[first])
         of_kind[int(tokens > small)] += (stop - begin) * -(-tokens // large)
-    best: tuple[float, np.ndarray, list[Dealt]] | None = None
+    best: tuple[float, np.ndarray, list[TileQueue]] | None = None
     last_rows = np.zeros(0, np.int64)
     for finer, tail in itertools.product(FINER, (False, True)):
         runs = [_run(chunks, finer * each) for chunks, each in zip(of_kind, groups, strict=True)]
@@ -198,7 +198,7 @@ def most_tiles(tokens: int, rows: int, groups: int) -> int:
     return tokens + 3 * rows + (TAIL_FINER * FINER[-1] + 2) * groups
 
 
-def deal(tiles: np.ndarray, steps: np.ndarray, groups: int) -> Dealt:
+def deal(tiles: np.ndarray, steps: np.ndarray, groups: int) -> TileQueue:
     """tiles [n, COLUMNS], steps [n] of work. Round by round, the longest tiles first, and in each round the longest one to the
     group of programs that has least so far. Group g takes the tiles g, g + groups, … of the result, whose last round may have
     gaps: tiles of no tokens."""
@@ -212,7 +212,7 @@ def deal(tiles: np.ndarray, steps: np.ndarray, groups: int) -> Dealt:
         made[at + mine] = tiles[which]
         work[mine] += cost[which]
         load[mine] += steps[which]
-    return Dealt(made, load, float(work.max()))
+    return TileQueue(made, load, float(work.max()))
 
 
 def _shared(
@@ -249,7 +249,7 @@ def _shared(
     return found
 
 
-def _of_prefixes(step: Step, runs: list[int]) -> np.ndarray:
+def _of_prefixes(step: TilingInput, runs: list[int]) -> np.ndarray:
     """A piece of the tokens of all rows that share × a run of the chunks in common. `runs`: of small and of large tiles.
     Returns [n, COLUMNS + 1], the last of them the steps of work."""
     tiles = []
@@ -266,7 +266,7 @@ def _of_prefixes(step: Step, runs: list[int]) -> np.ndarray:
     return np.array(tiles)
 
 
-def _of_rows(step: Step, split: np.ndarray, run: np.ndarray) -> np.ndarray:
+def _of_rows(step: TilingInput, split: np.ndarray, run: np.ndarray) -> np.ndarray:
     """What each row has for itself: a piece of its tokens × all of its chunks, or × a run of them. Runs begin at multiples of
     their length. Returns [n, COLUMNS + 1], the last of them the steps of work."""
     starts, own, size, chunk = step.query_starts, step.own, step.size, step.chunk

@@ -20,7 +20,7 @@ import torch
 
 from engine.cuda.graphs import MOST_TOKENS
 from engine.cuda.tiles import SPLIT_TOKENS
-from engine.forward.attention import Capacity
+from engine.forward.attention import StepCapacity
 from engine.kv.pages import PagedKV
 
 MOST_RUNS = 4
@@ -138,7 +138,7 @@ def stored(kv: PagedKV, layer: int, slots: torch.Tensor) -> Sequence[torch.Tenso
     return kv.data[:, layer][at // kv.block_size, :, :, at % kv.block_size].unbind(1)
 
 
-def open_varlen(device: torch.device, capacity: Capacity) -> Varlen:
+def open_varlen(device: torch.device, capacity: StepCapacity) -> Varlen:
     """Take torch's `varlen_attn`, after a try in the shapes of a model in bf16. Raises VarlenUnavailable."""
     major, minor = torch.cuda.get_device_capability(device)
     try:
@@ -165,7 +165,7 @@ def by_torch(varlen_attn: Callable[..., Any]) -> Attend:
     return attend
 
 
-def refusal(capacity: Capacity, capability: int, varlen_attn: Any) -> str:
+def refusal(capacity: StepCapacity, capability: int, varlen_attn: Any) -> str:
     """Say why `varlen_attn` does not serve heads and steps of these shapes on a device; empty where it does."""
     if missing := [name for name in WANTED if name not in inspect.signature(varlen_attn).parameters]:
         return f"varlen_attn of torch {torch.__version__} has no {', '.join(missing)}: take 2.11 or later"
@@ -180,7 +180,7 @@ def refusal(capacity: Capacity, capability: int, varlen_attn: Any) -> str:
     return ""
 
 
-def try_attend(attend: Attend, capacity: Capacity, device: torch.device, dtype: torch.dtype) -> None:
+def try_attend(attend: Attend, capacity: StepCapacity, device: torch.device, dtype: torch.dtype) -> None:
     """Attend within two short prompts, with a window and without, and compare with fp32. Raises VarlenUnavailable."""
     generator = torch.Generator().manual_seed(0)
     heads = capacity.q_heads, capacity.kv_heads, capacity.kv_heads

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.scheduling.plan import Adjustment
+from engine.scheduling.plan import LogitAdjustment
 
 AT_ONCE = 64
 """rows that are changed together: a vocabulary takes half a megabyte and more of each"""
@@ -55,12 +55,12 @@ class Adjust(NamedTuple):
     """to subtract: what presence and frequency come to"""
 
     @classmethod
-    def build(cls, adjustments: Sequence[Adjustment], logits_row: np.ndarray) -> tuple[Adjust, ...]:
+    def build(cls, adjustments: Sequence[LogitAdjustment], logits_row: np.ndarray) -> tuple[Adjust, ...]:
         """As a plan says, at most AT_ONCE rows in each. logits_row: [D] int64, the row of each draw."""
         return tuple(cls._of(adjustments[at : at + AT_ONCE], logits_row) for at in range(0, len(adjustments), AT_ONCE))
 
     @staticmethod
-    def _of(each: Sequence[Adjustment], logits_row: np.ndarray) -> Adjust:
+    def _of(each: Sequence[LogitAdjustment], logits_row: np.ndarray) -> Adjust:
         draws = [np.arange(a.first, a.first + a.draws) for a in each]
         of = [a.penalties for a in each]
         return Adjust(
@@ -95,7 +95,7 @@ class Adjust(NamedTuple):
         return rows.where(finite, torch.nan)
 
 
-def _subtracted(adjustment: Adjustment) -> np.ndarray:
+def _subtracted(adjustment: LogitAdjustment) -> np.ndarray:
     if adjustment.penalties is None:
         return np.zeros(0, np.float32)
     presence, frequency = np.float32(adjustment.penalties.presence), np.float32(adjustment.penalties.frequency)

@@ -26,7 +26,7 @@ class CannotAttend(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class StepCapacity:
     """The largest step."""
 
     tokens: int
@@ -46,9 +46,9 @@ class Capacity:
         return self.q_heads // self.kv_heads
 
     @staticmethod
-    def of(config: EngineConfig, model: Any) -> Capacity:
+    def of(config: EngineConfig, model: Any) -> StepCapacity:
         """Read it off a configuration and a model (`engine.forward.model.ModelLike`)."""
-        return Capacity(
+        return StepCapacity(
             tokens=max(config.most_tokens, 16),  # a smaller batch is padded
             rows=max(config.most_seqs, 16),
             columns=-(-model.context // config.block_size),
@@ -88,7 +88,7 @@ class Backend(Protocol):
         padding."""
 
 
-class Call:
+class AttentionCall:
     """What travels down to every layer of one forward. Not a tuple: torch.compile would look inside, and compile anew for every
     step."""
 
@@ -100,8 +100,8 @@ class Call:
         self.kv = kv
 
 
-class Probe:
-    """Stands in for a `Call` while a model is loaded: notes what each layer asks of its attention, and how often."""
+class AttentionProbe:
+    """Stands in for a `AttentionCall` while a model is loaded: notes what each layer asks of its attention, and how often."""
 
     def __init__(self) -> None:
         self.layers: dict[int, dict[str, Any]] = {}
@@ -117,7 +117,7 @@ def paged_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    rollout: Call | Probe | None = None,
+    rollout: AttentionCall | AttentionProbe | None = None,
     **other: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [1, q_heads, P, head_dim], key [1, kv_heads, P, head_dim], value [1, kv_heads, P, value_dim] → [1, P, q_heads,
@@ -129,7 +129,7 @@ def paged_attention(
         raise TypeError(
             f"attention {ATTENTION_NAME!r} runs inside the engine only, in models that hand keyword arguments on to it"
         )
-    if isinstance(rollout, Probe):
+    if isinstance(rollout, AttentionProbe):
         rollout.calls[layer] += 1
         rollout.layers[layer] = {
             "q_heads": query.shape[1],

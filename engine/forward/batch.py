@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engine.forward.sampling import SamplingBatch
-from engine.memory import Memory
+from engine.memory import DeviceMemory
 from engine.scheduling.plan import Plan
 
 MIN_ROWS = {torch.bfloat16: 2, torch.float16: 2}
@@ -47,7 +47,9 @@ class Batch:
     """what the attention backend prepared for this step"""
 
     @staticmethod
-    def build(plan: Plan, block_size: int, memory: Memory, dtype: torch.dtype, drawn: torch.Tensor | None = None) -> Batch:
+    def build(
+        plan: Plan, block_size: int, memory: DeviceMemory, dtype: torch.dtype, drawn: torch.Tensor | None = None
+    ) -> Batch:
         """Turn a plan of at least one row into tensors in `memory`. dtype: of the products, which decides padding. drawn: [D]
         int32 on the device, what the step in flight samples: pending tokens are taken from it."""
         starts, counts, table = plan.starts, plan.counts, plan.block_table

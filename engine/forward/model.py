@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.config import EngineConfig
-from engine.forward.attention import ATTENTION_NAME, Backend, Call, Probe
+from engine.forward.attention import ATTENTION_NAME, AttentionCall, AttentionProbe, Backend
 from engine.forward.batch import Batch
 from engine.kv.pages import KVGeometry, PagedKV
-from engine.memory import Memory
-from engine.weights.offload import Streamed
+from engine.memory import DeviceMemory
+from engine.weights.offload import OffloadedModel
 
 log = logging.getLogger("rollout.engine")
 
@@ -34,7 +34,7 @@ class BrokenModel(ValueError):
     """The files of a model cannot be loaded as what they say they are; the message names the folder and what is wrong."""
 
 
-class Decoder(Protocol):
+class NativeLayers(Protocol):
     """Runs the layers of a model in place of its module."""
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
@@ -44,10 +44,10 @@ class Decoder(Protocol):
         """Take note that parameters lie elsewhere than before."""
 
 
-class Computes(NamedTuple):
+class ExecutionPath(NamedTuple):
     """Who computes a model, and what: a device's decision."""
 
-    decoder: Decoder | None
+    decoder: NativeLayers | None
     """None: the module"""
     arithmetic: str
     """name of the products"""
@@ -77,15 +77,15 @@ class ModelLike(Protocol):
         """Compute [S, vocabulary] logits of the tokens `batch.logits_at`."""
 
 
-def open_model(config: EngineConfig, memory: Memory) -> Model:
+def open_model(config: EngineConfig, memory: DeviceMemory) -> Model:
     """Load the model that a configuration names. Raises ValueError if it cannot be had or served so."""
     dtype, offload = getattr(torch, config.dtype), config.weight_offload
     module = load_model(config.model, dtype, memory if offload is None else None)
-    streamed = None if offload is None else Streamed(module, config.model, offload, memory)
+    streamed = None if offload is None else OffloadedModel(module, config.model, offload, memory)
     return Model(module, config.model, streamed)
 
 
-def load_model(folder: str, dtype: torch.dtype, memory: Memory | None) -> PreTrainedModel:
+def load_model(folder: str, dtype: torch.dtype, memory: DeviceMemory | None) -> PreTrainedModel:
     """Load a model from a local folder; memory None: it stays in the pages of its files. Raises BrokenModel."""
     _look_at_config(folder)
     try:
@@ -174,7 +174,7 @@ def weights_moved(model: ModelLike) -> None:
         model.decoder.weights_moved()
 
 
-def streamed_of(model: ModelLike) -> Streamed | None:
+def streamed_of(model: ModelLike) -> OffloadedModel | None:
     """Return the offload of the model's layers; None: all are on the device."""
     return getattr(model, "streamed", None)
 
@@ -183,7 +183,7 @@ class Model:
     """A transformers model behind the attention seam. `streamed`: the offload of its layers. The module runs it until a device
     says otherwise. Raises UnsupportedModel for what the seam does not serve."""
 
-    def __init__(self, module: PreTrainedModel, name: str, streamed: Streamed | None = None) -> None:
+    def __init__(self, module: PreTrainedModel, name: str, streamed: OffloadedModel | None = None) -> None:
         config = module.config.get_text_config()
         _refuse_config(config, name)
         if not getattr(module, "_supports_attention_backend", False):
@@ -204,10 +204,10 @@ class Model:
             len(self.asked), first["kv_heads"], widths[0], module.dtype, widths[1] if widths[0] != widths[1] else None
         )
         self.eos_token_ids = _eos(module)
-        self.decoder: Decoder | None = None
+        self.decoder: NativeLayers | None = None
         """runs the layers; None: the module does"""
 
-    def run_by(self, decoder: Decoder | None) -> None:
+    def run_by(self, decoder: NativeLayers | None) -> None:
         """Let a decoder compute every later `forward`; None: the module."""
         self.decoder = decoder
 
@@ -224,7 +224,7 @@ class Model:
             position_ids=batch.position_ids,
             use_cache=False,
             logits_to_keep=batch.logits_at,
-            rollout=Call(backend, batch, kv),
+            rollout=AttentionCall(backend, batch, kv),
         )
         logits: torch.Tensor = output.logits[0, : batch.num_logits]
         return logits
@@ -250,7 +250,7 @@ def _refuse_config(config: Any, name: str) -> None:
 
 def _probe(module: PreTrainedModel, config: Any, name: str) -> dict[int, dict[str, Any]]:
     """Put our attention in place, run two tokens through the model and return what each layer asks of it, by layer."""
-    probe = Probe()
+    probe = AttentionProbe()
     ids = torch.zeros((1, 2), dtype=torch.long, device=module.device)
     try:
         module.set_attn_implementation(ATTENTION_NAME)
@@ -264,7 +264,7 @@ def _probe(module: PreTrainedModel, config: Any, name: str) -> dict[int, dict[st
     return probe.layers
 
 
-def _refuse_layers(probe: Probe, config: Any, name: str) -> None:
+def _refuse_layers(probe: AttentionProbe, config: Any, name: str) -> None:
     """Raise UnsupportedModel for attention that the seam does not serve."""
 
     def refuse(feature: str) -> NoReturn:

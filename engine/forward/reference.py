@@ -27,7 +27,7 @@ from engine.kv.pages import Cells, PagedKV, keys_and_values
 MASKED = -1e30
 
 
-class Tiles(NamedTuple):
+class QueryTiles(NamedTuple):
     """N tiles of at most `tile` queries each, the same for all layers."""
 
     queries: torch.Tensor
@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
 class ReferenceAttention:
     name = "reference"
 
-    def prepare(self, batch: Batch, kv: PagedKV) -> dict[int, Tiles]:
+    def prepare(self, batch: Batch, kv: PagedKV) -> dict[int, QueryTiles]:
         """Filled by head group size on first use, as layers may differ in query heads."""
         return {}
 
@@ -76,7 +76,7 @@ class ReferenceAttention:
 
 
 def attend_tiles(
-    query: torch.Tensor, keys: Cells, values: Cells, tiles: Tiles, group: int, scaling: float, window: int
+    query: torch.Tensor, keys: Cells, values: Cells, tiles: QueryTiles, group: int, scaling: float, window: int
 ) -> torch.Tensor:
     """query [T + 1, q_heads, D] fp32 (the last one zero), keys of width D, values of width E → [N, tile, q_heads, E] fp32."""
     n, tile = tiles.queries.shape
@@ -109,7 +109,7 @@ def attend_tiles(
     return out.view(n, heads, tile, group, -1).permute(0, 2, 1, 3, 4).reshape(n, tile, heads * group, -1)
 
 
-def _tiles(batch: Batch, tile: int, block_size: int, device: torch.device) -> Tiles:
+def _tiles(batch: Batch, tile: int, block_size: int, device: torch.device) -> QueryTiles:
     queries, positions, rows = [], [], []
     for row in range(len(batch.context_lens)):
         start, end = int(batch.query_starts[row]), int(batch.query_starts[row + 1])
@@ -120,7 +120,7 @@ def _tiles(batch: Batch, tile: int, block_size: int, device: torch.device) -> Ti
             positions.append([*range(first + offset, first + offset + count), *[-1] * (tile - count)])
             rows.append(row)
     where = torch.tensor(positions, device=device)
-    return Tiles(
+    return QueryTiles(
         queries=torch.tensor(queries, device=device),
         positions=where,
         table=torch.from_numpy(batch.block_table[rows].astype(np.int64)).to(device),

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engine.forward.adjust import FAR, Adjust
-from engine.scheduling.plan import Cuts, Drawn, Plan, Top
+from engine.scheduling.plan import MaskedTokens, Plan, SampledTokens, TopLogprobs
 
 DISTRIBUTIONS = 64
 """that torch works on at once: a vocabulary takes half a megabyte and more of each"""
@@ -78,12 +78,12 @@ class SamplingBatch:
         return replace(self, forbidden=forbidden, top=top, adjust=(), **columns)
 
 
-class Draws(NamedTuple):
+class PendingTokens(NamedTuple):
     """Draws that were launched, not read."""
 
     tokens: torch.Tensor
     """[D] int32 on the device of the logits: the next step's input"""
-    read: Callable[[], Drawn]
+    read: Callable[[], SampledTokens]
     """waits for them"""
 
 
@@ -100,9 +100,9 @@ class DrawKernel(Protocol):
         temperature: np.ndarray,
         uniform: np.ndarray,
         raw: bool,
-        cuts: Cuts | None = None,
+        cuts: MaskedTokens | None = None,
         top: np.ndarray | None = None,
-    ) -> tuple[torch.Tensor, Callable[[], Drawn]]:
+    ) -> tuple[torch.Tensor, Callable[[], SampledTokens]]:
         """Begin D ≥ 1 draws by inverse CDF from [S, V] logits. row [D] int64, temperature [D] float32 (0 = greedy), uniform [D]
         float64 in [0, 1), or -1 - t for the token t without a draw, top [D] int64 (how many most probable tokens each wants).
         Returns [D] int32 tokens on the device of the logits, and what waits for the draws; `raw` asks for log-probs at
@@ -126,7 +126,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def launch_draws(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None = None) -> Draws:
+def launch_draws(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None = None) -> PendingTokens:
     """Draw D tokens from [S, V] logits of any float dtype: by the kernel of their device, by plain torch where there is none or
     it does not take them. On a GPU the host waits for a kernel's draws only when it reads them.
 
@@ -136,12 +136,12 @@ def launch_draws(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel 
         return _launch_adjusted(logits, batch, kernel)
     if kernel is None or not len(batch.logits_row) or not kernel.fits(logits):
         drawn = _sample_torch(logits, batch)
-        return Draws(torch.from_numpy(drawn.tokens).to(logits.device), lambda: drawn)
+        return PendingTokens(torch.from_numpy(drawn.tokens).to(logits.device), lambda: drawn)
     given = batch.logits_row, batch.temperature, batch.uniform, batch.raw, _cuts(batch), batch.top
-    return Draws(*kernel.launch(logits, *given))
+    return PendingTokens(*kernel.launch(logits, *given))
 
 
-def _launch_adjusted(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None) -> Draws:
+def _launch_adjusted(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None) -> PendingTokens:
     """Draw from changed rows apart from all others. Log-probs at temperature 1 without truncation stay those of the model's own
     logits."""
     draws = len(batch.logits_row)
@@ -152,10 +152,10 @@ def _launch_adjusted(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKer
     tokens = torch.empty(draws, dtype=torch.int32, device=logits.device)
     for at, part in parts:
         tokens[torch.from_numpy(at).to(logits.device)] = part.tokens
-    return Draws(tokens, lambda: merged([(at, part.read()) for at, part in parts]))
+    return PendingTokens(tokens, lambda: merged([(at, part.read()) for at, part in parts]))
 
 
-def _launch_changed(logits: torch.Tensor, batch: SamplingBatch, adjust: Adjust, kernel: DrawKernel | None) -> Draws:
+def _launch_changed(logits: torch.Tensor, batch: SamplingBatch, adjust: Adjust, kernel: DrawKernel | None) -> PendingTokens:
     """Launch the draws from the changed rows of `adjust`."""
     mine = replace(batch.only(adjust.draws), logits_row=adjust.taken, raw=False)
     drawn, raws = launch_draws(adjust.apply(logits), mine, kernel), None
@@ -163,33 +163,33 @@ def _launch_changed(logits: torch.Tensor, batch: SamplingBatch, adjust: Adjust, 
         rows = torch.from_numpy(adjust.source[adjust.taken]).to(logits.device)
         raws = logits[rows].float().log_softmax(-1).gather(-1, drawn.tokens.long()[:, None])[:, 0]
 
-    def read() -> Drawn:
+    def read() -> SampledTokens:
         raw = None if raws is None else raws.cpu().numpy()
         return _without_far(drawn.read())._replace(raw_logprobs=raw)
 
-    return Draws(drawn.tokens, read)
+    return PendingTokens(drawn.tokens, read)
 
 
-def _without_far(drawn: Drawn) -> Drawn:
+def _without_far(drawn: SampledTokens) -> SampledTokens:
     """Give what is not allowed no place among the most probable tokens, and no log-prob."""
     drawn = drawn._replace(logprobs=np.where(drawn.logprobs < FAR, -np.inf, drawn.logprobs).astype(np.float32))
     if drawn.top is None:
         return drawn
     far = drawn.top.logprobs < FAR
     ids, logprobs = np.where(far, -1, drawn.top.ids), np.where(far, -np.inf, drawn.top.logprobs)
-    return drawn._replace(top=Top(ids.astype(np.int32), logprobs.astype(np.float32)))
+    return drawn._replace(top=TopLogprobs(ids.astype(np.int32), logprobs.astype(np.float32)))
 
 
-def merged(parts: list[tuple[np.ndarray, Drawn]]) -> Drawn:
+def merged(parts: list[tuple[np.ndarray, SampledTokens]]) -> SampledTokens:
     """Join parts of a step, each with the numbers of its draws, in the order of these."""
     back = np.argsort(np.concatenate([draws for draws, _ in parts]))
     *columns, tops = zip(*(drawn for _, drawn in parts), strict=True)
     whole: list[Any] = [None if column[0] is None else np.concatenate(column)[back] for column in columns]
     whole.append(_merged_top([(len(draws), top) for (draws, _), top in zip(parts, tops, strict=True)], back))
-    return Drawn(*whole)
+    return SampledTokens(*whole)
 
 
-def _merged_top(parts: list[tuple[int, Top | None]], back: np.ndarray) -> Top | None:
+def _merged_top(parts: list[tuple[int, TopLogprobs | None]], back: np.ndarray) -> TopLogprobs | None:
     most = max((top.ids.shape[1] for _, top in parts if top is not None), default=0)
     if not most:
         return None
@@ -199,19 +199,19 @@ def _merged_top(parts: list[tuple[int, Top | None]], back: np.ndarray) -> Top | 
         if top is not None:
             ids[at : at + draws, : top.ids.shape[1]], logprobs[at : at + draws, : top.ids.shape[1]] = top
         at += draws
-    return Top(ids[back], logprobs[back])
+    return TopLogprobs(ids[back], logprobs[back])
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None = None) -> Drawn:
+def sample(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None = None) -> SampledTokens:
     """Draw as `launch_draws` does, and wait for the result."""
     return launch_draws(logits, batch, kernel).read()
 
 
-def _cuts(batch: SamplingBatch) -> Cuts | None:
+def _cuts(batch: SamplingBatch) -> MaskedTokens | None:
     """None: no draw leaves anything out."""
     some = _truncated(batch)
     some[[draw for draw, _ in batch.forbidden]] = True
-    return Cuts(some, batch.top_k, batch.top_p, batch.min_p, batch.forbidden) if some.any() else None
+    return MaskedTokens(some, batch.top_k, batch.top_p, batch.min_p, batch.forbidden) if some.any() else None
 
 
 def _truncated(batch: SamplingBatch) -> np.ndarray:
@@ -220,12 +220,12 @@ def _truncated(batch: SamplingBatch) -> np.ndarray:
     return cut
 
 
-def _sample_torch(logits: torch.Tensor, batch: SamplingBatch) -> Drawn:
+def _sample_torch(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
     """Draws from the same distribution (a fork) share the work on it."""
     draws = len(batch.logits_row)
     if not draws:
         empty = np.zeros(0, np.float32)
-        return Drawn(empty.astype(np.int32), empty, empty if batch.raw else None, empty.astype(bool))
+        return SampledTokens(empty.astype(np.int32), empty, empty if batch.raw else None, empty.astype(bool))
     forbidden = dict(batch.forbidden)
     kind: list[Any] = [[draw in forbidden for draw in range(draws)]]
     kind += [batch.logits_row, batch.temperature, batch.top_k, batch.top_p, batch.min_p]
@@ -246,7 +246,7 @@ def _draw(
     forbidden: dict[int, list[int]],
     which: np.ndarray,
     uniform: np.ndarray,
-) -> Drawn:
+) -> SampledTokens:
     """[D] draws, each from the distribution that draw number `like[which]` has. Softmax and cumulative sum run along the
     vocabulary, row by row."""
     device = logits.device
@@ -275,11 +275,11 @@ def _draw(
     top = None
     if batch.top is not None:
         found = _most_probable(drawn_from, logprobs, batch.top[like], int(batch.top.max()))
-        top = Top(*(each[which] for each in found))
-    return Drawn(tokens.int().cpu().numpy(), logprobs[row, tokens].cpu().numpy(), raw, finite[row].cpu().numpy(), top)
+        top = TopLogprobs(*(each[which] for each in found))
+    return SampledTokens(tokens.int().cpu().numpy(), logprobs[row, tokens].cpu().numpy(), raw, finite[row].cpu().numpy(), top)
 
 
-def _most_probable(scaled: torch.Tensor, logprobs: torch.Tensor, wanted: np.ndarray, most: int) -> Top:
+def _most_probable(scaled: torch.Tensor, logprobs: torch.Tensor, wanted: np.ndarray, most: int) -> TopLogprobs:
     """Of [C, V] scaled logits, -inf where they are left out: the `wanted` [C] largest of each, of equal ones the lower id, in
     `most` columns. Compared are integers, the number's bits over those of the id, so that no two are equal."""
     vocabulary = scaled.shape[-1]
@@ -288,7 +288,7 @@ def _most_probable(scaled: torch.Tensor, logprobs: torch.Tensor, wanted: np.ndar
     keys = (order << 32) + torch.arange(vocabulary - 1, -1, -1, device=scaled.device)
     ids = vocabulary - 1 - (keys.topk(min(most, vocabulary), -1).values & 0xFFFFFFFF)
     values = logprobs.gather(-1, ids).cpu().numpy()
-    top = Top(np.full((len(wanted), most), -1, np.int32), np.full((len(wanted), most), -np.inf, np.float32))
+    top = TopLogprobs(np.full((len(wanted), most), -1, np.int32), np.full((len(wanted), most), -np.inf, np.float32))
     kept = (np.arange(values.shape[1]) < wanted[:, None]) & (values > -np.inf)
     top.ids[:, : values.shape[1]][kept] = ids.cpu().numpy()[kept]
     top.logprobs[:, : values.shape[1]][kept] = values[kept]

@@ -95,7 +95,7 @@ class Spans(NamedTuple):
 
 
 @dataclass(slots=True)
-class Moves:
+class BlockCopies:
     """Every copy of one step, as (source slot, destination slot). What they leave is as if they ran in this order, all sources
     of a list before its destinations: offloads device → host, restores host → device, copies device → device, mirrors device
     → host, prefetches host → device. So a slot that an offload gives up may be the destination of a restore or copy of the same

@@ -1,6 +1,6 @@
 """When the copies of a step run: in line with the compute, or beside it on two streams of their own.
 
-Both lanes do what `Moves` promises: the bytes are those of all copies in their order, each step's before its compute.
+Both lanes do what `BlockCopies` promises: the bytes are those of all copies in their order, each step's before its compute.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from engine.kv.block import Moves, Spans
+from engine.kv.block import BlockCopies, Spans
 
 Pairs = list[tuple[int, int]]
 """(source slot, destination slot) each"""
@@ -38,7 +38,7 @@ class Copy(NamedTuple):
     """device to device"""
 
 
-class Claims(Protocol):
+class SlotClaims(Protocol):
     """Device slots that some compute uses."""
 
     def reads(self, slots: np.ndarray) -> bool:
@@ -48,7 +48,7 @@ class Claims(Protocol):
         """Return whether it may write one of these."""
 
 
-class Uses:
+class StepClaims:
     """Claims of a step: blocks that hold positions below its ends are read, those from its starts on written. slots: of the
     device."""
 
@@ -78,7 +78,7 @@ class Uses:
         return used
 
 
-class Within(NamedTuple):
+class DeviceCopies(NamedTuple):
     """Claims of copies on the device."""
 
     pairs: Pairs
@@ -90,7 +90,7 @@ class Within(NamedTuple):
         return not {target for _, target in self.pairs}.isdisjoint(slots.tolist())
 
 
-class Unknown:
+class AllSlots:
     """Claims of whatever may use any slot."""
 
     def reads(self, slots: np.ndarray) -> bool:
@@ -100,8 +100,8 @@ class Unknown:
         return True
 
 
-class Lane(Protocol):
-    def run(self, moves: Moves, copy: Copy, uses: Claims) -> Copied:
+class CopyEngine(Protocol):
+    def run(self, moves: BlockCopies, copy: Copy, uses: SlotClaims) -> Copied:
         """Run the copies of a step. uses: of the compute that is issued between this call and the next one. Returns the copies
         that have ended since the last call."""
         ...
@@ -111,10 +111,10 @@ class Lane(Protocol):
         ...
 
 
-class InLine:
+class SyncCopies:
     """For devices whose copies and compute take turns anyway."""
 
-    def run(self, moves: Moves, copy: Copy, uses: Claims) -> Copied:
+    def run(self, moves: BlockCopies, copy: Copy, uses: SlotClaims) -> Copied:
         started = time.perf_counter()
         copy.out(moves.offloads)
         copy.into(moves.restores)
@@ -127,7 +127,7 @@ class InLine:
         pass
 
 
-class Issued(NamedTuple):
+class IssuedCopies(NamedTuple):
     """Copies of one list between device and host."""
 
     device: np.ndarray
@@ -139,12 +139,12 @@ class Issued(NamedTuple):
     """events"""
 
 
-class Way:
+class CopyStream:
     """One direction between device and host: a stream, and its copies that are not known to have ended, oldest first."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
-        self.under_way: deque[Issued] = deque()
+        self.under_way: deque[IssuedCopies] = deque()
 
     def ended(self) -> Copied:
         """Forget copies that have ended. Returns what they took."""
@@ -156,7 +156,7 @@ class Way:
         return Copied(blocks, seconds)
 
 
-class Beside:
+class StreamCopies:
     """Two CUDA streams for copies, one out of the device and one into it; copies on the device are the compute's.
 
         compute  … step k ─────────┤ within ─ step k + 1 ──────────┤ …
@@ -172,20 +172,20 @@ class Beside:
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device
         self._cuda = cuda
-        self._out, self._into = Way(cuda.Stream(device)), Way(cuda.Stream(device))
+        self._out, self._into = CopyStream(cuda.Stream(device)), CopyStream(cuda.Stream(device))
         self._before: Any = None
         """event in front of the newest step; copies wait for all that is older"""
-        self._newest: list[Claims] = [Unknown()]
+        self._newest: list[SlotClaims] = [AllSlots()]
         """of that step, and of the copies on the device that were issued with it"""
 
-    def run(self, moves: Moves, copy: Copy, uses: Claims) -> Copied:
+    def run(self, moves: BlockCopies, copy: Copy, uses: SlotClaims) -> Copied:
         compute = self._cuda.current_stream(self._device)
         ended = [way.ended() for way in (self._out, self._into)]
         now = compute.record_event()
-        spans = [(self._before, Unknown()), *((now, claims) for claims in self._newest)]
+        spans = [(self._before, AllSlots()), *((now, claims) for claims in self._newest)]
         self._issue(self._out, copy.out, moves.offloads, spans)
         self._issue(self._into, copy.into, moves.restores, spans)
-        within = Within(moves.copies)
+        within = DeviceCopies(moves.copies)
         if moves.copies:
             self._hold(compute, within)
             copy.within(moves.copies)
@@ -199,9 +199,11 @@ class Beside:
     def finish(self) -> None:
         for way in (self._out, self._into):
             way.stream.synchronize()
-        self._newest = [Unknown()]  # what comes now is no step
+        self._newest = [AllSlots()]  # what comes now is no step
 
-    def _issue(self, way: Way, copy: Callable[[Pairs], None], pairs: Pairs, spans: Iterable[tuple[Any, Claims]]) -> None:
+    def _issue(
+        self, way: CopyStream, copy: Callable[[Pairs], None], pairs: Pairs, spans: Iterable[tuple[Any, SlotClaims]]
+    ) -> None:
         """Copy beside the compute, of which `spans` have the claims, up to an event each."""
         if not pairs:
             return
@@ -221,9 +223,9 @@ class Beside:
                 copy(pairs)
             finally:
                 ended.record(way.stream)
-                way.under_way.append(Issued(device, host, began, ended))
+                way.under_way.append(IssuedCopies(device, host, began, ended))
 
-    def _hold(self, compute: Any, claims: Claims) -> None:
+    def _hold(self, compute: Any, claims: SlotClaims) -> None:
         """Let the compute that comes wait for the copies that it needs, or that need what it writes."""
         for issued in self._into.under_way:
             if claims.reads(issued.device):

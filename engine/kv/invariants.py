@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.kv.block import Block
-from engine.kv.homes import Homes
+from engine.kv.placement import BlockPlacement
 from engine.kv.store import BlockStore
 
 
@@ -22,7 +22,7 @@ def check(store: BlockStore, owners: dict[Block, int], users: dict[Block, int]) 
     assert not store.index.keys() - {block.key for block in living}, "the index holds a block that is gone"
 
 
-def check_homes(homes: Homes) -> set[Block]:
+def check_homes(homes: BlockPlacement) -> set[Block]:
     """Asserts that slots and blocks agree. Returns the blocks that have a home."""
     living: set[Block] = set()
     for pool, where in ((homes.device, "device"), (homes.host, "host")):

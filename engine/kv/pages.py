@@ -24,9 +24,9 @@ import torch
 
 from engine.config import KVName
 from engine.kv import fp8
-from engine.kv.block import Moves, Spans
-from engine.kv.copies import Copied, Copy, InLine, Lane, Unknown, Uses
-from engine.memory import Memory
+from engine.kv.block import BlockCopies, Spans
+from engine.kv.copies import AllSlots, Copied, Copy, CopyEngine, StepClaims, SyncCopies
+from engine.memory import DeviceMemory
 
 MADV_POPULATE_WRITE = 23
 """of Linux 5.14; Python has no name for it yet"""
@@ -91,8 +91,8 @@ class PagedKV:
         block_size: int,
         device_blocks: int,
         host_blocks: int,
-        memory: Memory,
-        lane: Lane | None = None,
+        memory: DeviceMemory,
+        lane: CopyEngine | None = None,
         take_now: tuple[bool, bool] = (False, False),
     ) -> None:
         """lane: runs the copies of a step; None = in line with the compute."""
@@ -115,7 +115,7 @@ class PagedKV:
             if now:
                 _populate(mapped)
         self.memory = memory
-        self.lane: Lane = InLine() if lane is None else lane
+        self.lane: CopyEngine = SyncCopies() if lane is None else lane
         self._rows = self.data.flatten(1)
         self._host_rows = self.host.flatten(1)
         self._copy = Copy(
@@ -157,10 +157,10 @@ class PagedKV:
             self.data.untyped_storage().resize_(self.data.nbytes)
             self.data.zero_()
 
-    def move(self, moves: Moves, spans: Spans | None = None) -> Copied:
-        """Run all copies of a step, as `Moves` promises; called at every step, copies or none. spans: of the compute that
+    def move(self, moves: BlockCopies, spans: Spans | None = None) -> Copied:
+        """Run all copies of a step, as `BlockCopies` promises; called at every step, copies or none. spans: of the compute that
         follows; None: it may use any slot. Returns the copies that have ended since the last call: on the CPU these ones."""
-        claims = Unknown() if spans is None else Uses(len(self.data), self.block_size, spans)
+        claims = AllSlots() if spans is None else StepClaims(len(self.data), self.block_size, spans)
         return self.lane.run(moves, self._copy, claims)
 
 
@@ -203,7 +203,7 @@ def keys_and_values(kv: PagedKV, layer: int) -> tuple[Cells, Cells]:
     return Cells(keys, scales[..., 0]), Cells(values, scales[..., 1])
 
 
-def copy_within(rows: torch.Tensor, pairs: list[tuple[int, int]], memory: Memory) -> None:
+def copy_within(rows: torch.Tensor, pairs: list[tuple[int, int]], memory: DeviceMemory) -> None:
     """Copy row pairs (from, to) of a [rows, width] tensor; every row is read before any is written."""
     sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     if set(sources).isdisjoint(targets):
@@ -220,7 +220,7 @@ def copy_rows(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int,
 
 
 def _allocate(
-    shape: tuple[int, ...], dtype: torch.dtype, memory: Memory, on_device: bool
+    shape: tuple[int, ...], dtype: torch.dtype, memory: DeviceMemory, on_device: bool
 ) -> tuple[torch.Tensor, mmap.mmap | None]:
     """Allocate a tensor of zeros on the device, or in the host memory beside it. Returns it and the map that it lies in, if it
     does."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from engine.config import EngineConfig
-from engine.memory import Memory, free_memory
+from engine.memory import DeviceMemory, free_memory
 
 PINNED_BYTES = 16 << 30
 """that are taken unasked: a GPU's driver pins some gigabytes a second"""
 
 
-def blocks_on_device(config: EngineConfig, bytes_per_block: int, memory: Memory) -> int:
+def blocks_on_device(config: EngineConfig, bytes_per_block: int, memory: DeviceMemory) -> int:
     """Return the blocks of the KV pool. Raises ValueError for a size that holds none, or more than the memory."""
     asked: float | None = None
     if config.kv_tokens is not None:
@@ -41,7 +41,7 @@ def check_tables(config: EngineConfig, longest: int) -> None:
         )
 
 
-def blocks_in_host_memory(config: EngineConfig, bytes_per_block: int, device_blocks: int, memory: Memory) -> int:
+def blocks_in_host_memory(config: EngineConfig, bytes_per_block: int, device_blocks: int, memory: DeviceMemory) -> int:
     """Return the blocks of the pool in host memory; 0 = offload is off. `device_blocks`: of the device pool, which may lie
     there too. Beside a GPU the pool is pinned, so all of it is taken at once: unless more is asked for, a quarter of what is
     free, PINNED_BYTES at most and what the device's pool has. Raises ValueError for a size that holds none, or more than the

@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from engine.kv.block import Block, Moves, OutOfBlocks
-from engine.kv.homes import Homes
+from engine.kv.block import Block, BlockCopies, OutOfBlocks
+from engine.kv.placement import BlockPlacement
 from engine.kv.prefix import PrefixIndex
 
 
@@ -33,7 +33,7 @@ class BlockStore:
 
     def __init__(self, device_blocks: int, host_blocks: int, keep: bool = True) -> None:
         """keep: blocks without owners stay in the prefix index."""
-        self.homes = Homes(device_blocks, host_blocks)
+        self.homes = BlockPlacement(device_blocks, host_blocks)
         self.device = self.homes.device
         self.host = self.homes.host
         self.index = PrefixIndex()
@@ -47,7 +47,7 @@ class BlockStore:
 
     # ── counting ──────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
-    def moves(self) -> Moves:
+    def moves(self) -> BlockCopies:
         """copies of the step that is planned"""
         return self.homes.moves
 

@@ -9,13 +9,13 @@ from engine.config import EngineConfig
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
-from engine.scheduling.kept import KeptKV
+from engine.scheduling.fairness import Fairness
 from engine.scheduling.order import is_due
-from engine.scheduling.preemption import Pressure, is_absent
+from engine.scheduling.pinned import PinnedKV
+from engine.scheduling.preemption import PreemptionPolicy, is_absent
+from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import Sequence, lead_of, work_of
-from engine.scheduling.shares import Shares
-from engine.scheduling.waiting import WaitingQueue
 
 
 class Admission:
@@ -28,9 +28,9 @@ class Admission:
         tables: BlockTables,
         running_table: RunningTable,
         waiting: WaitingQueue,
-        shares: Shares,
+        shares: Fairness,
         counters: Counters,
-        kept: KeptKV,
+        kept: PinnedKV,
     ) -> None:
         self.config = config
         self.store = store
@@ -40,11 +40,11 @@ class Admission:
         self.waiting = waiting
         self.shares = shares
         self.counters = counters
-        self.pressure = Pressure(config, store, counters, kept)
+        self.pressure = PreemptionPolicy(config, store, counters, kept)
         self.admitting = True
         """False: groups that have not begun stay where they are"""
         self.clients: Collection[str] = ()
-        """those that the last plan computes; see `Shares.foreground`"""
+        """those that the last plan computes; see `Fairness.foreground`"""
         self.holding = False
         """others than these have work"""
 

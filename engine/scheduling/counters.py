@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.kv.block import Moves
+from engine.kv.block import BlockCopies
 from engine.kv.copies import Copied
 from engine.scheduling.plan import Plan
 from engine.scheduling.sequence import Sequence
@@ -95,7 +95,7 @@ class Counters:
             self.prefill_tokens += count
         self.recomputed_tokens += max(0, min(seq.computed, start + count) - start)
 
-    def moved(self, moves: Moves, copied: Copied, block_bytes: int) -> None:
+    def moved(self, moves: BlockCopies, copied: Copied, block_bytes: int) -> None:
         """Count a step's copies of blocks, and those that have ended."""
         to_host = len(moves.offloads) + len(moves.mirrors)
         self.offloaded_blocks += to_host

@@ -25,8 +25,8 @@ import numpy as np
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
+from engine.scheduling.ngrams import NgramIndex
 from engine.scheduling.sequence import GroupState, Row, Sequence
-from engine.scheduling.texts import Texts
 
 MOST_ROWS = 32
 """of a step that drafts: with more, looking for drafts takes longer than they save"""
@@ -109,7 +109,7 @@ def never_falling(values: list[float], weights: list[int]) -> list[float]:
     return [mean for mean, _, count in pools for _ in range(count)]
 
 
-class Account:
+class DraftBudget:
     """What drafts may still lose, in seconds: little at first, a share of all time, and what they have gained, up to a bound.
     So steps take at most `FIRST` + `SHARE` × their seconds longer than without drafts, however little can be guessed."""
 
@@ -148,7 +148,7 @@ class Drafts:
     def __init__(self, most: int, store: BlockStore, tables: BlockTables, counters: Counters) -> None:
         self.most = most
         self.seconds = StepSeconds()
-        self.account = Account()
+        self.account = DraftBudget()
         self._store = store
         self._tables = tables
         self._counters = counters
@@ -256,7 +256,7 @@ def may_draft(seq: Sequence) -> bool:
 def index(state: GroupState) -> None:
     """Bring the index of a group up to what its children have said."""
     if state.texts is None:
-        state.texts = Texts()
+        state.texts = NgramIndex()
     elif len(state.texts) > MOST_TOKENS:
         state.texts.forget()
     texts, most = state.texts, MOST_TOKENS // (2 + 2 * len(state.said) + 2 * len(state.sequences))

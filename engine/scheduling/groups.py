@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterable, Mapping
 from engine.config import EngineConfig
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.cohorts import Cohorts
+from engine.scheduling.conversations import ConversationIndex
 from engine.scheduling.counters import Counters
-from engine.scheduling.kept import KeptKV
+from engine.scheduling.fairness import Fairness
 from engine.scheduling.order import ORDERS, longest_expected, longest_last
-from engine.scheduling.plan import Top
+from engine.scheduling.pinned import PinnedKV
+from engine.scheduling.plan import TopLogprobs
+from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
-from engine.scheduling.shares import Shares
 from engine.scheduling.stops import Stops
 from engine.scheduling.timers import Timers
-from engine.scheduling.turns import Turns
-from engine.scheduling.waiting import WaitingQueue
-from engine.scheduling.waves import Waves
-from engine.types import Chunk, FinishReason, Group, Sample
+from engine.types import FinishReason, Group, Sample, TokenChunk
 
 CONTINUED = frozenset(("stop", "length", "cut", "deadline"))
 """how a child ends that another turn may follow"""
@@ -35,7 +35,7 @@ class Groups:
         tables: BlockTables,
         running_table: RunningTable,
         waiting: WaitingQueue,
-        shares: Shares,
+        shares: Fairness,
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
@@ -47,12 +47,12 @@ class Groups:
         self.waiting = waiting
         self.shares = shares
         self.counters = counters
-        self.kept = KeptKV(store, tables)
-        self.turns = Turns(config.block_size)
+        self.kept = PinnedKV(store, tables)
+        self.turns = ConversationIndex(config.block_size)
         self.of_id: dict[str, GroupState] = {}
         self._clock = clock
         self._ranks = ORDERS[config.order]
-        self._submitted, self._waves = 0, Waves()
+        self._submitted, self._waves = 0, Cohorts()
         self._deadlines: Timers[GroupState] = Timers(lambda state: self.of_id.get(state.group.id) is state)
 
     def submit(self, group: Group, client: str, seed: int, eos: frozenset[int], stops: Stops | None) -> list[Sample]:
@@ -114,7 +114,7 @@ class Groups:
             state.cancelled.add(index)
         return [] if state.uncancelled else self.end_all(state, "aborted")
 
-    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[Chunk]:
+    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
         """Return what unfinished children have drawn beyond their first `since` tokens (by index; all, of those not named): of
         those that have `least` or more there, and at most `most` tokens in all, first of those that have most. [] for an
         unknown id."""
@@ -199,7 +199,7 @@ class Groups:
         raw: float | None,
         finite: bool,
         version: int,
-        top: Top | None,
+        top: TopLogprobs | None,
         draw: int,
     ) -> FinishReason | None:
         """Append a token that was drawn by the weights `version`, as draw number `draw` of its step. Returns why that ends the
@@ -282,7 +282,7 @@ def is_stale(seq: Sequence, oldest: int) -> bool:
     return bool(seq.spans) and seq.spans[0][1] < oldest
 
 
-def chunks_of(sequences: Iterable[Sequence], since: Mapping[int, int], least: int, most: int) -> list[Chunk]:
+def chunks_of(sequences: Iterable[Sequence], since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
     """Return what these have drawn; see `Groups.chunks`."""
     new = [(len(seq.output) - since.get(seq.index, 0), seq) for seq in sequences]
     chunks = []

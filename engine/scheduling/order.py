@@ -22,7 +22,7 @@ Age = tuple[int, int]
 """sorts oldest first: numbers of the group that a conversation began with, and of the group itself"""
 
 
-class Standing(NamedTuple):
+class Candidate(NamedTuple):
     """What is known of a child."""
 
     age: Age
@@ -37,22 +37,22 @@ class Standing(NamedTuple):
     """tokens that it may still draw"""
 
 
-Order = Callable[[Standing], Rank]
+Order = Callable[[Candidate], Rank]
 
 
-def first_come(child: Standing) -> Rank:
+def first_come(child: Candidate) -> Rank:
     return *child.age, child.drawn, child.number
 
 
-def least_far(child: Standing) -> Rank:
+def least_far(child: Candidate) -> Rank:
     return child.drawn, *child.age, child.number
 
 
-def longest_expected(child: Standing) -> Rank:
+def longest_expected(child: Candidate) -> Rank:
     return -child.expected, *child.age, child.drawn, child.number
 
 
-def longest_last(child: Standing) -> Rank:
+def longest_last(child: Candidate) -> Rank:
     return -child.left, *child.age, child.number
 
 

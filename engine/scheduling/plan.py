@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kv.block import Moves, Spans
+from engine.kv.block import BlockCopies, Spans
 
 SAMPLING = np.dtype(
     [
@@ -44,7 +44,7 @@ class Penalties(NamedTuple):
     frequency: float
 
 
-class Adjustment(NamedTuple):
+class LogitAdjustment(NamedTuple):
     """How the logits of some draws, side by side and from one row, are changed before they are scaled and cut: bias is added,
     what is not allowed is left out, then repetition, frequency and presence are penalised."""
 
@@ -103,11 +103,11 @@ class Plan(NamedTuple):
     """[D] int32: the token whose log-prob is wanted in place of a draw; -1 = draw"""
     forbidden: tuple[tuple[int, tuple[int, ...]], ...]
     """(draw, token ids that min_tokens forbids it), draws ascending"""
-    adjustments: tuple[Adjustment, ...]
+    adjustments: tuple[LogitAdjustment, ...]
     """of the draws whose logits are changed, in their order"""
     shared: tuple[SharedPrefix, ...]
     """rows of one group stand side by side"""
-    moves: Moves
+    moves: BlockCopies
     """copies of KV blocks, to be done before the rows are computed"""
 
     @property
@@ -134,7 +134,7 @@ class Plan(NamedTuple):
         return bool((self.logits > 1).any() or (self.given >= 0).any())
 
 
-def copies_only(step: int, moves: Moves) -> Plan:
+def copies_only(step: int, moves: BlockCopies) -> Plan:
     """A plan that computes nothing."""
     none, draws, table = np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros((0, 0), np.int32)
     return Plan(step, none, none, none, none, none, draws, draws, table, np.zeros(0, SAMPLING), draws, none, (), (), (), moves)
@@ -169,11 +169,11 @@ def plan_by_hand(
         forbidden=(),
         adjustments=(),
         shared=shared,
-        moves=Moves(),
+        moves=BlockCopies(),
     )
 
 
-class Top(NamedTuple):
+class TopLogprobs(NamedTuple):
     """The most probable tokens of the distributions of D draws, K of each: the likeliest first, of equal ones the lower id."""
 
     ids: np.ndarray
@@ -182,7 +182,7 @@ class Top(NamedTuple):
     """[D, K] float32, -inf there"""
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """What the sampler drew, one entry for each sample of each row in the order of the plan."""
 
     tokens: np.ndarray
@@ -193,11 +193,11 @@ class Drawn(NamedTuple):
     """[samples] float32 at temperature 1 without truncation; None if no row asked"""
     finite: np.ndarray
     """[samples] bool: False where the logits held NaN or infinity, so that nothing was drawn"""
-    top: Top | None = None
+    top: TopLogprobs | None = None
     """None if no row asked"""
 
 
-class Cuts(NamedTuple):
+class MaskedTokens(NamedTuple):
     """What D draws leave out of their distributions."""
 
     any: np.ndarray

@@ -21,17 +21,17 @@ from engine.config import EngineConfig
 from engine.kv.block import Block
 from engine.kv.store import BlockStore
 from engine.scheduling.counters import Counters
-from engine.scheduling.kept import KeptKV
+from engine.scheduling.pinned import PinnedKV
 from engine.scheduling.sequence import Sequence
 
 COMPUTED_PER_DRAWN = 8
 """tokens of KV that could be lost, for each token that is drawn before they are: what bounds the work of soft resets"""
 
 
-class Pressure:
+class PreemptionPolicy:
     """Policy over the scheduler's `BlockStore`; keeps no state of its own."""
 
-    def __init__(self, config: EngineConfig, store: BlockStore, counters: Counters, kept: KeptKV) -> None:
+    def __init__(self, config: EngineConfig, store: BlockStore, counters: Counters, kept: PinnedKV) -> None:
         self.config = config
         self.store = store
         self.counters = counters

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from engine.scheduling.drafts import Drafts
 from engine.scheduling.groups import Groups
-from engine.scheduling.plan import Drawn
+from engine.scheduling.plan import SampledTokens
 from engine.scheduling.sequence import Row, Sequence
 from engine.types import FinishReason, Sample
 
@@ -14,7 +14,7 @@ Take = Callable[[Sequence, int], FinishReason | None]
 """appends a draw of the step, by its number, to a sequence; returns why that ends the child, if it does"""
 
 
-def record(children: Groups, drafts: Drafts, rows: list[Row], drawn: Drawn, version: int) -> list[Sample]:
+def record(children: Groups, drafts: Drafts, rows: list[Row], drawn: SampledTokens, version: int) -> list[Sample]:
     """Append what was drawn by the weights `version` to the sequences of a step. Returns the children that ended; those of
     groups that end with their first `finish_after` are decided over all rows. Rows whose child ended while the step was under
     way are passed over."""

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.kv.block import Moves
+from engine.kv.block import BlockCopies
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
-from engine.scheduling.plan import Adjustment, Plan, SharedPrefix
+from engine.scheduling.plan import LogitAdjustment, Plan, SharedPrefix
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import Row, Sequence
-from engine.scheduling.sharing import computed_by_other
+from engine.scheduling.shared_prefix import computed_by_other
 
 
-class Rows:
+class RowBuilder:
     """A part of the scheduler; keeps no state of its own."""
 
     def __init__(self, config: EngineConfig, store: BlockStore, tables: BlockTables) -> None:
@@ -72,7 +72,7 @@ def plan_of(
     step: int,
     rows: list[Row],
     shared: tuple[SharedPrefix, ...],
-    moves: Moves,
+    moves: BlockCopies,
     table: RunningTable,
     block_size: int,
     pending: bool,
@@ -146,7 +146,7 @@ def _look_ahead(
 
 def _adjustments(
     adjusted: np.ndarray, sequences: tuple[Sequence, ...], samples: np.ndarray, expected: tuple[tuple[int, ...], ...]
-) -> Iterator[Adjustment]:
+) -> Iterator[LogitAdjustment]:
     """Yield how logits are changed, those of the draws that are `adjusted`, [D] bool: of a fork once for all children, of a row
     that looks ahead for each draw, behind the tokens that stand before it."""
     if not adjusted.any():

@@ -1,7 +1,7 @@
 """The scheduler: which tokens of which sequences the next step computes, and where their KV lives. Policy only, in ints.
 
 `plan()` decides, the engine launches that and says so (`launched()`), `commit()` records what was drawn: at once, or
-after the next step has been planned and launched (`engine.in_flight`). One call of `plan()`:
+after the next step has been planned and launched (`engine.pipeline`). One call of `plan()`:
 
     1. hold others   clients that were idle go first: while they have work, the sequences of all others stop (shares.py)
     2. preempt       the running sequences need blocks to grow; if too few, the last in rank are preempted (preemption.py)
@@ -30,16 +30,16 @@ from engine.scheduling.admission import Admission
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
 from engine.scheduling.drafts import Drafts
+from engine.scheduling.fairness import Fairness, RoundRobin, tokens_by_client
 from engine.scheduling.groups import Groups
-from engine.scheduling.plan import Drawn, Plan, copies_only
+from engine.scheduling.plan import Plan, SampledTokens, copies_only
+from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.recording import record
-from engine.scheduling.rows import Rows, plan_of
+from engine.scheduling.rows import RowBuilder, plan_of
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import Row, Sequence
-from engine.scheduling.shares import RoundRobin, Shares, tokens_by_client
-from engine.scheduling.sharing import shared_prefixes
+from engine.scheduling.shared_prefix import shared_prefixes
 from engine.scheduling.stops import Stops
-from engine.scheduling.waiting import WaitingQueue
 from engine.types import Group, Sample
 
 SCORED_AT_ONCE = 1024
@@ -67,9 +67,9 @@ class Scheduler:
         self.running_table = running = RunningTable(config.most_seqs, min(max_blocks, device_blocks))
         self.running = running.sequences
         self.waiting = waiting = WaitingQueue()
-        self.shares = shares = Shares(config.foreground_s)
+        self.shares = shares = Fairness(config.foreground_s)
         self.tables = tables = BlockTables(config, store, counters)
-        self.rows = Rows(config, store, tables)
+        self.rows = RowBuilder(config, store, tables)
         self.drafts = Drafts(config.drafts or 0, store, tables, counters)
         self.children = Groups(config, store, tables, running, waiting, shares, counters, clock)
         self.admission = Admission(config, store, tables, running, waiting, shares, counters, self.children.kept)
@@ -238,7 +238,7 @@ class Scheduler:
                 seq.expect(at)
             at += draws
 
-    def commit(self, plan: Plan, drawn: Drawn) -> list[Sample]:
+    def commit(self, plan: Plan, drawn: SampledTokens) -> list[Sample]:
         """Record what the oldest step in flight drew: tokens, forks, ends. Returns the children that ended. Rows of those
         that ended while the step was under way are passed over."""
         rows, now = self._rows.pop(plan.step), self._clock()

@@ -8,11 +8,11 @@ import numpy as np
 
 from engine.kv.block import Block
 from engine.kv.versions import KVVersions
-from engine.scheduling.order import Order, Rank, Standing, first_come, longest_last
+from engine.scheduling.ngrams import NgramIndex
+from engine.scheduling.order import Candidate, Order, Rank, first_come, longest_last
 from engine.scheduling.stops import Stops
-from engine.scheduling.texts import Texts
-from engine.scheduling.tracked import LogitRules, Tracked
-from engine.types import Begun, Chunk, FinishReason, Group, Sample
+from engine.scheduling.tracked import LogitRules, TokenCounts
+from engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk
 
 
 class GroupState:
@@ -81,7 +81,7 @@ class GroupState:
         """children that ended by themselves"""
         self.said: dict[int, np.ndarray] = {}
         """[tokens] int32 of children that have ended: their siblings are drafted from these"""
-        self.texts: Texts | None = None
+        self.texts: NgramIndex | None = None
         """index of what its children have said; None: nobody has drafted"""
         self.cut_at: int | None = None
         """tokens at which its children are cut; None: not enough of them have ended for that"""
@@ -93,7 +93,7 @@ class GroupState:
         self.ranks: Order = first_come
         """ranks its sequences; see `engine.scheduling.order`"""
         self.line = client, -group.sampling.priority, 0
-        """sorts lines of a client, the first one first: by priority, then by wave (`engine.scheduling.waves`)"""
+        """sorts lines of a client, the first one first: by priority, then by wave (`engine.scheduling.cohorts`)"""
         self.longest: int | None = None
         """tokens of the longest child that has ended by itself"""
 
@@ -102,7 +102,7 @@ class GroupState:
         begun = {child.index: child for child in group.begun}
         self.complete = {index: how for index, child in begun.items() if (how := _ended_as(child, group, eos, stops))}
         """how children ended that were complete when the group came"""
-        self.resumed: dict[int, Begun] = {index: child for index, child in begun.items() if index not in self.complete}
+        self.resumed: dict[int, PartialSample] = {index: child for index, child in begun.items() if index not in self.complete}
         """what the other children had that had begun"""
         left = _tokens_left(group, begun, self.complete)
         self.last = _beyond_most(group, left, len(self.complete))
@@ -160,7 +160,7 @@ class GroupState:
         return max(self.oldest_kv, version - self.group.sampling.max_kv_lag)
 
 
-def _tokens_left(group: Group, begun: Mapping[int, Begun], complete: Collection[int]) -> dict[int, int]:
+def _tokens_left(group: Group, begun: Mapping[int, PartialSample], complete: Collection[int]) -> dict[int, int]:
     """Return the tokens that each wanted child may still draw which is not complete."""
     had = {index: len(child.token_ids) for index, child in begun.items()}
     return {index: group.sampling.most_tokens(index) - had.get(index, 0) for index in group.wanted if index not in complete}
@@ -185,7 +185,7 @@ def _in_turn(group: Group, fresh: dict[int, int], last: Collection[int]) -> list
     return sorted(fresh, key=lambda index: (index in last, -fresh[index]))
 
 
-def _ended_as(child: Begun, group: Group, eos: frozenset[int], stops: Stops | None) -> FinishReason | None:
+def _ended_as(child: PartialSample, group: Group, eos: frozenset[int], stops: Stops | None) -> FinishReason | None:
     """How a child had ended when its group came, if it had. Raises ValueError if it goes on behind a stop string."""
     if stops is not None and stops.completes(child, group.sampling.min_tokens):
         return "stop"
@@ -237,7 +237,7 @@ class Sequence:
         "table",
     )
 
-    def __init__(self, state: GroupState, index: int, begun: Begun | None = None) -> None:
+    def __init__(self, state: GroupState, index: int, begun: PartialSample | None = None) -> None:
         """`begun`: what the child has, if that is not what its group says."""
         self.state = state
         self.index = index
@@ -292,7 +292,7 @@ class Sequence:
         """Who goes first where slots or KV are scarce: the first line, whoever is not late, then as the engine's order says. A
         turn is as old as its conversation."""
         state, drawn = self.state, len(self.output)
-        standing = Standing(state.order, drawn, self.index, state.expected, lead_of(self))
+        standing = Candidate(state.order, drawn, self.index, state.expected, lead_of(self))
         return *state.line[1:], state.late(self.index), *state.ranks(standing)
 
     @property
@@ -346,10 +346,10 @@ class Sequence:
         """given tokens that are not scored and whose KV is of use: all but the last"""
         return 0 if self.given is None else len(self.given) - len(self.output) - 1
 
-    def _take_over(self, begun: Begun | None) -> None:
+    def _take_over(self, begun: PartialSample | None) -> None:
         """Start with what the child had, if it had begun: tokens to compute, none of them to draw again; or tokens to score."""
         score = self.state.group.score
-        self.tracked = Tracked.of(self.state.group.sampling, self.state.rules, self.state.stops, None if score else begun)
+        self.tracked = TokenCounts.of(self.state.group.sampling, self.state.rules, self.state.stops, None if score else begun)
         if begun is not None and score:
             self.given = begun.token_ids
             self.limit = self.num_prompt + len(begun.token_ids)
@@ -397,7 +397,7 @@ class Sequence:
         if not self.pending:
             self.pending_draw = None
 
-    def chunk(self, first: int, count: int) -> Chunk:
+    def chunk(self, first: int, count: int) -> TokenChunk:
         """Return `count` of its tokens that are known, from output token `first` on."""
         last = first + count
         ends = [*(start for start, _ in self.spans[1:]), len(self.output)]
@@ -407,7 +407,7 @@ class Sequence:
             if start < last and end > first
         ]
         raw = np.array(self.raw_logprobs[first:last], np.float32) if self.state.group.sampling.raw_logprobs else None
-        return Chunk(
+        return TokenChunk(
             index=self.index,
             first=first,
             token_ids=np.array(self.output[first:last], np.int32),

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.scheduling.plan import Adjustment, Penalties, Top
+from engine.scheduling.plan import LogitAdjustment, Penalties, TopLogprobs
 from engine.scheduling.stops import Stops
-from engine.types import Begun, FinishReason, Group, Sampling
+from engine.types import FinishReason, Group, PartialSample, Sampling
 
 
 class LogitRules(NamedTuple):
@@ -50,12 +50,12 @@ def penalties_of(sampling: Sampling) -> Penalties | None:
     return None if penalties == Penalties(1.0, 0.0, 0.0) else penalties
 
 
-class Tracked:
-    """Of one sequence. A function of its own tokens and draws, so it outlives preemption and goes on from `Begun`."""
+class TokenCounts:
+    """Of one sequence. A function of its own tokens and draws, so it outlives preemption and goes on from `PartialSample`."""
 
     __slots__ = ("k", "top_ids", "top_logprobs", "rules", "counts", "new", "stops", "tail", "found")
 
-    def __init__(self, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: Begun | None) -> None:
+    def __init__(self, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: PartialSample | None) -> None:
         self.k = sampling.top_logprobs
         self.top_ids, self.top_logprobs = bytearray(), bytearray()
         """[tokens, k] int32 and float32"""
@@ -77,7 +77,9 @@ class Tracked:
             self.append(token)
 
     @classmethod
-    def of(cls, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: Begun | None) -> Tracked | None:
+    def of(
+        cls, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: PartialSample | None
+    ) -> TokenCounts | None:
         """None: the group asks for nothing that must be kept."""
         asks = sampling.top_logprobs or rules is not None or stops is not None
         return cls(sampling, rules, stops, begun) if asks else None
@@ -92,12 +94,12 @@ class Tracked:
             if not before and token not in self.rules.prompt:
                 self.new.append(token)
 
-    def append_top(self, top: Top, draw: int) -> None:
+    def append_top(self, top: TopLogprobs, draw: int) -> None:
         """Keep the most probable tokens of the newest one's draw, as many as the group asks for."""
         self.top_ids += top.ids[draw, : self.k].tobytes()
         self.top_logprobs += top.logprobs[draw, : self.k].tobytes()
 
-    def adjustment(self, first: int, draws: int, ahead: tuple[int, ...] = ()) -> Adjustment:
+    def adjustment(self, first: int, draws: int, ahead: tuple[int, ...] = ()) -> LogitAdjustment:
         """Tell how the logits are changed that follow the newest token and those `ahead` of it, for the draws `first` to before
         `first + draws`."""
         assert self.rules is not None
@@ -107,7 +109,7 @@ class Tracked:
             for token in ahead:
                 counts[token] = counts.get(token, 0) + 1
             new = [token for token in counts if token not in rules.prompt]
-        return Adjustment(
+        return LogitAdjustment(
             first=first,
             draws=draws,
             bias_ids=rules.bias_ids,

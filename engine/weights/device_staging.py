@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from engine.memory import Memory
+from engine.memory import DeviceMemory
 from engine.types import TensorInfo
-from engine.weights.staging import Part, Source, Staging
+from engine.weights.staging import Source, StagedTensor, Staging
 from engine.weights.tensors import InvalidWeights, flat_bytes
 
 RANGED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -30,7 +30,12 @@ class DeviceStaging(Staging):
     tensors on the device, on the current stream."""
 
     def __init__(
-        self, version: int, manifest: Sequence[TensorInfo], parts: list[Part], memory: Memory, on_close: Callable[[], None]
+        self,
+        version: int,
+        manifest: Sequence[TensorInfo],
+        parts: list[StagedTensor],
+        memory: DeviceMemory,
+        on_close: Callable[[], None],
     ) -> None:
         assert memory.hashes is not None
         self._streams, self._stream = memory.streams, memory.streams.Stream(memory.device)
@@ -56,7 +61,7 @@ class DeviceStaging(Staging):
             self._parts, self._hashes, self._finite, self._device_scratch = [], None, self._finite[:0], self._device_scratch[:0]
         super().close()
 
-    def _scratch_bytes(self, parts: list[Part]) -> int:
+    def _scratch_bytes(self, parts: list[StagedTensor]) -> int:
         """Of the largest slice that is not staged as it was sent."""
         passing = [part.nbytes for part in parts if part.place is None or part.place.dtype != part.dtype]
         return max((end - begin for size in passing for begin, end in self._hashes.cuts(size)), default=0)

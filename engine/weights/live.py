@@ -27,14 +27,14 @@ from typing import Any
 
 import torch
 
-from engine.memory import HostMemory, Memory, host_buffer, placed, side_by_side, storage_bytes
+from engine.memory import DeviceMemory, HostMemory, host_buffer, placed, side_by_side, storage_bytes
 from engine.types import Adapter, Served, TensorInfo
 from engine.weights.device_staging import DeviceStaging
 from engine.weights.inventory import Digests, Inventory
-from engine.weights.lora import Base, Merging
-from engine.weights.offload import Streamed
-from engine.weights.resident import Resident
-from engine.weights.staging import SLICE_BYTES, Part, Staging
+from engine.weights.lora import AdapterBase, AdapterMerge
+from engine.weights.offload import OffloadedModel
+from engine.weights.resident import ResidentTensors
+from engine.weights.staging import SLICE_BYTES, StagedTensor, Staging
 from engine.weights.tensors import InvalidWeights
 from engine.weights.versions import check_named, next_version
 
@@ -55,9 +55,9 @@ class Weights:
     def __init__(
         self,
         module: torch.nn.Module | None,
-        streamed: Streamed | None = None,
+        streamed: OffloadedModel | None = None,
         lay_out: Callable[[], None] = lambda: None,
-        memory: Memory | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """memory: where the module's tensors lie; None = host memory."""
         self._memory = HostMemory() if memory is None else memory
@@ -70,10 +70,10 @@ class Weights:
         self._lay_out = lay_out
         self.inventory = self.own = Inventory(module, {} if streamed is None else streamed.masters)
         self._digests = Digests(self.inventory, self._memory.hashes)
-        self.base = Base(self.inventory, self._digests)
+        self.base = AdapterBase(self.inventory, self._digests)
         self._tensors = self.inventory.tensors
         here = {name: tensor for name, tensor in self._tensors.items() if name not in self.inventory.offloaded}
-        self._resident = Resident(here, self._memory)
+        self._resident = ResidentTensors(here, self._memory)
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
         starts, self._size = side_by_side(self._tensors.values())
         self._places = dict(zip(self._tensors, starts, strict=True))
@@ -164,7 +164,7 @@ class Weights:
             self._digests.learn(self._tensors.keys() - set(targets))  # at the exchange it would lengthen the pause
         on_device = on_device and adapter is None and self._streamed is None and self._memory.hashes is not None
         on_device = self._take_room(on_device)
-        merging = None if adapter is None else Merging(adapter, manifest, self.inventory, self.base, self._place)
+        merging = None if adapter is None else AdapterMerge(adapter, manifest, self.inventory, self.base, self._place)
         parts = parts_of(manifest, targets, self._destination) if merging is None else merging.parts
         if on_device:
             self._staging = DeviceStaging(version, manifest, parts, self._memory, self._close_staging)
@@ -302,9 +302,9 @@ class Weights:
 
 def parts_of(
     manifest: Sequence[TensorInfo], targets: Sequence[str | None], destination: Callable[[str], torch.Tensor]
-) -> list[Part]:
+) -> list[StagedTensor]:
     """The parts of a payload of whole tensors; `destination`: of a target, where it is staged."""
     return [
-        Part(info, getattr(torch, info.dtype), target, None if target is None else destination(target).view(-1))
+        StagedTensor(info, getattr(torch, info.dtype), target, None if target is None else destination(target).view(-1))
         for info, target in zip(manifest, targets, strict=True)
     ]

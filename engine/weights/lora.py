@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 
-from engine.types import Adapter, LoraTarget, TensorInfo, WrongBase
+from engine.types import Adapter, BaseMismatch, LoraTarget, TensorInfo
 from engine.weights.inventory import Digests, Inventory
-from engine.weights.staging import Part, finite
+from engine.weights.staging import StagedTensor, finite
 from engine.weights.tensors import InvalidWeights, digest_of, dtype_name, tensor_bytes
 
 FACTORS = ("float64", "float32", "float16", "bfloat16")
 """dtypes of A and B, and of what they are added to"""
 
 
-class Base:
+class AdapterBase:
     """What adapters are added to. Changed by `commit` only, after the exchange."""
 
     def __init__(self, inventory: Inventory, digests: Digests) -> None:
@@ -64,7 +64,7 @@ class Base:
     def check(self, digest: str | None) -> None:
         """Compare the base with the one that an adapter was trained on; None: unknown. Raises WrongBase."""
         if digest is not None and digest != self.digest:
-            raise WrongBase(
+            raise BaseMismatch(
                 f"the adapter was trained on weights with digest {digest:.12}…, the base here has {self.digest:.12}… (the "
                 "checkpoint, or the last refresh of whole tensors): load the same checkpoint in the same dtype at both ends, "
                 "or refresh with the merged model"
@@ -86,7 +86,7 @@ class Base:
         self._digests.clear()
 
 
-class Merging:
+class AdapterMerge:
     """One refresh of an adapter. Raises WrongBase, InvalidWeights naming the tensor for an adapter that does not fit.
 
     place: finds the staged twin of a tensor."""
@@ -96,7 +96,7 @@ class Merging:
         adapter: Adapter,
         manifest: Sequence[TensorInfo],
         inventory: Inventory,
-        base: Base,
+        base: AdapterBase,
         place: Callable[[str], torch.Tensor],
     ) -> None:
         self.bases: dict[str, torch.Tensor] = {}
@@ -126,7 +126,7 @@ class Merging:
         self._back = base.changed - self._target_of.keys() - set(whole.values())
         """tensors of the adapter before, which go back to their base"""
 
-    def arrived(self, part: Part) -> dict[str, str]:
+    def arrived(self, part: StagedTensor) -> dict[str, str]:
         """Do what the bytes of this part have made possible. Returns the digests of the staged tensors that it wrote."""
         self._left -= 1
         digests: dict[str, str] = {}
@@ -156,10 +156,10 @@ class Merging:
             raise InvalidWeights("base + scale · B A overflows its dtype", target.weight)
         return digest_of(tensor_bytes(staged))
 
-    def _part(self, info: TensorInfo, whole: str | None) -> Part:
+    def _part(self, info: TensorInfo, whole: str | None) -> StagedTensor:
         dtype = getattr(torch, info.dtype)
         place = torch.empty(math.prod(info.shape), dtype=dtype) if whole is None else self._place(whole).view(-1)
-        return Part(info, dtype, whole, place)
+        return StagedTensor(info, dtype, whole, place)
 
     def _check(self, target: LoraTarget, infos: Mapping[str, TensorInfo]) -> None:
         """Check that A and B have come, once, and that B A has the shape of the weight."""

@@ -20,7 +20,7 @@ of the forward. So between two forwards slot k holds the k-th layer, or it is on
     copies                         wait(ran k) │ slot ← layer k + 2 ─ filled k + 2 │
 
 A CUDA graph replays addresses and copies as they were captured, so its beginning and its end must find the slots alike and no
-copy under way: see `Ring.join`.
+copy under way: see `SlotRing.join`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ import torch
 from torch import nn
 
 from engine.config import WeightOffload
-from engine.memory import Memory, host_buffer, placed, side_by_side, storage_bytes
+from engine.memory import DeviceMemory, host_buffer, placed, side_by_side, storage_bytes
 
 log = logging.getLogger("rollout.engine")
 
 
-class Ring:
+class SlotRing:
     """Which layer is in which slot, and when. `layers`, `slots`: how many; layers are numbered among the offloaded ones.
     `copy(k)` issues the copy of layer k into its slot. `cuda`: torch.cuda, tests have another one; None: copies run in line."""
 
@@ -138,14 +138,14 @@ class OffloadedLayer:
             tensor.data = tensor.data.new_empty(0)
 
 
-class Streamed:
+class OffloadedModel:
     """A transformers module of which some decoder layers are offloaded. Moves what is not offloaded to the device of
     `memory`. `cuda`: whose streams order the copies, tests have another one; None = those of `memory`.
 
     Raises ValueError, naming the model, where its layers cannot be found, share parameters, or none would be offloaded; the
     module is as it was then. The hooks that order the copies are around a layer, so torch.compile may take what is inside."""
 
-    def __init__(self, module: nn.Module, name: str, offload: WeightOffload, memory: Memory, cuda: Any = None) -> None:
+    def __init__(self, module: nn.Module, name: str, offload: WeightOffload, memory: DeviceMemory, cuda: Any = None) -> None:
         self._name = name
         path, layers = decoder_layers(module, name)
         self.indices = [i for i in range(len(layers)) if i % offload.group_size >= offload.group_size - offload.num_in_group]
@@ -164,7 +164,7 @@ class Streamed:
         """for each parameter of an offloaded layer the tensor that it is a copy of, by the parameter's id"""
         self.offloaded_bytes = sum(layer.size for layer in self._layers)
         slots = min(offload.prefetch_step, len(self._layers))
-        self.ring = Ring(len(self._layers), slots, self._copy, memory.device, cuda or memory.streams)
+        self.ring = SlotRing(len(self._layers), slots, self._copy, memory.device, cuda or memory.streams)
         self._slots: torch.Tensor
         """[slots, bytes of the largest layer] uint8 on the device"""
         self._take_slots()

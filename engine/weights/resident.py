@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
-from engine.memory import ALIGNMENT, Memory, Region, host_buffer, placed, side_by_side
+from engine.memory import ALIGNMENT, DeviceMemory, MemoryRegion, host_buffer, placed, side_by_side
 
 
-class Resident:
+class ResidentTensors:
     """tensors: by name, those of the device. Moves them into a region of `memory`, if that has such."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], memory: Memory) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], memory: DeviceMemory) -> None:
         self._tensors = tensors
         self._memory = memory
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -82,7 +82,7 @@ class Resident:
         self._away, self.asleep = {}, False
 
 
-def settle(tensors: Collection[torch.Tensor], memory: Memory) -> Region | None:
+def settle(tensors: Collection[torch.Tensor], memory: DeviceMemory) -> MemoryRegion | None:
     """Move tensors into a region of `memory`, storage by storage, so that those that lie side by side go on to. None, and
     nothing is moved, where it has no regions."""
     lying: dict[int, list[torch.Tensor]] = {}

@@ -34,7 +34,7 @@ Source = Callable[[Any], int]
 payload; returns how many, 0 = none have come yet"""
 
 
-class Part:
+class StagedTensor:
     """A tensor of the payload. `target`: the model's name for it; None: a second name of a tensor that is there already, or a
     factor of an adapter. `place`: [elements] its staged twin, or, on any device, the live tensor itself."""
 
@@ -59,14 +59,14 @@ class Part:
             self.elements(start, len(staged) * self.dtype.itemsize).copy_(staged)
 
 
-class Making(Protocol):
+class TensorSlices(Protocol):
     """What makes staged tensors of others that came: `engine.weights.lora.Merging`."""
 
     @property
     def bases(self) -> Mapping[str, torch.Tensor]: ...
     @property
     def stands_for(self) -> int: ...
-    def arrived(self, part: Part) -> dict[str, str]: ...
+    def arrived(self, part: StagedTensor) -> dict[str, str]: ...
 
 
 class Staging:
@@ -77,10 +77,10 @@ class Staging:
         self,
         version: int,
         manifest: Sequence[TensorInfo],
-        parts: list[Part],
+        parts: list[StagedTensor],
         scratch: np.ndarray,
         on_close: Callable[[], None],
-        making: Making | None = None,
+        making: TensorSlices | None = None,
     ) -> None:
         self.version = version
         self.manifest_digest = manifest_digest(manifest)
@@ -175,7 +175,7 @@ class Staging:
         assert self.received == self.total
         yield True
 
-    def _slice(self, part: Part, start: int) -> tuple[np.ndarray, torch.Tensor | None]:
+    def _slice(self, part: StagedTensor, start: int) -> tuple[np.ndarray, torch.Tensor | None]:
         """Return where the payload from byte `start` of a tensor goes, [slice] uint8, and the staged elements that it
         becomes."""
         count = min(SLICE_BYTES, part.nbytes - start)
@@ -218,7 +218,7 @@ def finite(values: torch.Tensor) -> bool:
     return bool(raw.max() < infinity and raw.view(f"u{size}").max() < infinity + (1 << (8 * size - 1)))
 
 
-def _not_finite(part: Part, raw: np.ndarray) -> InvalidWeights:
+def _not_finite(part: StagedTensor, raw: np.ndarray) -> InvalidWeights:
     sent = torch.from_numpy(raw).view(part.dtype).double()
     if torch.isfinite(sent).all():
         return InvalidWeights(f"a value of {sent.abs().max():.3g} overflows the model's dtype", part.info.name)

@@ -17,12 +17,12 @@ from engine.config import EngineConfig, IsaName, KVName
 from rollout import models
 from rollout.bench import plot as drawing
 from rollout.bench.against import parse
-from rollout.bench.floor import Machine
+from rollout.bench.floor import MachineRates
 from rollout.bench.longer import long_enough
 from rollout.bench.record import Recording
 from rollout.bench.report import print_run, print_start, print_table, write_json
 from rollout.bench.runner import measure
-from rollout.bench.special import SPECIAL, WITH_MODEL, WITHOUT_MODEL, Asked
+from rollout.bench.special import SPECIAL, WITH_MODEL, WITHOUT_MODEL, BenchArguments
 from rollout.bench.target import open_engine, open_service
 from rollout.bench.text import PromptText
 from rollout.bench.workloads import WORKLOADS, Workload, find
@@ -67,7 +67,7 @@ def run(
         folder = models.resolve(model)
         text = PromptText(models.load_tokenizer(folder))
         engine = EngineConfig(dtype=dtype, threads=threads, isa=isa, kv_dtype=kv_dtype, device=device)
-        measure_special(names, Asked(folder, text, engine, open_target, scale, repeat, replicas), plot, out)
+        measure_special(names, BenchArguments(folder, text, engine, open_target, scale, repeat, replicas), plot, out)
         rows = partial(
             measure, text=text, open_target=open_target, repeat=repeat, compare=compare and not peers, unshared=unshared,
             undrafted=undrafted, against=peers, recordings=recordings,
@@ -113,7 +113,7 @@ def measure_without_model(names: tuple[str, ...], scale: float, threads: int | N
         told(way.rows(scale, threads), way.show, way.show_all, out)
 
 
-def measure_special(names: tuple[str, ...], asked: Asked, plot: str | None, out: Out) -> None:
+def measure_special(names: tuple[str, ...], asked: BenchArguments, plot: str | None, out: Out) -> None:
     """Measure what is measured in its own way, with a model. plot: where the picture of a way that has one goes."""
     for way in (way for name, way in WITH_MODEL.items() if name in names):
         rows = told(way.rows(asked), way.show, way.show_all, out)
@@ -153,7 +153,7 @@ def measure_workload(
     summary: dict[str, Any] = {}
     with long_enough(folder, workload.tokens) as (served, weights):
         served_engine = msgspec.structs.replace(engine, model=str(served))
-        bound = Machine(served, engine).bounded if bounded else None
+        bound = MachineRates(served, engine).bounded if bounded else None
         for row in rows(workload, engine=served_engine, floor=bound):
             if "summary" in row:
                 summary = row = row | {"model": str(folder), "weights": weights}

@@ -104,7 +104,7 @@ class Looks:
         self.best, self.worst = max(self.best, rate), min(self.worst, rate)
 
 
-class Machine:
+class MachineRates:
     """Peak and rates of this machine with the threads and the instruction set of a service, for one model. Raises InputError
     where no kernel can be had, which the peak is measured by."""
 

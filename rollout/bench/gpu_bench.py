@@ -18,7 +18,7 @@ from engine.engine import Engine
 from engine.forward.model import Model
 from rollout.bench.by_hand import median_ms, release
 from rollout.bench.lengths import lognormal
-from rollout.bench.sharing import FANOUT, LONG_PREFIX, MANY_LONG, Shape
+from rollout.bench.sharing import FANOUT, LONG_PREFIX, MANY_LONG, PrefixShape
 from rollout.bench.text import RandomText
 from rollout.bench.workloads import Workload, find
 
@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """shaped like Qwen3-8B and Qwen3-0.6B; and one for trying all of this out on a CPU"""
 
 
-class Sizes(NamedTuple):
+class GpuBenchSizes(NamedTuple):
     """How much each part does."""
 
     rows: int = 256
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
     steps: int = 64
     turns: int = 9
     batch_tokens: int = 8192
-    shapes: tuple[Shape, ...] = (MANY_LONG, FANOUT, LONG_PREFIX, Shape(16, 16, 8192, 2048, mixed=True))
+    shapes: tuple[PrefixShape, ...] = (MANY_LONG, FANOUT, LONG_PREFIX, PrefixShape(16, 16, 8192, 2048, mixed=True))
     workloads: tuple[Workload, ...] = (find("multi_return_seq"), find("rollouts_2048"))
     workload_rows: int = 512
     pressure: Workload = Workload(name="half_pool", prompts=8, prompt_tokens=512, n=16, new_tokens=384, kv_share=0.5)
@@ -70,9 +70,9 @@ class Sizes(NamedTuple):
     """of the buffers that memory and copies are measured with"""
 
 
-QUICK = Sizes(
+QUICK = GpuBenchSizes(
     rows=16, contexts=(64, 96), mixed=(40, 96), prompt=32, steps=6, turns=2, batch_tokens=128,
-    shapes=(Shape(2, 4, 64, 32), Shape(2, 4, 64, 32, mixed=True)),
+    shapes=(PrefixShape(2, 4, 64, 32), PrefixShape(2, 4, 64, 32, mixed=True)),
     workloads=(Workload(name="multi_return_seq", prompts=3, prompt_tokens=32, n=4, new_tokens=16),),
     workload_rows=16, pressure=Workload(name="half_pool", prompts=2, prompt_tokens=64, n=8, new_tokens=96, kv_share=0.5),
     refreshes=1, naps=2, prefill=(2, 64), prompts=((2, 64), (1, 90)), mixed_prompts=3, probe_bytes=1 << 20,
@@ -110,7 +110,7 @@ class Bench:
         self.device = torch.device(args.device)
         self.dtype, self.kv_dtype = args.dtype, args.kv_dtype
         self.attention = args.attention or ("auto" if self.device.type == "cpu" else "triton")
-        self.sizes = QUICK if args.quick else Sizes()
+        self.sizes = QUICK if args.quick else GpuBenchSizes()
         self.against = args.against
         self.config = transformers.AutoConfig.for_model("qwen3", **MODELS[args.model])
         self.text = RandomText(self.config.vocab_size)

@@ -11,7 +11,7 @@ import torch
 from rollout.bench.gpu_bench import Bench
 
 
-class Work(NamedTuple):
+class ForwardCost(NamedTuple):
     """Of one forward."""
 
     tokens: int
@@ -24,15 +24,15 @@ class Work(NamedTuple):
     """pairs of a query and a token that it sees"""
 
     @staticmethod
-    def of(counts: np.ndarray, contexts: np.ndarray) -> Work:
+    def of(counts: np.ndarray, contexts: np.ndarray) -> ForwardCost:
         """Count the work of rows that compute the last counts [R] of their contexts [R] tokens, want the logits of the last
         one, and have no block in common."""
         counts, contexts = counts.astype(np.int64), contexts.astype(np.int64)
         met = counts * (contexts - counts) + counts * (counts + 1) // 2
-        return Work(int(counts.sum()), len(counts), int(contexts.sum()), int(met.sum()))
+        return ForwardCost(int(counts.sum()), len(counts), int(contexts.sum()), int(met.sum()))
 
 
-def beside_limit(bench: Bench, work: Work, ms: float) -> dict[str, Any]:
+def beside_limit(bench: Bench, work: ForwardCost, ms: float) -> dict[str, Any]:
     """Figures of a forward that took `ms`: bytes, operations, and the time that the machine takes for them at least."""
     geometry, q_heads = bench.model().geometry.kept_as(bench.kv_dtype), bench.config.num_attention_heads
     itemsize = getattr(torch, bench.dtype).itemsize

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from engine.engine import Engine
-from engine.kv.block import Moves, Spans
+from engine.kv.block import BlockCopies, Spans
 from engine.kv.copies import Copied
 from engine.types import Sampling
 from rollout.bench.against import parse, peer
@@ -121,7 +121,7 @@ def without_copies(engine: Engine) -> None:
     """Let the pools move nothing but the copies of forks; what is drawn means nothing."""
     move = engine.kv.move
 
-    def some(moves: Moves, spans: Spans | None = None) -> Copied:
-        return move(Moves(copies=moves.copies), spans)
+    def some(moves: BlockCopies, spans: Spans | None = None) -> Copied:
+        return move(BlockCopies(copies=moves.copies), spans)
 
     engine.kv.move = some  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from engine.types import Group, Sampling
 from rollout.bench import sharing as sharing_by_hand
 from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed
 from rollout.bench.gpu_bench import Bench, Rows, kept
-from rollout.bench.gpu_limit import Work, beside_limit
+from rollout.bench.gpu_limit import ForwardCost, beside_limit
 from rollout.bench.lengths import lognormal
 
 SETTLE = 8
@@ -60,7 +60,7 @@ def forwards(bench: Bench, engine: Engine) -> Rows:
         batch = prepared(engine, batch_of(engine, own_blocks(rows, contexts, size), contexts))
         logits = forward_of(engine, batch)
         work, ms = (
-            Work.of(np.ones(rows), contexts),
+            ForwardCost.of(np.ones(rows), contexts),
             median_ms(bench.device, partial(forward_of, engine, batch), bench.sizes.turns),
         )
         yield {
@@ -142,7 +142,7 @@ def whole_steps(bench: Bench, engine: Engine) -> Rows:
         name.replace("_seconds", "_ms"): 1e3 * statistics.median(after[name] - before[name] for before, after in marks)
         for name in parts
     }
-    work = Work(rows, rows, statistics.mean(read), statistics.mean(read))
+    work = ForwardCost(rows, rows, statistics.mean(read), statistics.mean(read))
     yield {
         "what": "engine",
         "overlap": engine.overlap,
@@ -189,7 +189,7 @@ def prefills(bench: Bench, prompts: dict[str, np.ndarray], options: dict[str, An
         ms = median_ms(bench.device, partial(forward_of, engine, batch), bench.sizes.turns)
         yield {
             "prompts": name,
-            **beside_limit(bench, Work.of(lengths, lengths), ms),
+            **beside_limit(bench, ForwardCost.of(lengths, lengths), ms),
             "tokens": int(lengths.sum()),
             "tokens_per_second": 1e3 * int(lengths.sum()) / ms,
             "graphs": replayed(engine, batch),
@@ -202,7 +202,7 @@ def sharing(bench: Bench) -> Rows:
     for shape in bench.sizes.shapes:
         rows = sharing_by_hand.measure(bench.model(), bench.settings(), shape, bench.sizes.turns)
         prefixes, contexts = shape.lengths(32)
-        every = Work.of(np.ones(shape.rows), contexts)
+        every = ForwardCost.of(np.ones(shape.rows), contexts)
         once = every._replace(read=every.read - 32 * int(prefixes.sum()) * (shape.children - 1))
         for row in kept(rows):
             if "variant" in row:

@@ -15,10 +15,10 @@ from engine.devices import device_of
 from engine.engine import Engine
 from engine.forward.model import Model
 from engine.types import Group, Sampling
-from engine.weights.offload import Streamed
+from engine.weights.offload import OffloadedModel
 from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release
 from rollout.bench.gpu_bench import Bench, Rows
-from rollout.bench.gpu_limit import Work, beside_limit
+from rollout.bench.gpu_limit import ForwardCost, beside_limit
 from rollout.bench.gpu_steps import SETTLE, blocks_of
 from rollout.bench.lengths import lognormal
 
@@ -103,7 +103,9 @@ def weights(bench: Bench) -> Rows:
         return timed
 
     resident = times(bench.engine(**config))
-    limits = {name: beside_limit(bench, Work.of(counts(name), each), resident[name][0]) for name, each in contexts.items()}
+    limits = {
+        name: beside_limit(bench, ForwardCost.of(counts(name), each), resident[name][0]) for name, each in contexts.items()
+    }
     release(bench.device)
     try:
         yield from streamed_rows(bench, config, times, resident, limits)
@@ -120,7 +122,7 @@ def streamed_rows(
 ) -> Rows:
     """Measure with layers in host memory. resident: milliseconds and logits with all on the device, limits: beside what the
     device allows."""
-    streamed = Streamed(bench.module, bench.name, OFFLOAD, device_of(bench.settings()).memory)
+    streamed = OffloadedModel(bench.module, bench.name, OFFLOAD, device_of(bench.settings()).memory)
     assert len(streamed.indices) > streamed.ring.slots, "each layer has a slot of its own"
     engine = Engine(bench.settings(**config, weight_offload=OFFLOAD), Model(bench.module, bench.name, streamed))
     for name, (ms, logits) in times(engine).items():

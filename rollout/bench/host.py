@@ -7,7 +7,7 @@ The forward is a stand-in that costs nothing and is left out; so few logits come
 count either. Groups of 16 over 512 tokens decode; every sequence is there in each step that counts.
 
 Then the same beside a device that is busy for DEVICE_MS a step, of which the host only waits for the end: how long a whole step
-takes, one after the other and overlapped (`engine.in_flight`).
+takes, one after the other and overlapped (`engine.pipeline`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from engine.config import EngineConfig
 from engine.devices import Backend, Device, NativeAttention
 from engine.engine import Engine
 from engine.forward.batch import Batch
-from engine.forward.sampling import Draws, SamplingBatch
+from engine.forward.sampling import PendingTokens, SamplingBatch
 from engine.kv.pages import KVGeometry, PagedKV
-from engine.scheduling.plan import Drawn
+from engine.scheduling.plan import SampledTokens
 from engine.types import Group, Sampling
 
 NAME = "host"
@@ -70,16 +70,16 @@ class BesideDevice:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Draws:
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> PendingTokens:
         draws = self._device.sample(logits, batch)
         ready = self._free_at = max(time.perf_counter(), self._free_at) + DEVICE_MS / 1e3
 
-        def read() -> Drawn:
+        def read() -> SampledTokens:
             while time.perf_counter() < ready:
                 pass
             return draws.read()
 
-        return Draws(draws.tokens, read)
+        return PendingTokens(draws.tokens, read)
 
 
 def beside_device(config: EngineConfig) -> Engine:

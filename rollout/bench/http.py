@@ -32,7 +32,7 @@ from rich.console import Console
 from engine.config import EngineConfig
 from engine.types import Sampling
 from rollout.bench.errors import BenchFailed
-from rollout.bench.text import Prompts, PromptText, RandomText
+from rollout.bench.text import PromptSource, PromptText, RandomText
 from rollout.bench.tiny import save_tiny
 from rollout.client.api import RolloutClient
 from rollout.config import Config
@@ -54,7 +54,7 @@ def measure(folder: Path, engine: EngineConfig, scale: float, repeat: int, text:
     with tempfile.TemporaryDirectory(prefix="rollout-") as temporary:
         tiny = Path(temporary)
         save_tiny(tiny, 64, VOCABULARY, "bfloat16")
-        models: list[tuple[str, Path, Prompts, int]] = [
+        models: list[tuple[str, Path, PromptSource, int]] = [
             ("tiny", tiny, RandomText(VOCABULARY), NEW_TOKENS),
             (folder.name, folder, text, scaled),
         ]
@@ -68,7 +68,7 @@ def measure(folder: Path, engine: EngineConfig, scale: float, repeat: int, text:
             yield summarise(name, new_tokens, runs)
 
 
-def turns(config: Config, tokenizer: Path, text: Prompts, new_tokens: int, repeat: int) -> Iterator[dict[str, Any]]:
+def turns(config: Config, tokenizer: Path, text: PromptSource, new_tokens: int, repeat: int) -> Iterator[dict[str, Any]]:
     """Yield the figures of each turn; the first one warms up and is left out."""
     with (
         service_process(config) as service,

@@ -27,9 +27,9 @@ from rich.console import Console
 from engine.config import EngineConfig, OrderName
 from engine.engine import Engine
 from engine.forward.model import ModelLike
-from engine.kv.block import Moves
+from engine.kv.block import BlockCopies
 from engine.types import Group, Sampling
-from rollout.bench.simulator import Costs, Ended, Work, follow, least_seconds, simulate, waited_for
+from rollout.bench.simulator import Costs, SimulatedBatch, SimulatedEnds, follow, least_seconds, simulate, waited_for
 from rollout.models import hide_progress_bars
 
 NAME = "policies"
@@ -83,12 +83,12 @@ class Case(NamedTuple):
     flat: bool = False
     """with the costs FLAT"""
 
-    def work(self, scale: float, seed: int) -> Work:
+    def work(self, scale: float, seed: int) -> SimulatedBatch:
         mean, most = (max(4, round(tokens * scale)) for tokens in (MEAN_TOKENS, MOST_TOKENS))
         drawn = lengths(self.lengths, CHILDREN // self.n, self.n, mean, most, seed)
         factors = np.random.default_rng(seed).uniform(1.0, max(1.0, self.known), drawn.shape)
         told = np.minimum(drawn * factors, most).astype(int) if self.known else None
-        return Work(PROMPT_TOKENS, most, drawn, told)
+        return SimulatedBatch(PROMPT_TOKENS, most, drawn, told)
 
 
 def few_slots() -> list[Case]:
@@ -177,10 +177,10 @@ def prompt_seconds(engine: Engine, tokens: int) -> float:
 def copy_seconds(engine: Engine, blocks: int = 16) -> float:
     """Return the seconds for which a block is copied from one pool to the other, while nothing runs."""
     pairs = [(slot, slot) for slot in range(blocks)]
-    engine.kv.move(Moves(offloads=pairs))
+    engine.kv.move(BlockCopies(offloads=pairs))
     started = time.perf_counter()
-    engine.kv.move(Moves(offloads=pairs))
-    engine.kv.move(Moves(restores=pairs))
+    engine.kv.move(BlockCopies(offloads=pairs))
+    engine.kv.move(BlockCopies(restores=pairs))
     return (time.perf_counter() - started) / (2 * blocks)
 
 
@@ -189,7 +189,7 @@ def copy_seconds(engine: Engine, blocks: int = 16) -> float:
 
 def compared(case: Case, config: EngineConfig, costs: Costs, scale: float, repeat: int) -> list[dict[str, Any]]:
     """Simulate a case under every order. Returns a row for each."""
-    ends: dict[str, list[Ended]] = {order: [] for order in get_args(OrderName)}
+    ends: dict[str, list[SimulatedEnds]] = {order: [] for order in get_args(OrderName)}
     slots, bounds = case.slots or config.most_seqs, []
     for seed in range(repeat):
         work = case.work(scale, seed)
@@ -216,7 +216,7 @@ def compared(case: Case, config: EngineConfig, costs: Costs, scale: float, repea
     ]
 
 
-def bound(work: Work, costs: Costs, config: EngineConfig, name: str) -> float:
+def bound(work: SimulatedBatch, costs: Costs, config: EngineConfig, name: str) -> float:
     """Return the seconds below which no order ends all children, or "most": all but one of each group."""
     groups, n = work.lengths.shape
     drawn, steps = waited_for(work.lengths, n - 1 if name == "most" and n > 1 else n)
@@ -228,7 +228,7 @@ def bound(work: Work, costs: Costs, config: EngineConfig, name: str) -> float:
 def on_engine(kind: str, model: ModelLike, config: EngineConfig, costs: Costs, scale: float) -> dict[str, Any]:
     """Run one case on the engine as well, in the default order. Returns the row with both."""
     mean_tokens = max(4, round(REAL_MEAN * scale))
-    work = Work(PROMPT_TOKENS, 4 * mean_tokens, lengths(kind, REAL_GROUPS, REAL_N, mean_tokens, 4 * mean_tokens, 0))
+    work = SimulatedBatch(PROMPT_TOKENS, 4 * mean_tokens, lengths(kind, REAL_GROUPS, REAL_N, mean_tokens, 4 * mean_tokens, 0))
     need = work.needed_blocks(config.block_size)
     pool = max(round(need * TIGHT), work.longest_blocks(config.block_size))
     options = {"kv_tokens": pool * config.block_size, "max_num_seqs": REAL_SLOTS, "max_batch_tokens": max(CHUNKS)}
@@ -241,7 +241,7 @@ def on_engine(kind: str, model: ModelLike, config: EngineConfig, costs: Costs, s
     while engine.has_work:
         ended = engine.step()
         ends += [time.perf_counter() - started] * len(ended)
-    real = Ended(np.array(ends), engine.counters.steps, engine.counters.offloads, most=ends[-1])
+    real = SimulatedEnds(np.array(ends), engine.counters.steps, engine.counters.offloads, most=ends[-1])
     simulated = simulate(work, config, costs, pool, engine.scheduler.store.host.size)
     return {
         "workload": NAME,

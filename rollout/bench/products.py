@@ -37,7 +37,7 @@ SECONDS = 0.4
 """for each row of the table"""
 
 
-class Machine:
+class ProductRates:
     """Best rates seen so far, with the threads of `kernels`."""
 
     def __init__(self, kernels: Kernels, weights: torch.Tensor) -> None:
@@ -65,7 +65,7 @@ def measure(scale: float = 1.0, threads: int | None = None, isas: tuple[str, ...
     weights = torch.empty(WALKED_BYTES // 2, dtype=torch.bfloat16).fill_(0.01)
     for isa in isas or tuple(isa for isa in ISAS if isa in here() and isa != "plain"):
         kernels = Kernels(isa, threads)
-        machine = Machine(kernels, weights)
+        machine = ProductRates(kernels, weights)
         worst: dict[tuple[str, int], float] = {}
         for dtype in (torch.bfloat16, torch.float32):
             for model, shapes in SHAPES.items():
@@ -88,7 +88,7 @@ def measure(scale: float = 1.0, threads: int | None = None, isas: tuple[str, ...
             }  # fmt: skip
 
 
-def _one(machine: Machine, weights: torch.Tensor, rows: int, outputs: int, inputs: int, seconds: float) -> dict[str, Any]:
+def _one(machine: ProductRates, weights: torch.Tensor, rows: int, outputs: int, inputs: int, seconds: float) -> dict[str, Any]:
     count = max(1, weights.numel() // (outputs * inputs))
     matrices = weights[: count * outputs * inputs].view(count, outputs, inputs)
     x = torch.randn(rows, inputs).to(weights.dtype)

@@ -42,7 +42,7 @@ def measure(folder: Path, dtype: str, threads: int | None, repeat: int, text: Pr
     weights = {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
     engine = EngineConfig(model=str(folder), dtype=dtype, threads=threads, kv_tokens=65_536, cpu_offload_gib=0)  # type: ignore[arg-type]
     with service_process(Config(engine=engine)) as service, RolloutClient(service.endpoint, name="rollout bench") as client:
-        groups = Groups(client, text)
+        groups = RunningGroups(client, text)
         copy = PlainCopy(weights)
         for via in WAYS:
             runs = []
@@ -56,7 +56,7 @@ def measure(folder: Path, dtype: str, threads: int | None, repeat: int, text: Pr
             yield summarise(runs[1:], engine, client.status())
 
 
-class Groups:
+class RunningGroups:
     """Keeps PROMPTS × N samples running."""
 
     def __init__(self, client: RolloutClient, text: PromptText) -> None:
@@ -99,7 +99,7 @@ class PlainCopy:
         return statistics.median(seconds[1:])
 
 
-def one_refresh(client: RolloutClient, groups: Groups, weights: Any, folder: Path, via: Any) -> dict[str, Any]:
+def one_refresh(client: RolloutClient, groups: RunningGroups, weights: Any, folder: Path, via: Any) -> dict[str, Any]:
     groups.restart()
     marks = [mark(client)]
     time.sleep(STEADY_S)

@@ -19,7 +19,7 @@ from rollout.bench.against import Peer, peer
 from rollout.bench.errors import BenchFailed
 from rollout.bench.record import Recording
 from rollout.bench.target import OpenTarget, Target
-from rollout.bench.text import Prompts, PromptText
+from rollout.bench.text import PromptSource, PromptText
 from rollout.bench.workloads import Workload
 from rollout.config import Config
 
@@ -120,7 +120,7 @@ def peer_setup(workload: Workload, engine: EngineConfig, random_weights: bool = 
     }
 
 
-def prompts_of(workload: Workload, text: Prompts, run: int) -> list[np.ndarray]:
+def prompts_of(workload: Workload, text: PromptSource, run: int) -> list[np.ndarray]:
     """Return [tokens] int32 ids of each prompt of a run."""
     start = run * workload.prompts * workload.prompt_tokens
     slices = text.slices(start, workload.prompts, workload.prompt_tokens)
@@ -128,13 +128,13 @@ def prompts_of(workload: Workload, text: Prompts, run: int) -> list[np.ndarray]:
 
 
 def peer_run_arguments(
-    workload: Workload, text: Prompts, run: int, new_tokens: int | list[int]
+    workload: Workload, text: PromptSource, run: int, new_tokens: int | list[int]
 ) -> tuple[list[np.ndarray], int, int | list[int], int]:
     """Return what `Peer.run` takes. new_tokens: of all children, or of those of each prompt."""
     return prompts_of(workload, text, run), workload.n, new_tokens, run
 
 
-def peer_run(workload: Workload, text: Prompts, one: Peer, run: int, limit_s: float | None = None) -> dict[str, Any]:
+def peer_run(workload: Workload, text: PromptSource, one: Peer, run: int, limit_s: float | None = None) -> dict[str, Any]:
     """Run a workload in a peer. Raises PeerFailed, BenchFailed if the peer did less than it was asked for."""
     new_tokens = workload.lengths()[1].tolist() if workload.mixed else workload.new_tokens
     row = one.run(*peer_run_arguments(workload, text, run, new_tokens), limit_s=limit_s)
@@ -173,7 +173,9 @@ def warm_up(target: Target, text: PromptText, length: int) -> None:
         pass
 
 
-def one_run(workload: Workload, text: Prompts, target: Target, run: int, recording: Recording | None = None) -> dict[str, Any]:
+def one_run(
+    workload: Workload, text: PromptSource, target: Target, run: int, recording: Recording | None = None
+) -> dict[str, Any]:
     """Run a workload once, with the prompts of that run, and return its figures. Raises BenchFailed."""
     prompts, sampling = prompts_of(workload, text, run), sampling_of(workload, run)
     before = target.status()

@@ -47,7 +47,7 @@ SPARE = 0.85
 """share of the free memory that a pool may take"""
 
 
-class Shape(NamedTuple):
+class PrefixShape(NamedTuple):
     groups: int
     children: int
     prefix: int
@@ -72,17 +72,17 @@ class Shape(NamedTuple):
             suffixes = lognormal(self.rows, max(1, self.suffix // 2), self.suffix, seed=1)
         return prefixes // block_size, prefixes.repeat(self.children) + suffixes
 
-    def scaled(self, factor: float, block_size: int) -> Shape:
+    def scaled(self, factor: float, block_size: int) -> PrefixShape:
         """Scale prefix and suffix by `factor`, to at least a block of each; the prefix in whole blocks."""
         prefix = max(1, round(self.prefix * factor / block_size)) * block_size
         return self._replace(prefix=prefix, suffix=max(block_size, round(self.suffix * factor)))
 
 
-FANOUT, LONG_PREFIX, MANY_LONG = Shape(8, 16, 512, 128), Shape(1, 32, 4096, 64), Shape(16, 16, 4096, 64)
+FANOUT, LONG_PREFIX, MANY_LONG = PrefixShape(8, 16, 512, 128), PrefixShape(1, 32, 4096, 64), PrefixShape(16, 16, 4096, 64)
 """decode of the workloads `fanout` and `shared_prefix`; and for a GPU"""
 
 
-def shapes(device: str) -> tuple[Shape, ...]:
+def shapes(device: str) -> tuple[PrefixShape, ...]:
     return (FANOUT, LONG_PREFIX) if device == "cpu" else (FANOUT, LONG_PREFIX, MANY_LONG)
 
 
@@ -101,7 +101,7 @@ def measure_model(folder: Path, config: EngineConfig, scale: float, repeat: int)
             release(model.device)
 
 
-def measure(model: ModelLike, config: EngineConfig, shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
+def measure(model: ModelLike, config: EngineConfig, shape: PrefixShape, repeat: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of one shape, each with medians of `repeat` turns, at least LEAST_TURNS, and the summary."""
     size = config.block_size
     prefix_blocks, contexts = shape.lengths(size)
@@ -137,7 +137,7 @@ def measure(model: ModelLike, config: EngineConfig, shape: Shape, repeat: int) -
     yield from figures(shape, engine, steps, attention, about)
 
 
-def tables(shape: Shape, block_size: int, copies: bool) -> dict[str, np.ndarray]:
+def tables(shape: PrefixShape, block_size: int, copies: bool) -> dict[str, np.ndarray]:
     """Make a block table [rows, blocks] for each variant: children have their suffix blocks for themselves in all of them, and
     their prefix blocks where it says `copies`, which is left out if there is no memory for it."""
     prefixes, contexts = shape.lengths(block_size)
@@ -152,7 +152,7 @@ def tables(shape: Shape, block_size: int, copies: bool) -> dict[str, np.ndarray]
     return {"shared": forked, "per_child": forked}
 
 
-def copy_prefixes(engine: Engine, shape: Shape, own: np.ndarray) -> None:
+def copy_prefixes(engine: Engine, shape: PrefixShape, own: np.ndarray) -> None:
     """Fill every child's copy with what the group's first one holds."""
     data, (prefixes, _) = engine.kv.data, shape.lengths(engine.config.block_size)
     for row, blocks in enumerate(prefixes.repeat(shape.children).tolist()):
@@ -171,7 +171,7 @@ def compare(engine: Engine, batches: dict[str, Batch]) -> None:
 
 
 def figures(
-    shape: Shape, engine: Engine, steps: dict[str, list[float]], alone: dict[str, list[float]], about: dict[str, Any]
+    shape: PrefixShape, engine: Engine, steps: dict[str, list[float]], alone: dict[str, list[float]], about: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     base = {"workload": NAME, **shape._asdict()}
     step, attention = ({name: statistics.median(each) for name, each in times.items()} for times in (steps, alone))
@@ -198,7 +198,7 @@ def figures(
     }
 
 
-def text(shape: Shape) -> str:
+def text(shape: PrefixShape) -> str:
     most = ", lognormal, at most" if shape.mixed else ""
     return f"{shape.groups} x {shape.children} over {shape.prefix} + {shape.suffix} tokens{most}"
 
@@ -207,7 +207,7 @@ def print_row(console: Console, row: dict[str, Any]) -> None:
     if "summary" not in row:
         console.print(f"  {row['variant']}: {row['step_ms']:.2f} ms a step, {row['attention_ms']:.2f} of attention alone")
         return
-    shape = Shape(*(row[name] for name in Shape._fields))
+    shape = PrefixShape(*(row[name] for name in PrefixShape._fields))
     ratios = [
         f"{row[f'ratio_to_{name}']:.2f} x {name} (attention {row[f'attention_ratio_to_{name}']:.2f} x)"
         for name in ("per_child", "copies")

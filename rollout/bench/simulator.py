@@ -19,7 +19,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.scheduling.counters import Counters
-from engine.scheduling.plan import Drawn, Plan
+from engine.scheduling.plan import Plan, SampledTokens
 from engine.scheduling.scheduler import Scheduler
 from engine.types import Group, Sample, Sampling
 
@@ -66,7 +66,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.tokens[-1] / self.seconds[-1]
 
 
-class Work(NamedTuple):
+class SimulatedBatch(NamedTuple):
     """Groups that are all there at the start, and how long their children get."""
 
     prompt_tokens: int
@@ -102,7 +102,7 @@ class Work(NamedTuple):
         return -(-(self.prompt_tokens + self.max_tokens) // block_size)
 
 
-class Ended(NamedTuple):
+class SimulatedEnds(NamedTuple):
     """When children ended, and what that took."""
 
     seconds: np.ndarray
@@ -174,13 +174,13 @@ def follow(scheduler: Scheduler, lengths: np.ndarray) -> None:
     """Make an engine's scheduler take the script for what was drawn."""
     commit = scheduler.commit
 
-    def scripted(plan: Plan, drawn: Drawn) -> list[Sample]:
+    def scripted(plan: Plan, drawn: SampledTokens) -> list[Sample]:
         return commit(plan, drawn._replace(tokens=script(scheduler, plan, lengths)))
 
     scheduler.commit = scripted  # type: ignore[method-assign]
 
 
-def simulate(work: Work, config: EngineConfig, costs: Costs, device_blocks: int, host_blocks: int) -> Ended:
+def simulate(work: SimulatedBatch, config: EngineConfig, costs: Costs, device_blocks: int, host_blocks: int) -> SimulatedEnds:
     """Run the scheduler until all children have ended."""
     now, most, ends = 0.0, 0.0, list[float]()
     left = Counter({str(group): len(lengths) for group, lengths in enumerate(work.lengths)})
@@ -206,10 +206,10 @@ def simulate(work: Work, config: EngineConfig, costs: Costs, device_blocks: int,
         scheduler.launched(plan)
         tokens = script(scheduler, plan, work.lengths)
         zeros = np.zeros(len(tokens), np.float32)
-        ended = scheduler.commit(plan, Drawn(tokens, zeros, None, np.ones(len(tokens), bool)))
+        ended = scheduler.commit(plan, SampledTokens(tokens, zeros, None, np.ones(len(tokens), bool)))
         ends += [now] * len(ended)
         counters.steps += 1
         for sample in ended:
             left[sample.group_id] -= 1
             most = now if left[sample.group_id] == 1 else most
-    return Ended(np.array(ends), counters.steps, counters.offloads, most)
+    return SimulatedEnds(np.array(ends), counters.steps, counters.offloads, most)

@@ -33,7 +33,7 @@ from rollout.bench.text import PromptText
 Row = dict[str, Any]
 
 
-class Asked(NamedTuple):
+class BenchArguments(NamedTuple):
     """What the command was asked for."""
 
     folder: Path
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
 class Special(NamedTuple):
     """A way to measure. `show` prints a row as it comes, `show_all` all of them at the end."""
 
-    rows: Callable[[Asked], Iterable[Row]]
+    rows: Callable[[BenchArguments], Iterable[Row]]
     show: Callable[[Console, Row], None] | None = None
     show_all: Callable[[Console, list[Row]], None] | None = None
     draw: Callable[[list[Row], str], None] | None = None

@@ -70,7 +70,7 @@ def measure(text: PromptText, engine: EngineConfig, folder: Path, scale: float, 
     engines = {name: Engine(msgspec.structs.replace(own, **how), model) for name, how in (("", KNOWING), ("_plain", PLAIN))}
     for serving in engines.values():  # so that none of them has the first steps of all
         one_turn(serving, text.slices(repeat * GROUPS * PROMPT_TOKENS, WARM, PROMPT_TOKENS), np.full((WARM, N), 4), repeat)
-    turns: dict[str, list[Turn]] = {suffix: [] for suffix in engines}
+    turns: dict[str, list[TailRun]] = {suffix: [] for suffix in engines}
     for turn in range(repeat):
         prompts = text.slices(turn * GROUPS * PROMPT_TOKENS, GROUPS, PROMPT_TOKENS)
         for suffix, serving in list(engines.items())[:: 1 - 2 * (turn % 2)]:
@@ -82,7 +82,7 @@ def measure(text: PromptText, engine: EngineConfig, folder: Path, scale: float, 
     yield summary | {"arithmetic": engines[""].arithmetic, "dtype": engine.dtype, "model": str(folder)}
 
 
-def compared(turns: dict[str, list[Turn]], lengths: np.ndarray) -> dict[str, Any]:
+def compared(turns: dict[str, list[TailRun]], lengths: np.ndarray) -> dict[str, Any]:
     """Return the medians of both variants' figures, measured and counted, their ratios and the bounds of these."""
     prices = Prices([step for runs in turns.values() for run in runs for step in run.steps])
     found: dict[str, float] = {}
@@ -108,7 +108,7 @@ def child_lengths(scale: float) -> np.ndarray:
     return np.clip(np.rint(drawn), 2, max(2, round(LONGEST * scale))).astype(np.int64)
 
 
-class Step(NamedTuple):
+class StepRecord(NamedTuple):
     """What one step of the engine did."""
 
     tokens: int
@@ -121,7 +121,7 @@ class Step(NamedTuple):
 class Prices:
     """What steps take by their tokens: medians over all that only decoded, nearest to which they never fall."""
 
-    def __init__(self, steps: list[Step]) -> None:
+    def __init__(self, steps: list[StepRecord]) -> None:
         seconds: dict[int, list[float]] = {}
         for step in steps:
             if step.tokens and not step.prefilled:
@@ -144,7 +144,7 @@ class Prices:
         seconds: np.ndarray = np.interp(tokens, *self._known)
         return np.where(tokens > 0, seconds, 0.0)
 
-    def total(self, steps: list[Step]) -> float:
+    def total(self, steps: list[StepRecord]) -> float:
         """Return the seconds of steps."""
         decoding = self.of(np.array([step.tokens for step in steps])).sum()
         return float(decoding) + self._token * sum(step.prefilled for step in steps)
@@ -157,11 +157,11 @@ class Prices:
         return {tokens: round(1e3 * statistics.median(seconds), 1) for tokens, seconds in near.items()}
 
 
-class Turn(NamedTuple):
+class TailRun(NamedTuple):
     """A run of all groups."""
 
     figures: dict[str, float]
-    steps: list[Step]
+    steps: list[StepRecord]
     steps_to_most: int
 
     def counted(self, prices: Prices) -> dict[str, float]:
@@ -170,13 +170,13 @@ class Turn(NamedTuple):
         return {"counted_to_most": most, "counted_to_all": prices.total(self.steps)}
 
 
-def one_turn(engine: Engine, prompts: list[np.ndarray], lengths: np.ndarray, seed: int) -> Turn:
+def one_turn(engine: Engine, prompts: list[np.ndarray], lengths: np.ndarray, seed: int) -> TailRun:
     """Run all groups to their end. Raises BenchFailed if a child has another length."""
     before, started = made(engine), time.perf_counter()
     for i, prompt in enumerate(prompts):
         own = tuple(lengths[i].tolist())
         engine.submit(Group(f"{seed}/{i}", prompt, Sampling(n=N, max_tokens=max(own), lengths=own, ignore_eos=True, seed=seed)))
-    ended, steps, to_most, seconds_to_most = Counter[str](), list[Step](), 0, 0.0
+    ended, steps, to_most, seconds_to_most = Counter[str](), list[StepRecord](), 0, 0.0
     while engine.has_work:
         for sample in stepped(engine, steps):
             if len(sample.token_ids) != lengths[int(sample.group_id.split("/")[1]), sample.index]:
@@ -190,10 +190,10 @@ def one_turn(engine: Engine, prompts: list[np.ndarray], lengths: np.ndarray, see
     seconds = time.perf_counter() - started
     figures = {"seconds_to_most": seconds_to_most, "seconds_to_all": seconds}
     figures |= {"tokens_per_step": per_step(before, made(engine)), "steps": len(steps)}
-    return Turn(figures, steps, to_most)
+    return TailRun(figures, steps, to_most)
 
 
-def stepped(engine: Engine, steps: list[Step]) -> list[Sample]:
+def stepped(engine: Engine, steps: list[StepRecord]) -> list[Sample]:
     """Take a step of the engine and note what it did. Returns the children that ended."""
     counters = engine.counters
     before = counters.generated_tokens, counters.drafted_tokens, counters.accepted_tokens, counters.forks
@@ -203,7 +203,7 @@ def stepped(engine: Engine, steps: list[Step]) -> list[Sample]:
     after = counters.generated_tokens, counters.drafted_tokens, counters.accepted_tokens, counters.forks
     drawn, drafted, accepted, forks = (now - then for now, then in zip(after, before, strict=True))
     first = forks * N // (N - 1)
-    steps.append(Step(drawn - first + drafted - accepted, counters.prefill_tokens - prefilled, seconds))
+    steps.append(StepRecord(drawn - first + drafted - accepted, counters.prefill_tokens - prefilled, seconds))
     return samples
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 
-class Prompts(Protocol):
+class PromptSource(Protocol):
     """Where the prompts of a run come from."""
 
     def slices(self, start: int, count: int, length: int) -> list[np.ndarray]:

@@ -36,7 +36,7 @@ WAIT_S = 600.0
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TurnSizes:
     """Tokens of a prompt, of a tool's answer and of what is drawn in a turn; and the text that they are of."""
 
     prompt: int
@@ -45,7 +45,7 @@ class Sizes:
     text: PromptText
 
     @classmethod
-    def scaled(cls, factor: float, text: PromptText) -> Sizes:
+    def scaled(cls, factor: float, text: PromptText) -> TurnSizes:
         """Scale the sizes by `factor`, to at least 8 tokens each."""
         prompt, tool, new = (max(8, round(each * factor)) for each in (PROMPT_TOKENS, TOOL_TOKENS, NEW_TOKENS))
         return cls(prompt, tool, new, text)
@@ -63,7 +63,7 @@ def measure(folder: Path, engine: EngineConfig, text: PromptText, scale: float) 
     from safetensors.torch import load_file
 
     weights = {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-    sizes = Sizes.scaled(scale, text)
+    sizes = TurnSizes.scaled(scale, text)
     longest = sizes.prompt + TURNS * (sizes.tool + sizes.new) + 2 * engine.block_size
     serving = EngineConfig(
         model=str(folder), dtype=engine.dtype, threads=engine.threads, isa=engine.isa,
@@ -85,7 +85,7 @@ def measure(folder: Path, engine: EngineConfig, text: PromptText, scale: float) 
     yield summarise(rows, status, serving)
 
 
-def converse(client: RolloutClient, weights: dict[str, Any], sizes: Sizes, hint: bool) -> Iterator[dict[str, Any]]:
+def converse(client: RolloutClient, weights: dict[str, Any], sizes: TurnSizes, hint: bool) -> Iterator[dict[str, Any]]:
     """Run all turns of all conversations, side by side. `hint`: a turn says what it continues. Yields a row a turn."""
     sampling = Sampling(max_tokens=sizes.new, ignore_eos=True, seed=0, keep_s=KEEP_S if hint else 0.0)
     handles: list[Handle] = []

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.types import Limits
-from rollout.client.outgoing import portions
+from rollout.client.send_queue import portions
 from transport.messages import Ack
 
 ACK_S = 0.05
 
 
-class Acks:
+class AckQueue:
     """Gathers what is to be acked, for the client's I/O thread. True while something waits."""
 
     def __init__(self) -> None:

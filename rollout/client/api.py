@@ -12,24 +12,24 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-from engine.types import Begun, Group, Limits, Refreshed, Sample, Sampling, Served
+from engine.types import Group, Limits, PartialSample, Refreshed, Sample, Sampling, Served
 from rollout.client.generation import Generation
 from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
-from rollout.client.patience import Patience
 from rollout.client.refresh import RefreshHandle, answer
 from rollout.client.scoring import score_all, scored_group
 from rollout.client.submission import Prompt, Samples, check_budget, group_of, resumption, seeded, sendable
-from rollout.client.weights import Refreshing
+from rollout.client.timeouts import Timeouts
+from rollout.client.weights import WeightCalls
 from transport.errors import ServiceLost
 from transport.messages import DIGESTS, Control, Welcome
 from transport.sockets import ClientEnd, ClientTransport
 from transport.weights.group import own_address
 
-__all__ = ["Begun", "Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
+__all__ = ["PartialSample", "Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
 
 
-class RolloutClient(Refreshing):
+class RolloutClient(WeightCalls):
     """Connects to a rollout service. Thread-safe; one background thread does all the talking, heartbeats included, so a trainer
     may be busy for as long as it likes.
 
@@ -81,7 +81,7 @@ class RolloutClient(Refreshing):
         self._serials = itertools.count(1)
         self._required = Served(require_version)
         self._resubmit = resubmit
-        patience = Patience(link_timeout_s, stall_timeout_s, restart_timeout_s, resubmit)
+        patience = Timeouts(link_timeout_s, stall_timeout_s, restart_timeout_s, resubmit)
         link = Link(end, secrets.token_hex(16), name, patience, budget)
         super().__init__(link, refresh_host or own_address(end.address))
         try:
@@ -114,7 +114,7 @@ class RolloutClient(Refreshing):
         group_id: str | None = None,
         *,
         indices: Sequence[int] | None = None,
-        begun: Sequence[Begun] = (),
+        begun: Sequence[PartialSample] = (),
     ) -> Handle:
         """Send one group; returns at once.
 

@@ -9,14 +9,14 @@ from rollout.client.handle import Handle
 from transport.errors import RequestTimeout
 
 
-class Arrivals:
+class SampleStream:
     """Waits for the samples of several groups at once. Groups may be added at any time, those that have samples already
     included.
 
     Example:
-        arrivals = Arrivals()
-        arrivals.add(client.submit(prompt, Sampling(n=8)))
-        handle, sample = arrivals.get(timeout=60)     # handle.n of each group; it may be `done` before its last one is got
+        stream = SampleStream()
+        stream.add(client.submit(prompt, Sampling(n=8)))
+        handle, sample = stream.get(timeout=60)     # handle.n of each group; it may be `done` before its last one is got
     """
 
     def __init__(self) -> None:

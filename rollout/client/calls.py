@@ -13,7 +13,7 @@ from typing import Any
 from transport.errors import RolloutError
 
 
-class Calls:
+class CallQueue:
     """Hands calls to the I/O thread. `wake`: makes the I/O thread come and `run` what waits."""
 
     def __init__(self, wake: Callable[[], None]) -> None:

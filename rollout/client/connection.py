@@ -12,7 +12,7 @@ HEARTBEAT_S = 1.0
 HELLO_RETRY_S = 2.0
 
 
-class Connection:
+class ConnectionState:
     """Keeps the state of one connection, and says what is due. For one thread."""
 
     def __init__(self, now: float) -> None:

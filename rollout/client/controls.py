@@ -13,7 +13,7 @@ from transport.errors import InvalidRequest
 from transport.messages import Asleep, Control, Replicas, Sleep, StatusRequest, Wake, WeightsRequest
 
 
-class Controls:
+class ServiceCalls:
     """Asks one service, over `link`, for what all its clients feel."""
 
     def __init__(self, link: Link) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from engine.types import Begun, Chunk, Group, Sample, Served
-from rollout.client.partials import Partials
+from engine.types import Group, PartialSample, Sample, Served, TokenChunk
+from rollout.client.partials import PartialOutputs
 from transport.checks import NOTHING, any_version, check_goes_on, check_sample
 from transport.errors import InvalidRequest, RequestTimeout, RolloutError
 from transport.frames import Frame
@@ -20,7 +20,7 @@ OnSample = Callable[["Handle", Sample | None], None]
 """called in the I/O thread with each sample of a group, with None when the group failed"""
 OnChange = Callable[["Handle", Sequence[Sample] | None], None]
 """the same, called once with the samples that came together"""
-OnTokens = Callable[["Handle", Chunk], None]
+OnTokens = Callable[["Handle", TokenChunk], None]
 """called in the I/O thread with new tokens of a child that runs"""
 
 
@@ -57,7 +57,7 @@ class Handle:
         self.on_cancel: Callable[[Handle, frozenset[int] | None], None] | None = None
         self.on_change: OnChange | None = None
         self._on_tokens: OnTokens | None = None
-        self._partials = Partials(group)
+        self._partials = PartialOutputs(group)
         self._begun = {child.index: child for child in group.begun}
         self._changed = threading.Condition()
         self._samples: list[Sample] = []
@@ -140,9 +140,9 @@ class Handle:
             known = self._partials.begun()
             seed = self._partials.seed or 0
             for child in known:  # under the lock: what comes later is told later
-                tell(self, Chunk(**msgspec.structs.asdict(child), first=0, seed=seed))
+                tell(self, TokenChunk(**msgspec.structs.asdict(child), first=0, seed=seed))
 
-    def begun(self) -> list[Begun]:
+    def begun(self) -> list[PartialSample]:
         """Return what the unfinished children have as far as this client knows: what they began with and what was streamed
         since. Also of a group that failed. `client.resume(handle)` goes on from there."""
         with self._changed:
@@ -212,7 +212,7 @@ class Handle:
         if streamed is not None:
             check_goes_on(sample, streamed)
 
-    def add_chunk(self, chunk: Chunk) -> None:
+    def add_chunk(self, chunk: TokenChunk) -> None:
         """Hand out tokens of a child that runs; those that are known change nothing. Raises ValueError for tokens that this
         group cannot have."""
         with self._changed:
@@ -255,10 +255,10 @@ class Handle:
         begun = {} if self.group.score else {child.index: child for child in self.group.begun}
         none = np.zeros(0, np.int32), np.zeros(0, np.float32)
         for index in self.group.wanted:
-            fresh = Begun(index=index, token_ids=none[0], logprobs=none[1], weight_versions=[])
+            fresh = PartialSample(index=index, token_ids=none[0], logprobs=none[1], weight_versions=[])
             self.add_sample(self._aborted(begun.get(index, fresh)))
 
-    def _aborted(self, child: Begun) -> Sample:
+    def _aborted(self, child: PartialSample) -> Sample:
         return Sample(
             group_id=self.group_id,
             finish_reason="aborted",

@@ -21,14 +21,14 @@ from concurrent.futures import Future
 from typing import Any
 
 from engine.types import Limits, Served
-from rollout.client.acks import ACK_S, Acks
-from rollout.client.calls import Calls
-from rollout.client.connection import Connection
+from rollout.client.acks import ACK_S, AckQueue
+from rollout.client.calls import CallQueue
+from rollout.client.connection import ConnectionState
 from rollout.client.handle import Handle
 from rollout.client.open_groups import aborts_of_children
-from rollout.client.outgoing import Outgoing
-from rollout.client.patience import Patience, check_same, restarted
-from rollout.client.waiters import Waiters
+from rollout.client.pending import PendingRequests
+from rollout.client.send_queue import SendQueue
+from rollout.client.timeouts import Timeouts, check_same, restarted
 from rollout.logs import Repeats, logger
 from transport import messages as m
 from transport.errors import (
@@ -68,7 +68,7 @@ class Link:
         transport: ClientTransport,
         session: str,
         name: str,
-        patience: Patience,
+        patience: Timeouts,
         budget: int | None = None,
         more: tuple[str, ...] = (),
         alone: bool = False,
@@ -82,13 +82,13 @@ class Link:
         self._capabilities = (m.TAKEN, m.BATCHES, m.DIGESTS, *more)
         self._decoder: Decoder[m.ServiceMessage] = Decoder(m.ServiceMessage, m.answer_limits(Limits()))
         self._closing = False
-        self.calls = Calls(transport.wake)
-        self._connection = Connection(time.monotonic())
+        self.calls = CallQueue(transport.wake)
+        self._connection = ConnectionState(time.monotonic())
         self._request_ids = itertools.count(1)
-        self._waiters = Waiters(budget)
+        self._waiters = PendingRequests(budget)
         self._groups, self._requests = self._waiters.groups, self._waiters.requests
         self.first_welcome, self.seen = self._waiters.first_welcome, self._waiters.seen
-        self._outgoing, self._acks, self._refusals = Outgoing(), Acks(), Repeats(log.error)
+        self._outgoing, self._acks, self._refusals = SendQueue(), AckQueue(), Repeats(log.error)
         self._thread = threading.Thread(target=self._run, name="rollout-client", daemon=True)
         self._thread.start()
 
@@ -312,7 +312,7 @@ class Link:
             self._outgoing.answered(request_id)
 
 
-def say_goodbye(transport: ClientTransport, outgoing: Outgoing) -> None:
+def say_goodbye(transport: ClientTransport, outgoing: SendQueue) -> None:
     """Send Goodbye in place of all that waits, for GOODBYE_S at most."""
     outgoing.clear()
     outgoing.start(paced=False)

@@ -15,8 +15,8 @@ import numpy as np
 
 from engine.types import Limits, Sample, Served
 from rollout.client.handle import Handle
-from rollout.client.outgoing import portions
 from rollout.client.seen import Seen
+from rollout.client.send_queue import portions
 from rollout.logs import logger
 from transport.checks import NOTHING, Bounds
 from transport.errors import NotBelieved

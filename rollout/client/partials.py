@@ -7,19 +7,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.types import Begun, Chunk, Group, Sampling
-from transport.begun import COLUMNS, joined
+from engine.types import Group, PartialSample, Sampling, TokenChunk
 from transport.checks import Bounds, check_chunk
+from transport.partial import COLUMNS, joined
 
 
-class Partials:
+class PartialOutputs:
     """Gathers what has come of the children of one group. `Handle` locks it."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self.seed = group.sampling.seed
         """None: the engine chose it, and has not told"""
-        self._pieces: dict[int, list[Begun]] = {}
+        self._pieces: dict[int, list[PartialSample]] = {}
         """of each child, in order"""
         self._known: dict[int, int] = {}
         """tokens of each child"""
@@ -32,7 +32,7 @@ class Partials:
         self._pieces = {child.index: [child] for child in self._group.begun if child.index not in self._ended}
         self._known = {child.index: len(child.token_ids) for child in self._group.begun}
 
-    def add(self, chunk: Chunk, bounds: Bounds) -> Chunk | None:
+    def add(self, chunk: TokenChunk, bounds: Bounds) -> TokenChunk | None:
         """Take in a chunk. Returns the part of it that is new, if there is one. Raises ValueError for a chunk that this group
         cannot have."""
         group, index = self._group, chunk.index
@@ -56,22 +56,22 @@ class Partials:
         self._known[index] = known + len(new.token_ids)
         return new
 
-    def streamed(self, index: int) -> Begun | None:
+    def streamed(self, index: int) -> PartialSample | None:
         """Return what a child has, if tokens of it were streamed."""
         pieces = self._pieces.get(index, [])
-        return _joined(index, pieces) if any(isinstance(piece, Chunk) for piece in pieces) else None
+        return _joined(index, pieces) if any(isinstance(piece, TokenChunk) for piece in pieces) else None
 
     def end(self, index: int) -> None:
         """Forget a child that has come back."""
         self._ended.add(index)
         self._pieces.pop(index, None)
 
-    def begun(self) -> list[Begun]:
+    def begun(self) -> list[PartialSample]:
         """Return what the children have of which anything is known, by index."""
         return [_joined(index, pieces) for index, pieces in sorted(self._pieces.items())]
 
 
-def _asked(chunk: Chunk, sampling: Sampling) -> Chunk:
+def _asked(chunk: TokenChunk, sampling: Sampling) -> TokenChunk:
     """Return a chunk without what its group did not ask for: it came beside those of other groups."""
     k, ids, logprobs = sampling.top_logprobs, chunk.top_ids, chunk.top_logprobs
     return msgspec.structs.replace(
@@ -82,7 +82,7 @@ def _asked(chunk: Chunk, sampling: Sampling) -> Chunk:
     )
 
 
-def beyond(chunk: Chunk, known: int) -> Chunk | None:
+def beyond(chunk: TokenChunk, known: int) -> TokenChunk | None:
     """Return a copy of the tokens of a chunk that follow the first `known` of the child."""
     skip = known - chunk.first
     if skip >= len(chunk.token_ids):
@@ -96,13 +96,13 @@ def beyond(chunk: Chunk, known: int) -> Chunk | None:
     )
 
 
-def _joined(index: int, pieces: list[Begun]) -> Begun:
+def _joined(index: int, pieces: list[PartialSample]) -> PartialSample:
     firsts = np.cumsum([0, *(len(piece.token_ids) for piece in pieces)]).tolist()
     spans = [
         (at + first, version) for at, piece in zip(firsts, pieces, strict=False) for first, version in piece.weight_versions
     ]
     columns: dict[str, Any] = {name: joined([getattr(piece, name) for piece in pieces]) for name in COLUMNS}
-    return Begun(index=index, weight_versions=_merged(spans), **columns)
+    return PartialSample(index=index, weight_versions=_merged(spans), **columns)
 
 
 def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -61,7 +61,7 @@ class RefreshHandle:
         return self.future.result()
 
 
-class Wanted(NamedTuple):
+class RefreshRequest(NamedTuple):
     """What a refresh is to do, as Begin says it."""
 
     version: int | None
@@ -80,7 +80,7 @@ class Wanted(NamedTuple):
             raise InvalidRequest(f"partial={self.partial!r}: must be True or False")
 
 
-class Pusher:
+class WeightSender:
     """Refreshes of one client, one after the other. What a way keeps (shared memory, exported storages) serves all of them.
     `host`: an address of this machine that the service can reach, for gloo and nccl."""
 
@@ -89,7 +89,7 @@ class Pusher:
         self._turn = threading.Lock()
         self._ways = ways(host)
 
-    def start(self, named_tensors: NamedTensors, wanted: Wanted, via: Via, timeout: float) -> RefreshHandle:
+    def start(self, named_tensors: NamedTensors, wanted: RefreshRequest, via: Via, timeout: float) -> RefreshHandle:
         """Read the tensors, then push them in a thread. Raises InvalidRequest and WeightsRefused for what can be told before
         that, RequestTimeout where another refresh of this client takes too long."""
         wanted.check()
@@ -134,10 +134,10 @@ class Pusher:
         log.debug("refresh offered via=%s tensors=%d reason=%r", sender.via, len(sender.manifest), sender.reason)
         return sender
 
-    def _push(self, sender: Sender, wanted: Wanted, started: float, end: float) -> Refreshed:
+    def _push(self, sender: Sender, wanted: RefreshRequest, started: float, end: float) -> Refreshed:
         """Refresh by this way, or, where the service cannot take it, by the one that stands in for it."""
         try:
-            refreshed = Transaction(self._link, sender, wanted, end).run()
+            refreshed = RefreshTransaction(self._link, sender, wanted, end).run()
         except RolloutError as error:
             if sender.instead is None or not isinstance(error, sender.instead_of):
                 raise
@@ -152,11 +152,11 @@ class Pusher:
         return msgspec.structs.replace(refreshed, seconds=time.monotonic() - started, reason=sender.reason)
 
 
-class Transaction:
+class RefreshTransaction:
     """One refresh on the connection, from Begin to Applied; the `Channel` of its sender. `end`: time.monotonic at which it is
     given up."""
 
-    def __init__(self, link: Link, sender: Sender, wanted: Wanted, end: float) -> None:
+    def __init__(self, link: Link, sender: Sender, wanted: RefreshRequest, end: float) -> None:
         self._link = link
         self._sender = sender
         self._wanted = wanted

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from engine.types import KVPolicy, Refreshed
-from rollout.client.controls import Controls
+from rollout.client.controls import ServiceCalls
 from rollout.client.link import Link
 from rollout.client.lora import Adapters, AdapterSource
-from rollout.client.refresh import NamedTensors, Pusher, RefreshHandle, Wanted
+from rollout.client.refresh import NamedTensors, RefreshHandle, RefreshRequest, WeightSender
 from transport.weights import Via
 
 
-class Refreshing(Controls):
+class WeightCalls(ServiceCalls):
     """Refreshes the weights of one service, over `link`. refresh_host: an address of this machine, for gloo and nccl."""
 
     def __init__(self, link: Link, refresh_host: str) -> None:
         super().__init__(link)
-        self._pusher = Pusher(link, refresh_host)
+        self._pusher = WeightSender(link, refresh_host)
         self._adapters = Adapters()
 
     def refresh(
@@ -60,7 +60,7 @@ class Refreshing(Controls):
     ) -> RefreshHandle:
         """Begin a `refresh`; returns when the tensors have been read. With shm they may change from then on. With all others
         they must not until the handle is done: if they do, the refresh is refused, because the digests no longer fit."""
-        return self._pusher.start(named_tensors, Wanted(version, kv, partial), via, timeout)
+        return self._pusher.start(named_tensors, RefreshRequest(version, kv, partial), via, timeout)
 
     def refresh_lora(
         self,
@@ -91,4 +91,4 @@ class Refreshing(Controls):
         Raises WrongBase (a WeightsRefused) where the service's base is another, WeightsRefused for what cannot be merged (DoRA
         and other variants, embeddings, trained biases, tied weights, quantised layers), naming the fix, and as `refresh`."""
         pairs, read = self._adapters.read(adapter, scale, base)
-        return self._pusher.start(pairs, Wanted(version, kv, False, read), via, timeout).result()
+        return self._pusher.start(pairs, RefreshRequest(version, kv, False, read), via, timeout).result()

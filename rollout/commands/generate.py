@@ -28,7 +28,7 @@ from rollout.config import Config, InputError
 from rollout.process import service_process
 
 
-class Line(msgspec.Struct, forbid_unknown_fields=True):
+class PromptLine(msgspec.Struct, forbid_unknown_fields=True):
     """One line of the prompts file: exactly one of messages, prompt and token_ids."""
 
     messages: list[dict[str, Any]] | None = None
@@ -66,7 +66,7 @@ def run(prompts: str, out: str, sampling: Sampling, address: str | None, config:
     return 1 if failed else 0
 
 
-def read_lines(path: Path) -> list[Line]:
+def read_lines(path: Path) -> list[PromptLine]:
     """Read the prompts. Raises InputError naming the file and the line."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -74,7 +74,7 @@ def read_lines(path: Path) -> list[Line]:
         raise InputError(f"--prompts {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"--prompts {path}: {error}") from error
-    decoder = msgspec.json.Decoder(Line)
+    decoder = msgspec.json.Decoder(PromptLine)
     lines = []
     for number, raw in enumerate(text.removesuffix("\n").split("\n") if text else [], 1):
         if not raw.strip():
@@ -91,7 +91,7 @@ def read_lines(path: Path) -> list[Line]:
     return lines
 
 
-def group_ids(lines: list[Line]) -> list[str]:
+def group_ids(lines: list[PromptLine]) -> list[str]:
     """Return the lines' ids as text. Raises InputError where two are the same."""
     ids = [str(i if line.id is None else line.id) for i, line in enumerate(lines)]
     seen: dict[str, int] = {}
@@ -102,7 +102,7 @@ def group_ids(lines: list[Line]) -> list[str]:
     return ids
 
 
-def encode(tokenizer: Any, line: Line, number: int) -> list[int]:
+def encode(tokenizer: Any, line: PromptLine, number: int) -> list[int]:
     """Return the token ids of one line. Raises InputError if the chat template refuses its messages."""
     if line.token_ids is not None:
         return line.token_ids

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from rollout.http.prompts import Answer, Job, Prompts, Refused
+from rollout.http.prompts import Answer, Job, PromptRefused, Prompts
 
 
 def serve(prompts: Prompts, jobs: Iterable[bytes], answers: BinaryIO, seconds: float) -> None:
@@ -27,7 +27,7 @@ def serve(prompts: Prompts, jobs: Iterable[bytes], answers: BinaryIO, seconds: f
         try:
             answer: Answer = prompts.answer(decoder.decode(line))
         except (RecursionError, MemoryError) as error:
-            answer = Refused(f"the prompt cannot be read: {type(error).__name__}")
+            answer = PromptRefused(f"the prompt cannot be read: {type(error).__name__}")
         data = msgspec.json.encode(answer) + b"\n"
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(data)

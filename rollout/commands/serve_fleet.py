@@ -21,9 +21,9 @@ from engine.types import Limits, Served
 from rollout import models
 from rollout.commands.starting import listen
 from rollout.config import DEFAULT_ENDPOINT, CannotServe, Config, FleetConfig, InputError, TrackingConfig, dump
-from rollout.fleet.joins import Both, Joins
-from rollout.fleet.kept import Kept
-from rollout.fleet.launcher import Launcher, LauncherLike, Place
+from rollout.fleet.join_listener import JoinListener, MixedLauncher
+from rollout.fleet.launcher import Host, Launcher, LauncherLike
+from rollout.fleet.state_file import ReplicaStateFile
 from rollout.metrics.sinks import open_sinks
 from rollout.metrics.tracker import Tracker
 from transport.errors import ServiceLost
@@ -94,20 +94,20 @@ def make_launcher(config: Config) -> LauncherLike:
         if joins is not None:
             joins.close()
         raise
-    return launcher if joins is None else Both(launcher, joins)
+    return launcher if joins is None else MixedLauncher(launcher, joins)
 
 
-def make_joins(config: Config) -> Joins | None:
+def make_joins(config: Config) -> JoinListener | None:
     """Listen for replicas, if the front is to. Raises ValueError."""
     endpoint = config.fleet.listen_replicas
     if endpoint is None and config.fleet.ray == "local":
         endpoint = "tcp://127.0.0.1:*"
     if endpoint is None and config.fleet.ray is not None:
         raise InputError("--ray with a cluster: --listen-replicas tcp://*:PORT is where its replicas join; see docs/fleet.md")
-    return None if endpoint is None else Joins(ServiceEnd(endpoint, Limits(), config.service.keys))
+    return None if endpoint is None else JoinListener(ServiceEnd(endpoint, Limits(), config.service.keys))
 
 
-def ray_launcher(config: Config, joins: Joins) -> LauncherLike:
+def ray_launcher(config: Config, joins: JoinListener) -> LauncherLike:
     """Make what has replicas on a Ray cluster. Raises CannotServe, InputError, ModelNotFound."""
     from rollout.fleet.ray_launcher import RayLauncher
 
@@ -142,7 +142,7 @@ def local_launcher(config: Config) -> Launcher:
     model, journal = models.resolve(config.engine.model), config.service.journal
     places, engine = divided(msgspec.structs.replace(config.engine, model=str(model)), config.fleet.replicas)
     told = xxhash.xxh3_128_hexdigest(dump(replica_config(config, config.engine)).encode())
-    kept = Kept(None if journal is None else Path(f"{journal}.replicas"), told)
+    kept = ReplicaStateFile(None if journal is None else Path(f"{journal}.replicas"), told)
     command = partial(replica_command, dump(replica_config(config, engine)), journal is None)
     return Launcher(command, places, kept=kept)
 
@@ -173,15 +173,15 @@ def replica_config(config: Config, engine: EngineConfig) -> Config:
     return msgspec.structs.replace(config, engine=engine, service=service, tracking=TrackingConfig(), fleet=FleetConfig())
 
 
-def divided(engine: EngineConfig, replicas: int) -> tuple[list[Place], EngineConfig]:
+def divided(engine: EngineConfig, replicas: int) -> tuple[list[Host], EngineConfig]:
     """Divide this host among replicas: on CUDA a GPU each, else cores and memory. Raises InputError where it has too few."""
     if engine.device.startswith("cuda"):
         gpus = visible_gpus()
         if len(gpus) < replicas:
             raise InputError(f"{replicas} replicas on {len(gpus)} GPUs: each needs one; --replicas {max(1, len(gpus))}")
-        return [Place(environment={"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:replicas]], engine
+        return [Host(environment={"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:replicas]], engine
     sets = core_sets(sorted(os.sched_getaffinity(0)), replicas)
-    places = [Place(cores) for cores in sets]
+    places = [Host(cores) for cores in sets]
     if engine.threads is None:
         engine = msgspec.structs.replace(engine, threads=max(1, min(map(len, sets))))
     return places, with_memory_share(engine, replicas)

@@ -11,7 +11,7 @@ import msgspec
 
 from rollout.commands.starting import Stopper, start
 from rollout.config import DEFAULT_ENDPOINT, Config, InputError
-from rollout.fleet.joining import Joiner, own_name
+from rollout.fleet.join_client import JoinClient, own_name
 from rollout.process import Folder
 from transport.keys import files
 from transport.keys.files import ClientKey, ClientKeys
@@ -45,7 +45,7 @@ def joined_service(config: Config, stop: Stopper, make: Callable[[Config], Engin
         name = config.fleet.name or own_name()
         address = reachable(service.endpoint, front if keys is None else keys.address)
         try:
-            joiner = Joiner(front, name, address, own, lambda again: stop.ask(AGAIN if again else 0))
+            joiner = JoinClient(front, name, address, own, lambda again: stop.ask(AGAIN if again else 0))
         except ValueError as error:
             raise InputError(str(error)) from None
         stack.callback(joiner.close)

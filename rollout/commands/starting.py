@@ -16,7 +16,7 @@ from rollout.config import CannotServe, Config, InputError, TrackingConfig
 from rollout.metrics.sinks import Sink, open_sinks
 from rollout.metrics.tracker import Tracker
 from rollout.service.engine_api import HasReplicas, live_of
-from rollout.service.watchdog import MODELS, Part, Watch
+from rollout.service.watchdog import MODELS, LoopPhase, Part
 from transport.sockets import ServiceEnd
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def listen(config: Config, engine: EngineLike, journal: Journal | None, tracker:
         max_outbox_bytes=config.service.max_outbox_bytes,
         lease_s=config.service.lease_s,
         tracker=tracker,
-        watch=Watch(config.service.stall_s, alone_s=config.service.exit_without_clients_s, models=models),
+        watch=LoopPhase(config.service.stall_s, alone_s=config.service.exit_without_clients_s, models=models),
     )
 
 

@@ -7,8 +7,8 @@ transformers computes attention in one way for a full forward and in another for
         └─────► torch's SDPA, recomputed ◄── grad of out         backward: an ordinary gradient, in fp32 where this CPU
                                                                  is slow in bf16
 
-For any transformers model that the service runs, on the CPU or on CUDA, with the same block_size. `rollout.exact.rows` has what
-may stand in a batch: padded rows, packed ones, trees.
+For any transformers model that the service runs, on the CPU or on CUDA, with the same block_size. `rollout.exact.layout` lists
+what a batch may hold: padded rows, packed ones, trees.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from engine.cpu.backward import fast_in_bf16
 from engine.devices import NativeAttention, ReferenceAttention
+from rollout.exact.layout import BatchLayout, rows_of
 from rollout.exact.on_device import DeviceAttention
-from rollout.exact.rows import Rows, rows_of
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Any, Any, float, int], torch.Tensor]
 """how a backend attends: `engine.devices.Backend.attend`"""
 
 ROWS = "exact_rows"
-"""keyword argument of the model that brings `Rows` to each layer's attention"""
+"""keyword argument of the model that brings `BatchLayout` to each layer's attention"""
 
 
 def trainer_attention(block_size: int = 32, threads: int | None = None, isa: str | None = None) -> str:
@@ -48,7 +48,9 @@ def trainer_attention(block_size: int = 32, threads: int | None = None, isa: str
 def register(name: str, attend: Attend, block_size: int) -> str:
     """Register a backend's `attend` as the attention of trainers' models, and return the name."""
 
-    def rows(batch_size: int, q_length: int, kv_length: int, attention_mask: torch.Tensor | None = None, **_: Any) -> Rows:
+    def rows(
+        batch_size: int, q_length: int, kv_length: int, attention_mask: torch.Tensor | None = None, **_: Any
+    ) -> BatchLayout:
         if q_length != kv_length:
             raise ValueError("the service's attention takes whole sequences: call the model with use_cache=False")
         return rows_of((batch_size, q_length), attention_mask, None, block_size)
@@ -64,7 +66,7 @@ def register(name: str, attend: Attend, block_size: int) -> str:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         found = kwargs.get(ROWS, attention_mask)
-        if not isinstance(found, Rows):
+        if not isinstance(found, BatchLayout):
             raise ValueError("the service's attention takes a mask [B, L], or none; for others call use_exact_attention(model)")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         apply: Any = _Attention.apply
@@ -80,7 +82,7 @@ def use_exact_attention(
 ) -> Callable[[], None]:
     """Let `model` attend as the service does. It takes whole sequences (use_cache=False) with
 
-        attention_mask   none, [B, L] or [B, 1, L, L] (`rollout.exact.rows`)
+        attention_mask   none, [B, L] or [B, 1, L, L] (`rollout.exact.layout`)
         position_ids     none: each sequence is counted from its first token, however the batch is padded; or [B, L], and
                          where they begin again at 0 another sequence begins
 
@@ -125,7 +127,7 @@ class _Attention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        rows: Rows,
+        rows: BatchLayout,
         attend: Attend,
         scaling: float,
         window: int,

@@ -13,7 +13,7 @@ import torch
 
 from engine.cuda import exact
 from engine.cuda.exact import make_exact, make_plain
-from engine.devices import Capacity, TritonAttention, draw_kernel
+from engine.devices import StepCapacity, TritonAttention, draw_kernel
 
 ARITHMETIC = f"{exact.ARITHMETIC}+{TritonAttention.arithmetic}"
 """of a service on CUDA with `exact = true`"""
@@ -41,7 +41,7 @@ class DeviceAttention:
         scaling: float,
         window: int,
     ) -> torch.Tensor:
-        wanted = Capacity(
+        wanted = StepCapacity(
             tokens=max(len(query), 16), rows=max(len(batch.block_table), 16), columns=batch.block_table.shape[1],
             q_heads=query.shape[1], kv_heads=key.shape[1], head_dim=key.shape[2], itemsize=query.element_size(),
         )  # fmt: skip
@@ -51,7 +51,7 @@ class DeviceAttention:
             self._prepared = batch
         return inner.attend(layer, query, key, value, batch, kv, scaling, window)
 
-    def _fitting(self, wanted: Capacity) -> TritonAttention:
+    def _fitting(self, wanted: StepCapacity) -> TritonAttention:
         inner = self._inner
         if inner is None or not _fits(wanted, inner.capacity):
             self._inner = inner = TritonAttention(self._device, wanted, self._programs)
@@ -59,7 +59,7 @@ class DeviceAttention:
         return inner
 
 
-def _fits(wanted: Capacity, has: Capacity) -> bool:
+def _fits(wanted: StepCapacity, has: StepCapacity) -> bool:
     shapes = [(each.q_heads, each.kv_heads, each.head_dim, each.itemsize) for each in (wanted, has)]
     table = wanted.rows * wanted.columns <= has.rows * has.columns
     return shapes[0] == shapes[1] and wanted.tokens <= has.tokens and wanted.rows <= has.rows and table

@@ -23,7 +23,7 @@ MOST_VERSIONS = 1024
 """that are remembered: of groups that run"""
 
 
-class Content(msgspec.Struct, frozen=True, eq=False):
+class SharedWeights(msgspec.Struct, frozen=True, eq=False):
     """Weights in a segment of the front's."""
 
     version: int
@@ -60,16 +60,16 @@ class Versions:
         self._known = frozenset(sorted(self._known | {version})[-MOST_VERSIONS:])
 
 
-class Live:
+class LiveContent:
     """What is live, for replicas that come later, and for refreshes that say what has changed. Also `LiveTensors`: the bytes
     as they were sent."""
 
     def __init__(self) -> None:
-        self.base: Content | None = None
+        self.base: SharedWeights | None = None
         """what was refreshed since the checkpoint; None: nothing, or only replicas have it"""
         self.since = 0
         """version from which on replicas have what the adapter is for, where `base` is None; 0: the checkpoint is that"""
-        self.adapter: Content | None = None
+        self.adapter: SharedWeights | None = None
         self._borrowed = False
         """the base lies in the memory of a replica"""
         self._segments = [Segment(), Segment()]
@@ -88,7 +88,7 @@ class Live:
         """Return memory to stage into; what is live stays as it is."""
         return (self._adapter_segments if adapter else self._segments)[1]
 
-    def keep(self, content: Content) -> None:
+    def keep(self, content: SharedWeights) -> None:
         """Keep what has become live."""
         if self._borrowed and (content.partial or content.adapter is not None):
             self.give_back()  # it is not there any more
@@ -107,7 +107,7 @@ class Live:
         infos = {info.name: info for info in self.base.manifest} if self.base is not None else {}
         self._tensors = {name: (infos[name], piece) for name, piece in self.base.pieces()} if self.base is not None else {}
 
-    def borrow(self, base: Content) -> None:
+    def borrow(self, base: SharedWeights) -> None:
         """Take for the base what a replica has in its memory."""
         self.base, self._borrowed = base, True
 
@@ -117,7 +117,7 @@ class Live:
             self.since = max(self.since, self.base.version)
             self.base, self._borrowed = None, False
 
-    def next_for(self, version: int) -> Content | None:
+    def next_for(self, version: int) -> SharedWeights | None:
         """Find what a replica of this version needs next; None: nothing here makes its weights the live ones."""
         if self.base is not None and version < self.base.version:
             return self.base
@@ -129,7 +129,7 @@ class Live:
         for segment in (*self._segments, *self._adapter_segments):
             segment.close()
 
-    def _laid_over(self, base: Content, content: Content) -> Content:
+    def _laid_over(self, base: SharedWeights, content: SharedWeights) -> SharedWeights:
         """Write some tensors over those of the base."""
         old, new = dict(base.pieces()), dict(content.pieces())
         infos = {info.name: info for info in (*base.manifest, *content.manifest)}
@@ -142,7 +142,7 @@ class Live:
             memory = self._segments[0].reserve(len(kept))
             memory[:] = kept
             offer = self._segments[0].offer(len(kept))
-        return Content(content.version, base.partial, list(infos.values()), offer, memory, content.kv)
+        return SharedWeights(content.version, base.partial, list(infos.values()), offer, memory, content.kv)
 
     # as `LiveTensors`
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from engine.types import Sample
-from rollout.fleet.parts import OpenGroup, Part
+from rollout.fleet.placement import OpenGroup, PlacedChildren
 from rollout.fleet.replica import Replica
 from transport.errors import InvalidRequest, LimitExceeded, RolloutError
 
@@ -15,7 +15,7 @@ MOST_ERRORS = 2
 """times that a child is tried again after an "error" or a refusal of a replica"""
 
 
-def unasked(part: Part, sample: Sample, aborts: int) -> bool:
+def unasked(part: PlacedChildren, sample: Sample, aborts: int) -> bool:
     """Whether a replica ended this child for a reason of its own: it fails, or it stops. aborts: refreshes that have ended all
     groups."""
     if sample.finish_reason == "error":
@@ -28,13 +28,13 @@ def of_the_group(error: RolloutError) -> bool:
     return isinstance(error, InvalidRequest | LimitExceeded)
 
 
-def note(part: Part, indices: Iterable[int]) -> None:
+def note(part: PlacedChildren, indices: Iterable[int]) -> None:
     """Note that a replica has failed on children, or has refused them."""
     part.open.errors.update(indices)
     part.open.failed_on.add(part.replica.name)
 
 
-def spent(part: Part, orphans: set[int], error: RolloutError, serving: Sequence[Replica]) -> set[int]:
+def spent(part: PlacedChildren, orphans: set[int], error: RolloutError, serving: Sequence[Replica]) -> set[int]:
     """Return which of the children that a replica has refused are not tried again; of a group that cannot be served, all as
     soon as everybody has said so: one replica may be wrong."""
     left = {index for index in orphans if part.open.errors[index] > MOST_ERRORS}
@@ -50,6 +50,6 @@ def candidates(one: OpenGroup, serving: Sequence[Replica]) -> dict[str, Replica]
     return {replica.name: replica for replica in steady}
 
 
-def sent_before(parts: Iterable[Part], before: float) -> int:
+def sent_before(parts: Iterable[PlacedChildren], before: float) -> int:
     """Count the groups that were sent before then (time.monotonic)."""
     return sum(part.handle.sent_at is not None and part.handle.sent_at < before for part in parts)

@@ -12,15 +12,28 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from engine.types import NONE_SERVED, Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Served, Tag, TensorInfo
+from engine.types import (
+    NONE_SERVED,
+    Adapter,
+    Group,
+    KVPolicy,
+    Limits,
+    Mode,
+    Refreshed,
+    Sample,
+    Served,
+    Tag,
+    TensorInfo,
+    TokenChunk,
+)
+from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.failures import sent_before
-from rollout.fleet.groups import Groups
-from rollout.fleet.inbox import Inbox
+from rollout.fleet.groups import FleetGroups
 from rollout.fleet.launcher import LauncherLike
-from rollout.fleet.members import LOOK_S, Facts, Make, Members
 from rollout.fleet.merge import counters, described, merged, totals
 from rollout.fleet.replica import Replica, State
-from rollout.fleet.sleeping import Asleep
+from rollout.fleet.replica_set import LOOK_S, Make, ReplicaFacts, ReplicaSet
+from rollout.fleet.sleeping import SleepState
 from rollout.fleet.weights import FleetStaging
 from transport import messages as m
 from transport.errors import ServiceLost
@@ -62,17 +75,17 @@ class Fleet:
         hedge: int = 0,
     ) -> None:
         self.limits = limits or Limits()
-        self.inbox = Inbox()
+        self.inbox = EventQueue()
         self._launcher = launcher
         self._grace_s = replica_grace_s
-        self._members = Members(launcher, self.inbox, self._lost, self._serving, self._asked_of_all, self._sent, before)
+        self._members = ReplicaSet(launcher, self.inbox, self._lost, self._serving, self._asked_of_all, self._sent, before)
         self.weights = self._members.weights
         members, weights = self._members, self.weights
         told = members.failed, weights.versions.__contains__
-        self._groups = Groups(self.inbox, members.serving, lambda: self.version, *told, seed, hedge)
+        self._groups = FleetGroups(self.inbox, members.serving, lambda: self.version, *told, seed, hedge)
         self._mode = Mode.RUNNING
         """RUNNING, DRAINING or PAUSED: what was asked for last"""
-        self._asleep = Asleep()
+        self._asleep = SleepState()
         self._drains: dict[Replica, Future[Any]] = {}
         self._retired: list[dict[str, Any]] = []
         """counters of replicas that are dead, added up"""
@@ -104,7 +117,7 @@ class Fleet:
     # what it is
 
     @property
-    def model(self) -> Facts:
+    def model(self) -> ReplicaFacts:
         assert self._members.facts is not None, "open() waits for a replica"
         return self._members.facts
 
@@ -172,7 +185,7 @@ class Fleet:
         come."""
         return self._groups.abort(group_id, index)
 
-    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[Chunk]:
+    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
         """Return new tokens of children that run, as far as replicas have streamed them."""
         return self._groups.chunks(group_id, since, least, most)
 

@@ -14,16 +14,16 @@ from functools import partial
 
 import msgspec
 
-from engine.types import Begun, Chunk, FinishReason, Group, Sample
+from engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk
 from rollout.client.link import Link
 from rollout.client.submission import handle_of, submit_of
 from rollout.fleet import failures, routing
+from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.failures import candidates, note, of_the_group, spent, unasked
 from rollout.fleet.hedging import Hedging
-from rollout.fleet.homes import Homes
-from rollout.fleet.inbox import Inbox
-from rollout.fleet.parts import OpenGroup, Part, new_tokens, seeded
+from rollout.fleet.placement import OpenGroup, PlacedChildren, new_tokens, seeded
 from rollout.fleet.replica import Replica
+from rollout.fleet.sample_locations import SampleLocations
 from transport.checks import NOTHING
 from transport.errors import NotBelieved, RolloutError, ServiceLost, StaleWeights
 
@@ -31,7 +31,7 @@ MOST_PLACED = 2048
 """children of waiting groups that are sent, or ended, at once"""
 
 
-class Groups:
+class FleetGroups:
     """Written by the service's thread.
 
     Args:
@@ -44,7 +44,7 @@ class Groups:
 
     def __init__(
         self,
-        inbox: Inbox,
+        inbox: EventQueue,
         serving: Callable[[], list[Replica]],
         version: Callable[[], int],
         fail: Callable[[Replica, str, RolloutError | None], None],
@@ -56,9 +56,9 @@ class Groups:
         self.open: dict[str, OpenGroup] = {}
         self.waiting: dict[str, OpenGroup] = {}
         """those with children that no replica has"""
-        self.at: defaultdict[Replica, set[Part]] = defaultdict(set)
+        self.at: defaultdict[Replica, set[PlacedChildren]] = defaultdict(set)
         """what runs at each replica"""
-        self._homes = Homes()
+        self._homes = SampleLocations()
         self.ended: list[Sample] = []
         """not handed out yet"""
         self.unsent: set[Link] = set()
@@ -122,7 +122,7 @@ class Groups:
         group = one.at(name, indices, self._homes.hint(one.group.after, replica), now)
         submit = submit_of(group, serial=0, require_version=self._version(), client=one.client)
         handle = handle_of(group, submit, replica.welcome.limits)
-        part = Part(one, replica, handle, set(indices), self.aborts, submit.require_version, hedge)
+        part = PlacedChildren(one, replica, handle, set(indices), self.aborts, submit.require_version, hedge)
         one.unplaced -= part.left
         one.parts.add(part)
         self.at[replica].add(part)
@@ -153,7 +153,7 @@ class Groups:
         here, self.ended[before:] = self.ended[before:], []
         return here
 
-    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[Chunk]:
+    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
         """Return new tokens of children that run, as `Engine.chunks` does: of those that replicas have streamed."""
         one = self.open.get(group_id)
         return [] if one is None else new_tokens(one, since, least, most)
@@ -176,7 +176,7 @@ class Groups:
         for one in first_of(self.waiting):
             self._end(one, sorted(one.unplaced), "error", reason)
 
-    def _changed(self, part: Part, samples: Sequence[Sample] | None) -> None:
+    def _changed(self, part: PlacedChildren, samples: Sequence[Sample] | None) -> None:
         if samples is not None:
             for sample in samples:
                 self._arrived(part, sample)
@@ -184,7 +184,7 @@ class Groups:
         elif part in part.open.parts:  # otherwise its replica was lost, and this is why
             self._part_failed(part)
 
-    def _arrived(self, part: Part, sample: Sample) -> None:
+    def _arrived(self, part: PlacedChildren, sample: Sample) -> None:
         one = part.open
         rivals = one.rivals(part, sample.index)
         if sample.index not in one.left:
@@ -205,14 +205,14 @@ class Groups:
                 self.hedging.won(part, sample, rivals)
             self._out(one, msgspec.structs.replace(sample, group_id=one.group.id))
 
-    def _again(self, part: Part, sample: Sample) -> None:
+    def _again(self, part: PlacedChildren, sample: Sample) -> None:
         """Have a child go on elsewhere: from the tokens that it has, unless something failed while they were made."""
         one = part.open
         if part not in one.parts:
             return  # it was moved already
         self._left(part, sample.index)
         if len(sample.token_ids) and sample.finish_reason == "aborted" and not one.group.score:
-            one.begun[sample.index] = Begun.of(sample)
+            one.begun[sample.index] = PartialSample.of(sample)
         one.unplaced.add(sample.index)
         self.waiting[one.group.id] = one  # until the next look: by then its replica may be known to stop
         self.moved += 1
@@ -222,7 +222,7 @@ class Groups:
         else:
             part.replica.gives_back()
 
-    def _part_failed(self, part: Part) -> None:
+    def _part_failed(self, part: PlacedChildren) -> None:
         """A replica has refused these children, has lost them, or is not believed."""
         one, error = part.open, part.handle.error
         orphans = one.orphans(part)
@@ -235,7 +235,7 @@ class Groups:
         elif orphans and error is not None:  # the others have come, or run elsewhere
             self._refused(part, orphans, error)
 
-    def _lost(self, part: Part, orphans: set[int]) -> None:
+    def _lost(self, part: PlacedChildren, orphans: set[int]) -> None:
         """Have the children of a part whose replica is lost run elsewhere."""
         one = part.open
         one.take_back(part, orphans)
@@ -246,7 +246,7 @@ class Groups:
         if one.unplaced:
             self.waiting[one.group.id] = one
 
-    def _refused(self, part: Part, orphans: set[int], error: RolloutError) -> None:
+    def _refused(self, part: PlacedChildren, orphans: set[int], error: RolloutError) -> None:
         """Have others asked for children that a replica has refused."""
         one = part.open
         one.take_back(part, orphans)
@@ -257,7 +257,7 @@ class Groups:
         if not of_the_group(error):
             self._fail(part.replica, one.group.id, error)
 
-    def _left(self, part: Part, index: int) -> None:
+    def _left(self, part: PlacedChildren, index: int) -> None:
         """Take a child off its part."""
         if index not in part.left or part not in part.open.parts:
             return

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from engine.types import Sample
-from rollout.fleet.parts import OpenGroup, Part, Won
+from rollout.fleet.placement import FinishedChild, OpenGroup, PlacedChildren
 from rollout.fleet.replica import Replica
 from rollout.logs import logger
 
@@ -56,20 +56,20 @@ class Hedging:
                 self.hedged += len(alone)
         return chosen
 
-    def may_win(self, part: Part, sample: Sample) -> bool:
+    def may_win(self, part: PlacedChildren, sample: Sample) -> bool:
         """Whether a child that runs elsewhere as well may be given out as it came from this part. The first replica's always
         may. The second one's must have ended by itself, under one version of the weights: when others came in between, the two
         were at different tokens, and are not equal."""
         return not part.hedge or sample.finish_reason in BY_THEMSELVES and len(sample.weight_versions) == 1
 
-    def won(self, part: Part, sample: Sample, rivals: Sequence[Part]) -> None:
+    def won(self, part: PlacedChildren, sample: Sample, rivals: Sequence[PlacedChildren]) -> None:
         """Note a child that is given out, and end it where it still runs: what it has there comes back, to be compared."""
-        part.open.won[sample.index] = Won(sample, part.replica.name)
+        part.open.won[sample.index] = FinishedChild(sample, part.replica.name)
         self.wins += part.hedge
         for rival in rivals:
             rival.handle.cancel([sample.index])
 
-    def came_second(self, part: Part, sample: Sample) -> bool:
+    def came_second(self, part: PlacedChildren, sample: Sample) -> bool:
         """Compare a child with the one that was given out. False: it was not run twice."""
         first = part.open.won.pop(sample.index, None)
         if first is None:

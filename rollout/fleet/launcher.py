@@ -4,7 +4,7 @@
 
 Whoever launches replicas otherwise is `LauncherLike` as well.
 
-With a file (`rollout.fleet.kept`) processes outlive a front that is killed: the launcher of the next one goes on with them.
+With a state file (`rollout.fleet.state_file`) processes outlive a front that is killed: the next front's launcher adopts them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from rollout.fleet.kept import UNKNOWN, Adopted, Kept, KeptFleet, KeptReplica, adopt, begun_at
+from rollout.fleet.state_file import UNKNOWN, AdoptedProcess, ReplicaStateFile, SavedFleet, SavedReplica, adopt, begun_at
 from rollout.logs import logger
 from rollout.process import Folder
 from transport.keys.files import ClientKeys
@@ -35,7 +35,7 @@ STOP_S = 15.0
 log = logger("rollout.fleet.launcher")
 
 
-class Event(NamedTuple):
+class ReplicaEvent(NamedTuple):
     """Something has become of a replica's process."""
 
     name: str
@@ -61,7 +61,7 @@ def least_used(names: Sequence[str], count: int, use: Use) -> list[str]:
 
 
 class LauncherLike(Protocol):
-    """Whoever has replicas: starts them (`Launcher`), or lets them join (`rollout.fleet.joins`)."""
+    """Whoever has replicas: starts them (`Launcher`), or lets them join (`rollout.fleet.join_listener`)."""
 
     @property
     def wanted(self) -> int: ...
@@ -70,7 +70,7 @@ class LauncherLike(Protocol):
         """Names of the replicas that have outlived the front before."""
         ...
 
-    def tend(self) -> list[Event]: ...
+    def tend(self) -> list[ReplicaEvent]: ...
     def replace(self, name: str, sick: bool = False) -> None: ...
     def restart(self, name: str) -> None: ...
     def remove(self, name: str) -> None: ...
@@ -83,7 +83,7 @@ class LauncherLike(Protocol):
     def close(self) -> None: ...
 
 
-class Place(NamedTuple):
+class Host(NamedTuple):
     """Where a replica runs."""
 
     cores: frozenset[int] = frozenset()
@@ -92,12 +92,12 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class Slot:
+class ReplicaProcess:
     """A place for one replica, and its present process."""
 
     name: str
-    place: Place
-    child: subprocess.Popen[bytes] | Adopted | None = None
+    place: Host
+    child: subprocess.Popen[bytes] | AdoptedProcess | None = None
     born: float = 0.0
     """when the process began, as its host says"""
     ready: Path = Path()
@@ -108,7 +108,7 @@ class Slot:
     pause_s: float = FIRST_PAUSE_S
     wanted: bool = True
     starts: int = 0
-    events: list[Event] = field(default_factory=list)
+    events: list[ReplicaEvent] = field(default_factory=list)
 
 
 class Launcher:
@@ -123,11 +123,11 @@ class Launcher:
     def __init__(
         self,
         command: Callable[[Path], list[str]],
-        places: Sequence[Place],
+        places: Sequence[Host],
         clock: Callable[[], float] = time.monotonic,
-        kept: Kept | None = None,
+        kept: ReplicaStateFile | None = None,
     ):
-        self.slots: dict[str, Slot] = {}
+        self.slots: dict[str, ReplicaProcess] = {}
         """by name of the replica, those that go included"""
         self._command = command
         self._places = places
@@ -135,7 +135,7 @@ class Launcher:
         self._made = 0
         self._trouble = ""
         """why not all was done at the last look"""
-        self._kept = kept if kept is not None else Kept(None)
+        self._kept = kept if kept is not None else ReplicaStateFile(None)
         before = self._kept.read()
         self._folder = folder_after(before)
         if before is None:
@@ -159,7 +159,7 @@ class Launcher:
         for _ in range(count - len(staying)):
             taken = [slot.place for slot in staying]
             place = min(self._places, key=taken.count)
-            slot = Slot(str(self._made), place, start_at=self._clock())
+            slot = ReplicaProcess(str(self._made), place, start_at=self._clock())
             self._made += 1
             self.slots[slot.name] = slot
             staying.append(slot)
@@ -168,10 +168,10 @@ class Launcher:
             self.slots[name].wanted = False
         return going
 
-    def tend(self) -> list[Event]:
+    def tend(self) -> list[ReplicaEvent]:
         """Start what is to be started. Returns what has become of the others since the last call."""
-        events, trouble = list[Event](), ""
-        looks: list[Callable[[], list[Event] | None]] = [partial(self._look, slot) for slot in self.slots.values()]
+        events, trouble = list[ReplicaEvent](), ""
+        looks: list[Callable[[], list[ReplicaEvent] | None]] = [partial(self._look, slot) for slot in self.slots.values()]
         for look in [*looks, self._keep]:
             try:
                 events += look() or []
@@ -225,12 +225,14 @@ class Launcher:
         self._kept.remove()
         self._folder.close()
 
-    def _take_over(self, before: KeptFleet) -> None:
+    def _take_over(self, before: SavedFleet) -> None:
         """Go on with what the front before has left."""
         self._made, now = before.made, self._clock()
         for kept in before.replicas:
             place = self._places[kept.place if kept.place < len(self._places) else 0]
-            slot = Slot(kept.name, place, adopt(kept), kept.started, Path(kept.ready), wanted=kept.wanted, starts=kept.starts)
+            slot = ReplicaProcess(
+                kept.name, place, adopt(kept), kept.started, Path(kept.ready), wanted=kept.wanted, starts=kept.starts
+            )
             slot.started_at = slot.start_at = now
             self.slots[slot.name] = slot
             if slot.child is not None:
@@ -242,19 +244,19 @@ class Launcher:
     def _keep(self) -> None:
         if self._kept.lasting:
             slots = [self._kept_slot(slot) for slot in self.slots.values()]
-            self._kept.write(KeptFleet(str(self._folder.path), self._kept.told, len(self._places), self._made, slots))
+            self._kept.write(SavedFleet(str(self._folder.path), self._kept.told, len(self._places), self._made, slots))
 
-    def _kept_slot(self, slot: Slot) -> KeptReplica:
+    def _kept_slot(self, slot: ReplicaProcess) -> SavedReplica:
         place = self._places.index(slot.place)
         pid = None if slot.child is None else slot.child.pid
-        return KeptReplica(slot.name, place, slot.starts, slot.wanted, str(slot.ready), pid, slot.born)
+        return SavedReplica(slot.name, place, slot.starts, slot.wanted, str(slot.ready), pid, slot.born)
 
-    def _look(self, slot: Slot) -> list[Event]:
+    def _look(self, slot: ReplicaProcess) -> list[ReplicaEvent]:
         child, now = slot.child, self._clock()
         if child is None:
             if not slot.wanted:
                 del self.slots[slot.name]
-                return [Event(slot.name, None, "it is not wanted any more", gone=True)]
+                return [ReplicaEvent(slot.name, None, "it is not wanted any more", gone=True)]
             if now >= slot.start_at:
                 slot.start_at = now + FIRST_PAUSE_S  # unless it succeeds
                 self._start(slot, now)
@@ -265,12 +267,12 @@ class Launcher:
             return [self._ended(slot, code, now)]
         if not slot.up and slot.ready.exists():
             slot.up = True
-            return [Event(slot.name, slot.ready.read_text(), "it listens")]
+            return [ReplicaEvent(slot.name, slot.ready.read_text(), "it listens")]
         if not slot.up and now - slot.started_at > START_S:
             child.kill()
         return []
 
-    def _start(self, slot: Slot, now: float) -> None:
+    def _start(self, slot: ReplicaProcess, now: float) -> None:
         slot.starts += 1
         slot.ready = self._folder.path / f"ready-{slot.name}-{slot.starts}"
         slot.up, slot.started_at, slot.born = False, now, 0.0
@@ -291,7 +293,7 @@ class Launcher:
         self._keep()
         log.info("replica starts name=%s pid=%d", slot.name, slot.child.pid)
 
-    def _ended(self, slot: Slot, code: int, now: float) -> Event:
+    def _ended(self, slot: ReplicaProcess, code: int, now: float) -> ReplicaEvent:
         assert slot.child is not None
         if slot.child.stdin is not None:
             slot.child.stdin.close()
@@ -302,10 +304,10 @@ class Launcher:
         why = "a status that only its parent was told" if code == UNKNOWN else f"exit status {code}"
         why = f"signal {-code}" if code < 0 else why
         log.info("replica ended name=%s why=%r pause_s=%.1f", slot.name, why, pause)
-        return Event(slot.name, None, f"its process ended with {why}", not slot.wanted)
+        return ReplicaEvent(slot.name, None, f"its process ended with {why}", not slot.wanted)
 
 
-def folder_after(before: KeptFleet | None) -> Folder:
+def folder_after(before: SavedFleet | None) -> Folder:
     """Return the folder for the files of replicas: that of the front before, if there is one."""
     if before is not None:
         with suppress(OSError):  # no replica was left that held it

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.fleet.groups import Groups
-from rollout.fleet.members import Members
+from rollout.fleet.groups import FleetGroups
 from rollout.fleet.replica import Replica
+from rollout.fleet.replica_set import ReplicaSet
 
 SAME = ("version", "block_size", "block_bytes")
 """of one engine as of all"""
@@ -66,7 +66,7 @@ def described(replica: Replica, pid: int | None, parts: int) -> dict[str, Any]:
     }
 
 
-def totals(members: Members, groups: Groups) -> dict[str, Any]:
+def totals(members: ReplicaSet, groups: FleetGroups) -> dict[str, Any]:
     """Count replicas and what has become of them and of their children."""
     since = members.none_since
     return {

@@ -16,7 +16,7 @@ STOP_S = 20.0
 """longest that a replica may take to stop in order"""
 
 
-class Holder:
+class ReplicaHolder:
     """Ray makes an actor of it, with two threads: `serve` waits in one, the others' calls come in the other.
 
     Args:

@@ -20,9 +20,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.fleet.joins import Joins
-from rollout.fleet.launcher import FIRST_PAUSE_S, MOST_PAUSE_S, STEADY_S, Event, Use, alike, least_used
-from rollout.fleet.ray_actor import STOP_S, Holder
+from rollout.fleet.join_listener import JoinListener
+from rollout.fleet.launcher import FIRST_PAUSE_S, MOST_PAUSE_S, STEADY_S, ReplicaEvent, Use, alike, least_used
+from rollout.fleet.ray_actor import STOP_S, ReplicaHolder
 from rollout.logs import logger
 
 LOOK_S = 0.2
@@ -37,7 +37,7 @@ log = logger("rollout.fleet.ray")
 
 
 @dataclass(slots=True)
-class Slot:
+class ReplicaActor:
     """A replica's actor. Written by the thread."""
 
     name: str
@@ -67,7 +67,7 @@ class RayLauncher:
 
     def __init__(
         self,
-        joins: Joins,
+        joins: JoinListener,
         count: int,
         toml: Callable[[str, int], str],
         address: str,
@@ -82,8 +82,8 @@ class RayLauncher:
         self._resources: dict[str, float] = {"CPU": cpus or 0.0, **({"GPU": gpus} if gpus else {})}
         self._wanted = count
         self._made = 0
-        self._slots: dict[str, Slot] = {}
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._slots: dict[str, ReplicaActor] = {}
+        self._events: queue.SimpleQueue[ReplicaEvent] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended_by_itself: set[str] = set()
         """named by the events of the last `tend`: nothing is left there to kill"""
@@ -103,7 +103,7 @@ class RayLauncher:
         """No one: actors end with the front that made them."""
         return self._joins.outlived
 
-    def tend(self) -> list[Event]:
+    def tend(self) -> list[ReplicaEvent]:
         events = []
         while not self._events.empty():
             events.append(self._events.get_nowait())
@@ -185,7 +185,7 @@ class RayLauncher:
             name = f"ray-{self._made}"
             self._made += 1
             actor = (
-                ray.remote(Holder)
+                ray.remote(ReplicaHolder)
                 .options(
                     name=f"rollout-{self._joins.endpoint}-{name}",
                     num_cpus=resources["CPU"],
@@ -197,7 +197,7 @@ class RayLauncher:
                 )
                 .remote(self._toml(name, int(resources["CPU"])))
             )
-            self._slots[name] = Slot(name, actor, group)
+            self._slots[name] = ReplicaActor(name, actor, group)
 
     def _supervise(self) -> None:
         while True:
@@ -211,7 +211,7 @@ class RayLauncher:
             for slot in list(self._slots.values()):
                 self._look(slot, time.monotonic())
 
-    def _look(self, slot: Slot, now: float) -> None:
+    def _look(self, slot: ReplicaActor, now: float) -> None:
         if slot.running is None:
             if slot.wanted and now >= slot.start_at:
                 slot.running, slot.started_at = slot.actor.serve.remote(), now
@@ -228,7 +228,7 @@ class RayLauncher:
         pause = min(slot.pause_s, FIRST_PAUSE_S) if now - slot.started_at > STEADY_S else slot.pause_s
         slot.start_at, slot.pause_s = now + pause, min(MOST_PAUSE_S, 2 * pause)
         log.info("replica ended name=%s why=%r pause_s=%.1f", slot.name, why, pause)
-        self._events.put(Event(slot.name, None, why, not slot.wanted))
+        self._events.put(ReplicaEvent(slot.name, None, why, not slot.wanted))
 
     def _kill(self, name: str) -> None:
         if (slot := self._slots.get(name)) is not None and slot.running is not None:
@@ -240,7 +240,7 @@ class RayLauncher:
             return
         slot.wanted = False
         slot.actor.stop.remote()
-        self._events.put(Event(name, None, "it was asked to go", True))
+        self._events.put(ReplicaEvent(name, None, "it was asked to go", True))
         if slot.running is not None:
             self._ray.wait([slot.running], timeout=STOP_S)
         self._ray.kill(slot.actor)

@@ -13,9 +13,9 @@ from typing import Any
 
 from engine.types import Limits
 from rollout.client.link import Link
-from rollout.client.patience import Patience
-from rollout.fleet.inbox import Inbox
-from rollout.fleet.told import Progress, Told, told
+from rollout.client.timeouts import Timeouts
+from rollout.fleet.event_queue import EventQueue
+from rollout.fleet.told import ProgressWatch, Told, told
 from rollout.logs import logger
 from transport.errors import NotBelieved
 from transport.keys.files import ClientKeys
@@ -48,7 +48,7 @@ class State(enum.Enum):
 class Replica:
     """Written by `Members`, in the service's thread."""
 
-    def __init__(self, name: str, inbox: Inbox, wrong: Callable[[Replica, str], None]) -> None:
+    def __init__(self, name: str, inbox: EventQueue, wrong: Callable[[Replica, str], None]) -> None:
         """wrong: called with what makes an answer useless; the replica is lost then."""
         self.name = name
         self.state = State.JOINING
@@ -73,7 +73,7 @@ class Replica:
         """the last one that came"""
         self.asked_status = False
         self.status_asked_at = 0.0
-        self.progress = Progress()
+        self.progress = ProgressWatch()
         self.deaths = 0
         self.leaving = False
         """it is given nothing more, and goes when nothing runs there"""
@@ -112,7 +112,7 @@ class Replica:
             self.why = f"the front cannot connect to it, and tries again: {error}"
             return
         self._wanted = None
-        patience = Patience(NEVER_S, STALL_S, NEVER_S, resubmit=False)
+        patience = Timeouts(NEVER_S, STALL_S, NEVER_S, resubmit=False)
         who = secrets.token_hex(16), f"front of {self.name}"
         # alone: what the replica still does for a front that is dead ends, its open refresh included
         self.link = Link(self._end, *who, patience, more=(GATHERS,), alone=True)
@@ -141,7 +141,7 @@ class Replica:
         """Begin again with a new process: nothing is held against it, or awaited of it."""
         self.failing.clear()
         self.believed, self.gave_back_at, self.silent_since, self.restarting = True, None, None, False
-        self.progress, self.asked_status = Progress(), False
+        self.progress, self.asked_status = ProgressWatch(), False
         self._asked_at.clear()
 
     def ask_status(self, look: Callable[[Told], None]) -> None:

@@ -15,7 +15,7 @@ AskAll = Callable[[Callable[[int], Any]], list[Any]]
 """sends all replicas the request that is built for an id, and waits for their answers"""
 
 
-class Asleep:
+class SleepState:
     """Written by the service's thread."""
 
     def __init__(self) -> None:

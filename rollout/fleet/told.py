@@ -69,7 +69,7 @@ def told(status: dict[str, Any]) -> Told:
 
 
 @dataclass(slots=True)
-class Progress:
+class ProgressWatch:
     """What the statuses of one replica have said, one after the other."""
 
     missing: int = 0

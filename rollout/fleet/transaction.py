@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from engine.types import KVPolicy, Refreshed, manifest_digest
-from rollout.fleet.content import Content
+from rollout.fleet.content import SharedWeights
 from rollout.fleet.replica import Replica
 from rollout.logs import logger
 from transport import messages as m
@@ -32,12 +32,12 @@ REPEAT_S = 5.0
 log = logger("rollout.fleet.weights")
 
 
-class Transaction:
+class ReplicaTransaction:
     """Written by the service's thread.
 
     `members` shrinks: a replica that dies or cannot take it drops out. A refusal of the content is everybody's."""
 
-    def __init__(self, content: Content, members: Iterable[Replica]) -> None:
+    def __init__(self, content: SharedWeights, members: Iterable[Replica]) -> None:
         self.content = content
         self.members = set(members)
         self.prepared: set[Replica] = set()
@@ -119,7 +119,7 @@ class Transaction:
             self._prepare(replica)
         else:
             window = answer.result().window_bytes
-            Forward(replica, self._id, self.content.memory, window, lambda error: self._forwarded(replica, error))
+            ChunkForwarder(replica, self._id, self.content.memory, window, lambda error: self._forwarded(replica, error))
 
     def _forwarded(self, replica: Replica, error: BaseException | None) -> None:
         if replica not in self.members:
@@ -163,7 +163,7 @@ class Transaction:
         log.error("replica failed to commit version %d name=%s reason=%s", self.content.version, replica.name, error)
 
 
-class Forward:
+class ChunkForwarder:
     """The bytes of a payload, [bytes] uint8, on their way to one replica in chunks, at most `window_bytes` ahead of the
     answers. `then` is called in the service's thread when all are staged, or with what went wrong; never if it is lost."""
 

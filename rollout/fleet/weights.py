@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 
 from engine.types import NONE_SERVED, Adapter, KVPolicy, Refreshed, Served, TensorInfo, manifest_digest
-from rollout.fleet.content import Content, Live, Versions, bytes_of
+from rollout.fleet.content import LiveContent, SharedWeights, Versions, bytes_of
 from rollout.fleet.replica import Replica
-from rollout.fleet.transaction import Transaction, sees_memory
+from rollout.fleet.transaction import ReplicaTransaction, sees_memory
 from rollout.logs import logger
 from transport import messages as m
 from transport.errors import Busy, SourceUnreachable, WeightsRefused
@@ -48,7 +48,7 @@ class Shared(msgspec.Struct, frozen=True):
     offer: ShmOffer
 
 
-class Base(NamedTuple):
+class FleetBase(NamedTuple):
     """What adapters are added to."""
 
     digest: str
@@ -77,7 +77,7 @@ class FleetStaging:
         self.received = 0
         self.closed = False
         self.segment = segment
-        self.transaction: Transaction | None = None
+        self.transaction: ReplicaTransaction | None = None
         """None before all is here, and once it has ended: its content is a map of memory as large as the model"""
         self._prepared = False
         self._on_received = on_received
@@ -104,10 +104,10 @@ class FleetStaging:
             self._on_received()
         return count
 
-    def content(self) -> Content:
+    def content(self) -> SharedWeights:
         """Return what has been read, for replicas."""
         offer, memory = self.segment.offer(self.total), self.segment.payload(self.total)
-        return Content(self.version, self.partial, self.manifest, offer, memory, adapter=self.adapter)
+        return SharedWeights(self.version, self.partial, self.manifest, offer, memory, adapter=self.adapter)
 
     def close(self) -> None:
         """Forget it; one that is being committed, when that has ended and this is called again. May be repeated."""
@@ -147,7 +147,7 @@ class FleetWeights:
         self.dropped = False
         self.base_digest = ""
         """of what the live adapter was added to; "": none is live"""
-        self.live = Live()
+        self.live = LiveContent()
         """what of the live weights is here"""
         self._lender: Replica | None = None
         """whose memory holds the base of `live`, if not the front's"""
@@ -159,15 +159,15 @@ class FleetWeights:
         self._linked = linked
         self._on_live = on_live
         self._staging: FleetStaging | None = None
-        self._updates: dict[Replica, tuple[Transaction, Told]] = {}
+        self._updates: dict[Replica, tuple[ReplicaTransaction, Told]] = {}
         """replicas that are being given the live weights"""
 
     @property
-    def base(self) -> Base:
-        return Base(self.base_digest or self.digest)
+    def base(self) -> FleetBase:
+        return FleetBase(self.base_digest or self.digest)
 
     @property
-    def inventory(self) -> Live:
+    def inventory(self) -> LiveContent:
         """What refreshes that say what has changed are against."""
         return self.live
 
@@ -268,9 +268,9 @@ class FleetWeights:
         """Send what has been read to the replicas that serve; to all, where none has what was live."""
         staging, serving = self._staging, self._linked() if self.lost else self._serving()
         if staging is not None and not staging.closed and staging.received == staging.total and serving:
-            staging.transaction = Transaction(staging.content(), serving)
+            staging.transaction = ReplicaTransaction(staging.content(), serving)
 
-    def _end(self, transaction: Transaction) -> None:
+    def _end(self, transaction: ReplicaTransaction) -> None:
         """Make what was committed the live weights; everything submitted from here on is sampled by them."""
         staging, self._staging = self._staging, None
         if staging is not None and staging.closed:
@@ -300,7 +300,7 @@ class FleetWeights:
         if content is None:
             self._borrow()
         elif replica not in self._updates:
-            self._updates[replica] = Transaction(content, [replica]), then
+            self._updates[replica] = ReplicaTransaction(content, [replica]), then
 
     def _borrow(self) -> None:
         """Ask a replica of this host for the live weights, which the front has not, unless an adapter is part of them."""
@@ -320,7 +320,7 @@ class FleetWeights:
             if self.live.base is None and same:
                 memory = SegmentView()
                 try:
-                    self.live.borrow(Content(version, False, shared.manifest, shared.offer, memory.open(shared.offer)))
+                    self.live.borrow(SharedWeights(version, False, shared.manifest, shared.offer, memory.open(shared.offer)))
                     self._lender = lender
                 except SourceUnreachable as gone:
                     log.warning("replica has not shared its weights name=%s reason=%s", lender.name, gone)
@@ -371,7 +371,7 @@ class FleetWeights:
         self.live.close()
 
 
-def slowest(done: Sequence[Refreshed], content: Content, digest: str) -> Refreshed:
+def slowest(done: Sequence[Refreshed], content: SharedWeights, digest: str) -> Refreshed:
     """Tell of a refresh what the slowest replica took."""
     sent = sum(map(bytes_of, content.manifest))
     return Refreshed(

@@ -12,10 +12,10 @@ from starlette.requests import Request
 
 from engine.types import KVPolicy, Refreshed
 from rollout.http.answers import json
+from rollout.http.app import Answer, BodyReader, Route
 from rollout.http.control import from_folder, step_of, version_above
-from rollout.http.data import Data, name_of
+from rollout.http.data import CompletionRoutes, name_of
 from rollout.http.errors import HttpError, bad, not_served
-from rollout.http.frame import Answer, Bodies, Route
 from rollout.http.upstream import LoadedAdapter
 
 
@@ -42,7 +42,7 @@ class Unload(msgspec.Struct, forbid_unknown_fields=True):
 class AdapterRoutes:
     """The routes, for administrators."""
 
-    def __init__(self, data: Data, bodies: Bodies) -> None:
+    def __init__(self, data: CompletionRoutes, bodies: BodyReader) -> None:
         self._data, self._upstream, self._bodies = data, data.upstream, bodies
         self._load, self._unload = msgspec.json.Decoder(Load), msgspec.json.Decoder(Unload)
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from starlette.responses import Response
 
-from engine.types import Chunk, Sample, Sampling
+from engine.types import Sample, Sampling, TokenChunk
 
 FINISH = {"stop": "stop", "length": "length"}
 """every other end is "abort": cut, at a deadline, aborted, stale"""
@@ -39,7 +39,7 @@ def named_id(id: int, logprob: float) -> dict[str, Any]:
     return {"token": f"token_id:{id}", "token_id": id, "logprob": logprob}
 
 
-def tops(sample: Sample | Chunk) -> list[list[tuple[int, float]]]:
+def tops(sample: Sample | TokenChunk) -> list[list[tuple[int, float]]]:
     """Return (id, log-prob) of the likeliest tokens of each position, as many as could be drawn."""
     if sample.top_ids is None or sample.top_logprobs is None:
         return [[] for _ in sample.token_ids]
@@ -47,7 +47,7 @@ def tops(sample: Sample | Chunk) -> list[list[tuple[int, float]]]:
     return [[(id, logprob) for id, logprob in zip(ids, logprobs, strict=True) if id >= 0] for ids, logprobs in rows]
 
 
-def token_logprobs(ids: list[int], sample: Sample | Chunk, named: Callable[[int], str]) -> dict[str, Any]:
+def token_logprobs(ids: list[int], sample: Sample | TokenChunk, named: Callable[[int], str]) -> dict[str, Any]:
     """List log-probs as /v1/completions does; the drawn token is among the likeliest in any case."""
     tokens, logprobs = [named(id) for id in ids], sample.logprobs.tolist()
     likeliest = [

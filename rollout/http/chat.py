@@ -19,16 +19,16 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.types import Chunk, Sample, Sampling
+from engine.types import Sample, Sampling, TokenChunk
 from rollout.http.answers import as_id, ending, json, tops, usage
-from rollout.http.data import Data, Group, name_of
+from rollout.http.app import Answer, EventStream, Route, unless_gone
+from rollout.http.data import CompletionRoutes, Group, name_of
 from rollout.http.errors import NO_JSON, bad, not_served
-from rollout.http.frame import Answer, Events, Route, unless_gone
-from rollout.http.pieces import Spelling
 from rollout.http.prompts import Conversation, Messages
-from rollout.http.sampling import Draws, top_logprobs_of
-from rollout.http.splice import Turns, last_turn, told_ids
+from rollout.http.sampling import VllmSampling, top_logprobs_of
 from rollout.http.streams import Contents, counted, wants_usage
+from rollout.http.text_stream import TextOptions
+from rollout.http.token_id_cache import TokenIdCache, last_turn, told_ids
 
 CALL = "<tool_call>"
 """begins one"""
@@ -37,7 +37,7 @@ TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.S)
 Keep = Callable[[dict[str, Any], Sample], None]
 
 
-class ChatRequest(Draws, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(VllmSampling, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
@@ -107,10 +107,10 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class Chat:
-    """The routes, beside those of `Data`."""
+    """The routes, beside those of `CompletionRoutes`."""
 
-    def __init__(self, data: Data) -> None:
-        self.data, self._text, self._turns = data, data.text, Turns()
+    def __init__(self, data: CompletionRoutes) -> None:
+        self.data, self._text, self._turns = data, data.text, TokenIdCache()
         self._chat = msgspec.json.Decoder(ChatRequest)
         self._tokenize = msgspec.json.Decoder(TokenizeRequest)
         self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
@@ -144,7 +144,7 @@ class Chat:
             self._turns.keep(session, [*messages, *conversation([message])], template, whole)
 
         if asked.stream:
-            return Events(request, chat_events(self, group, asked, answer, names, keep))
+            return EventStream(request, chat_events(self, group, asked, answer, names, keep))
         (samples,) = await self.data.sampled(request, [group], [names])
         choices = [self.choice(sample, group, asked) for sample in samples]
         for choice, sample in zip(choices, samples, strict=True):
@@ -194,7 +194,7 @@ class Chat:
             message |= exact
         return choice
 
-    def entries(self, ids: list[int], tokens: Sample | Chunk, asked: ChatRequest) -> list[dict[str, Any]]:
+    def entries(self, ids: list[int], tokens: Sample | TokenChunk, asked: ChatRequest) -> list[dict[str, Any]]:
         """List log-probs of tokens."""
         named = as_id if asked.return_tokens_as_token_ids else self._text.token
 
@@ -329,7 +329,7 @@ async def chat_events(
     with each message that is whole."""
     data = chat.data
     head = head | {"object": "chat.completion.chunk"}
-    spelling = Spelling(
+    spelling = TextOptions(
         skip_special=asked.skip_special_tokens,
         keep_stop=asked.include_stop_str_in_output,
         marker=CALL if with_tools(asked) else None,

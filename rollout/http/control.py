@@ -17,8 +17,8 @@ from starlette.responses import Response
 
 from engine.types import KVPolicy, Refreshed, Tag
 from rollout.http.answers import json
+from rollout.http.app import BodyReader, Handler, Route, flag, only_parameters
 from rollout.http.errors import bad, not_served
-from rollout.http.frame import Bodies, Handler, Route, flag, only_parameters
 from rollout.http.upstream import Upstream
 
 TAGS: dict[str, Tag | None] = {"weights": "weights", "kv_cache": "kv", "kv": "kv", "cuda_graph": None}
@@ -63,10 +63,10 @@ class ResetPrefixCache(msgspec.Struct, forbid_unknown_fields=True):
     device: str | None = None
 
 
-class Control:
+class ControlRoutes:
     """The routes, over one `Upstream`."""
 
-    def __init__(self, upstream: Upstream, bodies: Bodies) -> None:
+    def __init__(self, upstream: Upstream, bodies: BodyReader) -> None:
         self.upstream, self.bodies = upstream, bodies
         self._update = msgspec.json.Decoder(UpdateWeights)
         self._abort = msgspec.json.Decoder(AbortRequests)

@@ -18,7 +18,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.types import Chunk, Sample, Sampling
+from engine.types import Sample, Sampling, TokenChunk
 from rollout.http.answers import (
     as_id,
     contents,
@@ -31,13 +31,13 @@ from rollout.http.answers import (
     tops,
     usage,
 )
+from rollout.http.app import Answer, BodyReader, EventStream, RequestLimits, Route, unless_gone
 from rollout.http.errors import HttpError, bad, not_served
-from rollout.http.frame import Answer, Bodies, Bounds, Events, Route, unless_gone
-from rollout.http.pieces import Piece, Spelling, beyond, pieces
 from rollout.http.prompt_pool import PromptPool
-from rollout.http.sampling import Draws, lag_of, max_tokens_of, priority_of, sampling_of, top_logprobs_of
+from rollout.http.sampling import VllmSampling, lag_of, max_tokens_of, priority_of, sampling_of, top_logprobs_of
 from rollout.http.streams import Contents, counted, one_event, wants_usage, whole_events
 from rollout.http.text import Text
+from rollout.http.text_stream import TextChunk, TextOptions, beyond, pieces
 from rollout.http.upstream import Names, Upstream
 
 COMPLETION_TOKENS = 16
@@ -49,7 +49,7 @@ Overlong = Literal["refuse", "empty"]
 Group = tuple[np.ndarray, Sampling]
 
 
-class CompletionRequest(Draws, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(VllmSampling, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/completions."""
 
     prompt: str | list[int | str | list[int]]
@@ -70,13 +70,13 @@ class CompletionRequest(Draws, kw_only=True, forbid_unknown_fields=True):
     request_id: str | None = None
 
 
-class Params(Draws, kw_only=True, forbid_unknown_fields=True):
+class Params(VllmSampling, kw_only=True, forbid_unknown_fields=True):
     """`sampling_params` of /inference/v1/generate."""
 
     logprobs: int | None = None
 
 
-class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of /inference/v1/generate."""
 
     token_ids: list[int]
@@ -93,7 +93,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class Data:
+class CompletionRoutes:
     """The routes, over one `Upstream`.
 
     Args:
@@ -108,8 +108,8 @@ class Data:
         text: Text,
         prompts: PromptPool,
         names: Sequence[str],
-        bodies: Bodies,
-        bounds: Bounds,
+        bodies: BodyReader,
+        bounds: RequestLimits,
         overlong: Overlong,
     ) -> None:
         self.upstream, self.text, self.prompts = upstream, text, prompts
@@ -120,7 +120,7 @@ class Data:
         self._numbers = itertools.count()
         self._start = secrets.token_hex(6)
         self._completion = msgspec.json.Decoder(CompletionRequest)
-        self._generate = msgspec.json.Decoder(GenerateRequest)
+        self._generate = msgspec.json.Decoder(TokensRequest)
 
     def routes(self) -> list[Route]:
         return [
@@ -170,7 +170,7 @@ class Data:
         group = self.group(asked.token_ids, params, None, asked.cache_salt, asked.priority, more)
         self.check_samples([group])
         if streams:
-            return Events(request, generate_events(self, group, asked, name))
+            return EventStream(request, generate_events(self, group, asked, name))
         scored = None if params.prompt_logprobs is None else self.scoring([group], params.prompt_logprobs)
         (samples,) = await self.sampled(request, [group], [{name}])
         scores = None if scored is None else await unless_gone(request, self.upstream.score(*scored))
@@ -188,7 +188,7 @@ class Data:
             answer["prompt_logprobs"] = prompt_logprobs(scores[0], self.text.token)
         answer["prompt_token_ids"] = asked.token_ids if asked.return_token_ids else None
         answer |= {"usage": usage([group[0]], [samples])}
-        return Events(request, one_event(answer)) if asked.stream else json(answer)
+        return EventStream(request, one_event(answer)) if asked.stream else json(answer)
 
     async def completions(self, request: Request) -> Answer:
         asked = await self.bodies.decode(request, self._completion)
@@ -207,7 +207,7 @@ class Data:
         self.check_samples(groups)
         answer = {"id": id, "object": "text_completion", "created": int(time.time()), "model": name}
         if streams:
-            return Events(request, completion_events(self, groups, asked, answer, names))
+            return EventStream(request, completion_events(self, groups, asked, answer, names))
         top = max(asked.prompt_logprobs or 0, asked.logprobs or 0 if asked.echo else 0)
         scored = self.scoring(groups, top) if wanted else None
         children = await self.sampled(request, groups, [names] * len(groups))
@@ -220,7 +220,7 @@ class Data:
             choices += [self.echoed(choice, prompt, score, asked) for choice in made] if asked.echo else made
         tokens = usage([prompt for prompt, _ in groups], children)
         if asked.stream:
-            return Events(request, whole_events(choices, answer, tokens, asked.stream_options))
+            return EventStream(request, whole_events(choices, answer, tokens, asked.stream_options))
         return json(answer | {"choices": choices, "usage": tokens})
 
     async def _prompts(self, asked: CompletionRequest) -> list[list[int]]:
@@ -289,19 +289,19 @@ class Data:
         return {"stream_every": self.bounds.stream_every} if streams else {}
 
     async def children(
-        self, groups: Sequence[Group], spellings: Sequence[Spelling | None], names: Names
-    ) -> AsyncGenerator[Piece, None]:
+        self, groups: Sequence[Group], spellings: Sequence[TextOptions | None], names: Names
+    ) -> AsyncGenerator[TextChunk, None]:
         """Sample groups and yield what is new of their children. One without room for a token has empty children."""
         full = [i for i, group in enumerate(groups) if group[1].max_tokens]
         for i in sorted(set(range(len(groups))) - set(full)):
             for sample in empty(groups[i]):
-                yield Piece(group=i, index=sample.index, tokens=beyond(sample, 0), text="", sample=sample)
+                yield TextChunk(group=i, index=sample.index, tokens=beyond(sample, 0), text="", sample=sample)
         wanted, how, own = [groups[i] for i in full], [spellings[i] for i in full], [names[i] for i in full]
         async with aclosing(pieces(self.upstream, wanted, self.text, how, own)) as new:
             async for piece in new:
                 yield msgspec.structs.replace(piece, group=full[piece.group])
 
-    def contents(self, ids: list[int], sample: Sample | Chunk) -> Any:
+    def contents(self, ids: list[int], sample: Sample | TokenChunk) -> Any:
         """List log-probs as /inference/v1/generate does, in the superset of its versions."""
         if sample.top_ids is None:
             return contents(ids, sample.logprobs.tolist(), self._heads)
@@ -311,7 +311,13 @@ class Data:
         ]
 
     def group(
-        self, ids: list[int], asked: Draws, tokens: int | None, salt: str | None, priority: int | None, more: dict[str, Any]
+        self,
+        ids: list[int],
+        asked: VllmSampling,
+        tokens: int | None,
+        salt: str | None,
+        priority: int | None,
+        more: dict[str, Any],
     ) -> Group:
         """Make and check a group; `tokens`: how many where nobody says, None = all that there is room for. Raises HttpError,
         InvalidRequest."""
@@ -355,12 +361,12 @@ def name_of(given: str | None, field: str = "request_id") -> str | None:
 
 
 async def completion_events(
-    data: Data, groups: list[Group], asked: CompletionRequest, head: dict[str, Any], names: Collection[str]
+    data: CompletionRoutes, groups: list[Group], asked: CompletionRequest, head: dict[str, Any], names: Collection[str]
 ) -> Contents:
     """Yield the events of /v1/completions."""
     firsts = [0, *itertools.accumulate(sampling.n for _, sampling in groups)]
     named: Callable[[int], str] = as_id if asked.return_tokens_as_token_ids else data.text.token
-    spelling = Spelling(skip_special=asked.skip_special_tokens, keep_stop=asked.include_stop_str_in_output)
+    spelling = TextOptions(skip_special=asked.skip_special_tokens, keep_stop=asked.include_stop_str_in_output)
     ended: list[Sample] = []
     lengths: Counter[int] = Counter()
     """characters of the tokens of each choice; a choice that is not in it has not begun"""
@@ -384,7 +390,7 @@ async def completion_events(
         yield head | counted(groups, ended)
 
 
-async def generate_events(data: Data, group: Group, asked: GenerateRequest, name: str) -> Contents:
+async def generate_events(data: CompletionRoutes, group: Group, asked: TokensRequest, name: str) -> Contents:
     """Yield the events of /inference/v1/generate."""
     ended: list[Sample] = []
     async with aclosing(data.children([group], [None], [{name}])) as new:

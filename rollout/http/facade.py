@@ -15,11 +15,11 @@ from rollout.client.api import RolloutClient
 from rollout.config import InputError
 from rollout.http import metrics
 from rollout.http.adapters import AdapterRoutes
+from rollout.http.app import App, BodyReader, Handler, RequestLimits, Route
 from rollout.http.chat import Chat
-from rollout.http.control import Control
-from rollout.http.data import Data, Overlong
+from rollout.http.control import ControlRoutes
+from rollout.http.data import CompletionRoutes, Overlong
 from rollout.http.errors import HttpError
-from rollout.http.frame import App, Bodies, Bounds, Handler, Route
 from rollout.http.hosts import LOOPBACK, check_names, named
 from rollout.http.prompt_pool import PromptPool
 from rollout.http.server import listen, serve, server_of
@@ -44,7 +44,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
     """of the model, () = the service's own"""
     overlong: Overlong = "refuse"
-    bounds: Bounds = Bounds()
+    bounds: RequestLimits = RequestLimits()
 
     def __post_init__(self) -> None:
         """Raises ValueError for an address that would be open to everybody, or that is none."""
@@ -69,9 +69,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 def apps(upstream: Upstream, text: Text, prompts: PromptPool, settings: Settings, url: str) -> tuple[App, App | None]:
     """Make the applications of the main port and, if it has one of its own, of the administrators' port."""
-    bodies, names = Bodies(settings.bounds), settings.names or (upstream.info.model,)
-    data = Data(upstream, text, prompts, names, bodies, settings.bounds, settings.overlong)
-    control, sglang = Control(upstream, bodies), SGLang(data, upstream, bodies, url)
+    bodies, names = BodyReader(settings.bounds), settings.names or (upstream.info.model,)
+    data = CompletionRoutes(upstream, text, prompts, names, bodies, settings.bounds, settings.overlong)
+    control, sglang = ControlRoutes(upstream, bodies), SGLang(data, upstream, bodies, url)
     looks = [*control.looks(), *sglang.looks(), *metrics.routes(upstream, names[0])]
     admin = [*control.routes(), *sglang.routes(), *AdapterRoutes(data, bodies).routes()]
     work = [*data.routes(), *Chat(data).routes()]

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollout.http.frame import Route
+from rollout.http.app import Route
 from rollout.http.upstream import Upstream
 
 Line = tuple[str, str, dict[str, str], float]

@@ -1,7 +1,7 @@
 """The processes that turn prompts into token ids, from the event loop.
 
 A job that exceeds its time or its memory ends its process, and whoever asked gets an error; the next job gets another process.
-Up to `Bounds.prompt_processes` work at a time, each started when it is first needed.
+Up to `RequestLimits.prompt_processes` work at a time, each started when it is first needed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
+from rollout.http.app import RequestLimits
 from rollout.http.errors import HttpError, bad
-from rollout.http.frame import Bounds
-from rollout.http.prompts import Answer, Conversation, Ids, Job, Messages, Refused, Texts, longest_token, reserved_names
+from rollout.http.prompts import Answer, Conversation, Ids, Job, Messages, PromptRefused, Texts, longest_token, reserved_names
 
 
 class PromptPool:
@@ -29,7 +29,7 @@ class PromptPool:
         tokens: that a prompt can have.
     """
 
-    def __init__(self, tokenizer: Any, tokens: int, bounds: Bounds) -> None:
+    def __init__(self, tokenizer: Any, tokens: int, bounds: RequestLimits) -> None:
         self.reserved = reserved_names(tokenizer)
         """names that `chat_template_kwargs` may not hold"""
         self.most_chars = tokens * longest_token(tokenizer)
@@ -81,7 +81,7 @@ class PromptPool:
             answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, data)
         finally:
             self._waiting -= len(data)
-        if isinstance(answer, Refused):
+        if isinstance(answer, PromptRefused):
             raise bad(answer.message, param)
         return answer
 
@@ -120,12 +120,12 @@ class PromptPool:
         """Return the answer to a job that ended its process. Raises HttpError where that was not the job's fault."""
         bounds = self._bounds
         if status == -signal.SIGALRM:
-            return Refused(
+            return PromptRefused(
                 f"the prompt took longer than {bounds.prompt_timeout_s} s to be tokenized (prompt_timeout_s): shorten it"
             )
         if status in (-signal.SIGABRT, -signal.SIGSEGV):  # how a tokenizer ends that gets no memory
             most = bounds.prompt_memory_bytes >> 20
-            return Refused(f"the prompt needs more than {most} MiB to be tokenized (prompt_memory_bytes): shorten it")
+            return PromptRefused(f"the prompt needs more than {most} MiB to be tokenized (prompt_memory_bytes): shorten it")
         raise HttpError(503, f"the process that tokenizes ended with status {status}; try again")
 
     def close(self) -> None:

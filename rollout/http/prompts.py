@@ -47,13 +47,13 @@ class Ids(msgspec.Struct, frozen=True, tag=True):
     behind: bool = False
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class PromptRefused(msgspec.Struct, frozen=True, tag=True):
     """The job cannot be done; the reason is for whoever asked."""
 
     message: str
 
 
-Answer = Ids | Refused
+Answer = Ids | PromptRefused
 
 
 class Refusal(ValueError):
@@ -97,12 +97,12 @@ class Prompts:
                 return Ids([self._encode(behind, False)], behind=True)
             return Ids([self._encode(self._render(job.messages, job.template, job.generate), False)])
         except MemoryError:
-            return Refused("the prompt needs more memory than it may have")
+            return PromptRefused("the prompt needs more memory than it may have")
         except Refusal as error:
-            return Refused(str(error))
+            return PromptRefused(str(error))
         except Exception as error:  # templates are programs of their own and raise what they like
             by = "tokenizer refused the text" if isinstance(job, Texts) else "chat template refused the messages"
-            return Refused(f"the {by}: {str(error)[:1000] or type(error).__name__}")
+            return PromptRefused(f"the {by}: {str(error)[:1000] or type(error).__name__}")
 
     def _encode(self, text: str, special: bool) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]

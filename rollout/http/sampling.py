@@ -39,7 +39,7 @@ NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", ())
 SALT = re.compile(r"(?:^|\D)(\d{1,18})$")
 
 
-class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CommonSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters that vLLM and SGLang call by the same name, as JSON. A null is the default."""
 
     n: int | None = None
@@ -59,7 +59,7 @@ class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     spaces_between_special_tokens: bool | None = None
 
 
-class Draws(Common, kw_only=True, forbid_unknown_fields=True):
+class VllmSampling(CommonSampling, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters that vLLM's routes have in common."""
 
     seed: int | None = None
@@ -91,7 +91,7 @@ class Draws(Common, kw_only=True, forbid_unknown_fields=True):
     """of an answer's routed experts, which are not there (verifiers sends it in any case)"""
 
 
-class SGLangDraws(Common, kw_only=True, forbid_unknown_fields=True):
+class SGLangSampling(CommonSampling, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of SGLang."""
 
     max_new_tokens: int | None = None
@@ -150,7 +150,7 @@ def max_tokens_of(asked: int | None, default: int | None, prompt_tokens: int, co
     return min(left if default is None else default, left, limits.max_tokens)
 
 
-def sampling_of(asked: Draws, max_tokens: int, special: Special, **more: Any) -> Sampling:
+def sampling_of(asked: VllmSampling, max_tokens: int, special: Special, **more: Any) -> Sampling:
     """Make the sampling that vLLM's parameters ask for; `more`: further fields. Raises HttpError."""
     fields = common_fields(asked, special)
     if (asked.prompt_logprobs or 0) < 0:
@@ -160,13 +160,13 @@ def sampling_of(asked: Draws, max_tokens: int, special: Special, **more: Any) ->
     return Sampling(max_tokens=max_tokens, min_tokens=asked.min_tokens or 0, seed=asked.seed, **fields, **more)
 
 
-def sglang_sampling_of(params: SGLangDraws, max_tokens: int, special: Special, **more: Any) -> Sampling:
+def sglang_sampling_of(params: SGLangSampling, max_tokens: int, special: Special, **more: Any) -> Sampling:
     """Make the sampling that SGLang's parameters ask for; `more`: further fields. Raises HttpError."""
     fields = common_fields(params, special)
     return Sampling(max_tokens=max_tokens, min_tokens=params.min_new_tokens or 0, seed=params.sampling_seed, **fields, **more)
 
 
-def common_fields(asked: Common, special: Special) -> dict[str, Any]:
+def common_fields(asked: CommonSampling, special: Special) -> dict[str, Any]:
     """Return the fields of `Sampling` that both dialects ask for in the same way. Raises HttpError."""
     refuse_what_is_not_there(asked)
     stop_ids, stop = stops(asked.stop, asked.stop_token_ids, special)

@@ -1,7 +1,7 @@
 """Sockets, connections and a graceful end, around uvicorn.
 
-uvicorn bounds how long a connection may idle between two requests. `Connection` adds what it lacks: how long the head of a
-request may take, how large it may be, and how many connections there are, each refused in the dialect's form.
+uvicorn bounds how long a connection may idle between two requests. `LimitedConnection` also bounds how long the head of a
+request may take, how large it may be, and how many connections there are; each is refused in the dialect's form.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rollout.config import InputError
+from rollout.http.app import GONE, App, RequestLimits
 from rollout.http.errors import body_of
-from rollout.http.frame import GONE, App, Bounds
 
 MAX_HEAD_BYTES = 65_536
 LOOK_S = 0.25
@@ -35,10 +35,10 @@ def refusal(status: int, message: str) -> bytes:
     return head.encode() + b"connection: close\r\n\r\n" + body
 
 
-class Connection(HttpToolsProtocol):  # type: ignore[misc]
+class LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
     """One connection. Subclasses say the `bounds`."""
 
-    bounds: Bounds
+    bounds: RequestLimits
     _gone: asyncio.Future[None]
     _in_head = True
     _head_bytes = 0
@@ -138,7 +138,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
             self.transport.close()
 
 
-class Server(uvicorn.Server):  # type: ignore[misc]
+class HttpServer(uvicorn.Server):  # type: ignore[misc]
     """One port. Signals are the process's, which may have two."""
 
     @contextmanager
@@ -160,9 +160,9 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def server_of(app: App, bounds: Bounds) -> Server:
+def server_of(app: App, bounds: RequestLimits) -> HttpServer:
     """Make the server of an application."""
-    protocol: Any = type("BoundConnection", (Connection,), {"bounds": bounds})
+    protocol: Any = type("BoundConnection", (LimitedConnection,), {"bounds": bounds})
     config = uvicorn.Config(
         app,
         http=protocol,
@@ -177,10 +177,12 @@ def server_of(app: App, bounds: Bounds) -> Server:
         timeout_keep_alive=int(bounds.idle_timeout_s),
         timeout_graceful_shutdown=math.ceil(bounds.grace_s) + AFTER_ABORT_S,
     )
-    return Server(config)
+    return HttpServer(config)
 
 
-async def serve(servers: Sequence[tuple[Server, socket.socket]], stop: asyncio.Event, bounds: Bounds, end: Any) -> None:
+async def serve(
+    servers: Sequence[tuple[HttpServer, socket.socket]], stop: asyncio.Event, bounds: RequestLimits, end: Any
+) -> None:
     """Serve until `stop`. Requests then have `bounds.grace_s` to finish; `end` is called for those that have not."""
     running = [asyncio.create_task(server.serve([bound])) for server, bound in servers]
     stopped = asyncio.create_task(stop.wait())

@@ -18,13 +18,13 @@ from starlette.responses import Response
 
 from engine.types import KVPolicy, Sample, Sampling
 from rollout.http.answers import json, tops
+from rollout.http.app import Answer, BodyReader, EventStream, Route, only_parameters, unless_gone
 from rollout.http.control import FILES, load_folder, refusing, wake
-from rollout.http.data import Data, name_of
+from rollout.http.data import CompletionRoutes, name_of
 from rollout.http.errors import bad, not_served
-from rollout.http.frame import Answer, Bodies, Events, Route, only_parameters, unless_gone
-from rollout.http.pieces import Piece, Spelling
-from rollout.http.sampling import NEUTRAL, SGLangDraws, max_tokens_of, sglang_sampling_of, top_logprobs_of
+from rollout.http.sampling import NEUTRAL, SGLangSampling, max_tokens_of, sglang_sampling_of, top_logprobs_of
 from rollout.http.streams import Contents
+from rollout.http.text_stream import TextChunk, TextOptions
 from rollout.http.upstream import Upstream
 
 NEW_TOKENS = 128
@@ -47,7 +47,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     input_ids: list[int | list[int]] | None = None
     text: str | list[str] | None = None
-    sampling_params: SGLangDraws | list[SGLangDraws] | None = None
+    sampling_params: SGLangSampling | list[SGLangSampling] | None = None
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
@@ -78,13 +78,13 @@ class UpdateFromDisk(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     token_step: int = 0
 
 
-class Pause(msgspec.Struct, forbid_unknown_fields=True):
+class PauseRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Body of /pause_generation."""
 
     mode: str = "abort"
 
 
-class Abort(msgspec.Struct, forbid_unknown_fields=True):
+class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Body of /abort_request."""
 
     rid: str | None = None
@@ -92,13 +92,13 @@ class Abort(msgspec.Struct, forbid_unknown_fields=True):
     abort_message: str | None = None
 
 
-class Tags(msgspec.Struct, forbid_unknown_fields=True):
+class MemoryTags(msgspec.Struct, forbid_unknown_fields=True):
     """Body of /release_memory_occupation and /resume_memory_occupation."""
 
     tags: list[str] | None = None
 
 
-class Asked:
+class SGLangPrompt:
     """One prompt of a request to /generate, and how its samples are described.
 
     Args:
@@ -107,7 +107,12 @@ class Asked:
     """
 
     def __init__(
-        self, group: tuple[np.ndarray, Sampling], params: SGLangDraws, asked: GenerateRequest, name: str, data: Data
+        self,
+        group: tuple[np.ndarray, Sampling],
+        params: SGLangSampling,
+        asked: GenerateRequest,
+        name: str,
+        data: CompletionRoutes,
     ) -> None:
         self.group, self.name = group, name
         self.score: Sample | None = None
@@ -115,8 +120,8 @@ class Asked:
         self._params, self._asked, self._data = params, asked, data
 
     @property
-    def spelling(self) -> Spelling:
-        return Spelling(skip_special=self._params.skip_special_tokens, keep_stop=self._params.no_stop_trim)
+    def spelling(self) -> TextOptions:
+        return TextOptions(skip_special=self._params.skip_special_tokens, keep_stop=self._params.no_stop_trim)
 
     def answer(self, sample: Sample, index: int | None = None) -> dict[str, Any]:
         """Describe a sample. `index`: among all that the request gets; None = among its group's."""
@@ -140,7 +145,7 @@ class Asked:
             meta["output_top_logprobs"] = [[[logprob, id, None] for id, logprob in top] for top in tops(sample)]
         return {"text": text, "output_ids": ids, "meta_info": meta, "index": sample.index if index is None else index}
 
-    def part(self, so_far: list[Piece], index: int) -> dict[str, Any]:
+    def part(self, so_far: list[TextChunk], index: int) -> dict[str, Any]:
         """Describe what there is of a child that runs."""
         ids = [id for piece in so_far for id in piece.ids]
         meta = self._meta(ids, self._data.upstream.version) | {"finish_reason": None}
@@ -164,9 +169,9 @@ class SGLang:
         url: of this facade: it is its own router, with itself as the one worker.
     """
 
-    def __init__(self, data: Data, upstream: Upstream, bodies: Bodies, url: str) -> None:
+    def __init__(self, data: CompletionRoutes, upstream: Upstream, bodies: BodyReader, url: str) -> None:
         self._data, self.upstream, self.bodies, self._url = data, upstream, bodies, url
-        kinds = (GenerateRequest, UpdateFromDisk, Pause, Abort, Tags)
+        kinds = (GenerateRequest, UpdateFromDisk, PauseRequest, AbortRequest, MemoryTags)
         self._decoders: dict[Any, Any] = {kind: msgspec.json.Decoder(kind) for kind in kinds}
 
     def looks(self) -> list[Route]:
@@ -206,9 +211,9 @@ class SGLang:
             raise bad(f"{len(params)} sampling_params for {len(prompts)} prompts: must be as many, or one", "sampling_params")
         names = names_of(asked.rid, len(prompts))
         wanted = [
-            Asked(
-                self._group(ids, own or SGLangDraws(), asked),
-                own or SGLangDraws(),
+            SGLangPrompt(
+                self._group(ids, own or SGLangSampling(), asked),
+                own or SGLangSampling(),
                 asked,
                 name or self._data.id("gen"),
                 self._data,
@@ -222,7 +227,7 @@ class SGLang:
             for one, score in zip(wanted, scores, strict=True):
                 one.score = score
         if asked.stream:
-            return Events(request, sglang_events(self._data, wanted))
+            return EventStream(request, sglang_events(self._data, wanted))
         children = await unless_gone(request, self.upstream.generate(groups, [[one.name] for one in wanted]))
         answers = [one.answer(sample) for one, samples in zip(wanted, children, strict=True) for sample in samples]
         return json(answers if batched or len(answers) > 1 else answers[0])
@@ -249,7 +254,7 @@ class SGLang:
             raise bad("input_ids must be token ids, or a list of prompts that are", field)
         return prompts, batched
 
-    def _group(self, ids: list[int], params: SGLangDraws, asked: GenerateRequest) -> tuple[np.ndarray, Sampling]:
+    def _group(self, ids: list[int], params: SGLangSampling, asked: GenerateRequest) -> tuple[np.ndarray, Sampling]:
         info = self.upstream.info
         tokens = max_tokens_of(params.max_new_tokens, NEW_TOKENS, len(ids), info.context, info.limits)
         more = top_logprobs_of(asked.top_logprobs_num or 0, "top_logprobs_num") | self._data.streaming(bool(asked.stream))
@@ -301,7 +306,7 @@ class SGLang:
         )
 
     async def pause(self, request: Request) -> Response:
-        asked: Pause = await self.bodies.decode(request, self._decoders[Pause])
+        asked: PauseRequest = await self.bodies.decode(request, self._decoders[PauseRequest])
         if asked.mode not in ("abort", "in_place", "retract"):
             raise bad(f"mode={asked.mode!r}: must be abort, in_place or retract"[:200], "mode")
         await self.upstream.control(self.upstream.client.pause)
@@ -316,20 +321,20 @@ class SGLang:
         return json({"status": "ok", "success": True})
 
     async def abort(self, request: Request) -> Response:
-        asked: Abort = await self.bodies.decode(request, self._decoders[Abort])
+        asked: AbortRequest = await self.bodies.decode(request, self._decoders[AbortRequest])
         if not asked.abort_all and not asked.rid:
             raise bad("give rid, or abort_all", "rid")
         aborted = self.upstream.abort_own() if asked.abort_all else self.upstream.abort([asked.rid or ""])
         return json({"success": True, "aborted": aborted})
 
     async def release(self, request: Request) -> Response:
-        asked: Tags = await self.bodies.decode(request, self._decoders[Tags])
+        asked: MemoryTags = await self.bodies.decode(request, self._decoders[MemoryTags])
         if asked.tags:
             raise not_served("tags", "leave it out: weights and KV go together, and may come back apart", "tags")
         return json({"success": True, "freed_bytes": await self.upstream.control(self.upstream.client.sleep)})
 
     async def take_back(self, request: Request) -> Response:
-        asked: Tags = await self.bodies.decode(request, self._decoders[Tags])
+        asked: MemoryTags = await self.bodies.decode(request, self._decoders[MemoryTags])
         await wake(self.upstream, asked.tags)
         return json({"success": True})
 
@@ -374,11 +379,11 @@ def finish_reason(sample: Sample, ids: list[int]) -> dict[str, Any]:
     return {"type": "abort", "message": f"the sample ended as {sample.finish_reason!r}"}
 
 
-async def sglang_events(data: Data, asked: list[Asked]) -> Contents:
+async def sglang_events(data: CompletionRoutes, asked: list[SGLangPrompt]) -> Contents:
     """Yield the events of SGLang's /generate: all of a child so far, in each."""
     groups = [one.group for one in asked]
     firsts = [0, *accumulate(sampling.n for _, sampling in groups)]
-    so_far: dict[int, list[Piece]] = {}
+    so_far: dict[int, list[TextChunk]] = {}
     sent: Counter[int] = Counter()
     """tokens of each child in its last event"""
     async with aclosing(data.children(groups, [one.spelling for one in asked], [[one.name] for one in asked])) as new:

@@ -1,7 +1,7 @@
 """The service behind the facade, for one event loop.
 
-Groups go through `Asks`. What blocks (status, pause, refresh, sleep) runs in two small pools: looks have one of their own, so
-that a drain of an hour does not hide the service's health.
+Groups go through `RequestQueue`. Blocking calls (status, pause, refresh, sleep) run in two small thread pools, one of them for
+reads alone, so that a drain of an hour does not hide the service's health.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from engine.types import Chunk, Group, KVPolicy, Sample, Sampling
+from engine.types import Group, KVPolicy, Sample, Sampling, TokenChunk
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
-from rollout.http.asks import Ask, Asks, Part, Submit
 from rollout.http.errors import HttpError
+from rollout.http.requests import Part, PromptRequest, RequestQueue, Submit
 from transport.errors import Busy, InvalidRequest
 from transport.messages import Welcome
 
@@ -59,7 +59,7 @@ class Upstream:
         self.adapter: LoadedAdapter | None = None
         """as far as it came through this process"""
         self._loop = asyncio.get_running_loop()
-        self._asks = Asks(client)
+        self._asks = RequestQueue(client)
         self._live: dict[str, int] = {}
         """newest version seen, of the present incarnation"""
         self._looks = ThreadPoolExecutor(1, "rollout-http-look")
@@ -104,7 +104,7 @@ class Upstream:
         `names`: of each group, by which `abort` finds it.
 
         Raises the service's typed error of the first group that fails, HttpError for a child that the service failed on."""
-        return await self._children([Ask(*group, names=own) for group, own in zip(groups, names, strict=True)])
+        return await self._children([PromptRequest(*group, names=own) for group, own in zip(groups, names, strict=True)])
 
     async def parts(self, groups: Sequence[Wanted], names: Names) -> AsyncGenerator[tuple[int, Part], None]:
         """Sample groups that were checked, and yield tokens of their children as they come, each with the number of its group;
@@ -115,11 +115,11 @@ class Upstream:
         fresh = asyncio.Event()
 
         def tell(number: int, part: Part | None) -> None:
-            if not isinstance(part, Chunk) or len(come) < MAX_WAITING_PARTS:
+            if not isinstance(part, TokenChunk) or len(come) < MAX_WAITING_PARTS:
                 come.append((number, part))
                 fresh.set()
 
-        asks = [Ask(*group, partial(tell, i), own) for i, (group, own) in enumerate(zip(groups, names, strict=True))]
+        asks = [PromptRequest(*group, partial(tell, i), own) for i, (group, own) in enumerate(zip(groups, names, strict=True))]
         running = len(asks)
         try:
             self._asks.open(asks)
@@ -145,14 +145,14 @@ class Upstream:
         def submit(prompt: np.ndarray, sampling: Sampling) -> Handle:
             return self.client.submit_score(prompt[:1], [prompt[1:]], sampling)
 
-        asks = [Ask(prompt, sampling) for prompt in prompts if len(prompt) > 1]
+        asks = [PromptRequest(prompt, sampling) for prompt in prompts if len(prompt) > 1]
         scored = iter(await self._children(asks, submit))
         samples = [next(scored)[0] if len(prompt) > 1 else None for prompt in prompts]
         if any(sample is not None and sample.finish_reason != "scored" for sample in samples):
             raise HttpError(503, "somebody ended all requests before this prompt was scored; try again")
         return samples
 
-    async def _children(self, asks: Sequence[Ask], submit: Submit | None = None) -> list[list[Sample]]:
+    async def _children(self, asks: Sequence[PromptRequest], submit: Submit | None = None) -> list[list[Sample]]:
         """Await what is asked for; cancelled, cancel it."""
         try:
             self._asks.open(asks, submit)

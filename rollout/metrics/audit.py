@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.types import Group, Sample
-from engine.weights.offload import Streamed
+from engine.weights.offload import OffloadedModel
 from rollout.config import TrackingConfig
 from rollout.exact import sample_logprobs
 from rollout.metrics.meters import Row
@@ -43,7 +43,7 @@ class Audit:
         module: PreTrainedModel,
         config: TrackingConfig,
         clock: Callable[[], float] = time.perf_counter,
-        streamed: Streamed | None = None,
+        streamed: OffloadedModel | None = None,
         ready: Callable[[], bool] = lambda: True,
     ) -> None:
         assert config.audit_every > 0

@@ -8,8 +8,8 @@ from engine.types import Group, Limits, Sampling
 from rollout.service.engine_api import EngineLike
 from rollout.service.session import Session
 from transport import messages as m
-from transport.begun import unpack_begun
 from transport.errors import Busy, InvalidRequest, LimitExceeded, VersionMismatch
+from transport.partial import unpack_begun
 from transport.weights import capabilities
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from engine.types import Adapter, Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Served, Tag, TensorInfo
+from engine.types import Adapter, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Served, Tag, TensorInfo, TokenChunk
 from transport.weights.ends import LiveTensors, LiveWeights
 
 
@@ -38,7 +38,7 @@ class StagingLike(Protocol):
     def close(self) -> None: ...
 
 
-class BaseLike(Protocol):
+class AdapterBaseLike(Protocol):
     """What the service needs of `engine.weights.lora.Base`."""
 
     @property
@@ -58,7 +58,7 @@ class WeightsLike(LiveWeights, Protocol):
     """the newest that were served before a restart: their version is given to no others"""
 
     @property
-    def base(self) -> BaseLike: ...
+    def base(self) -> AdapterBaseLike: ...
     @property
     def own(self) -> OwnTensors | None:
         """What this process serves from; None: a front, whose replicas do."""
@@ -92,7 +92,7 @@ class EngineLike(Protocol):
     def submit(self, group: Group, client: str = "") -> None: ...
     def step(self) -> list[Sample]: ...
     def abort(self, group_id: str, index: int | None = None) -> list[Sample]: ...
-    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[Chunk]: ...
+    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]: ...
     def status(self) -> dict[str, object]: ...
     @property
     def weights(self) -> WeightsLike: ...

@@ -31,7 +31,7 @@ import msgspec
 from engine.types import FinishReason, Served
 from rollout.config import InputError
 from rollout.logs import logger
-from rollout.service.record import Record
+from rollout.service.persistence import Persistence
 from transport.errors import RolloutError
 from transport.frames import Frame
 
@@ -67,7 +67,7 @@ class Meta(msgspec.Struct, frozen=True):
     starts: int
 
 
-class KeptSession(NamedTuple):
+class JournaledSession(NamedTuple):
     key: str
     id: str
     name: str
@@ -91,7 +91,7 @@ class SampleRow(NamedTuple):
     frames: bytes | None
 
 
-class KeptGroup(NamedTuple):
+class JournaledGroup(NamedTuple):
     key: str
     session: str
     engine_id: str
@@ -105,7 +105,7 @@ class KeptGroup(NamedTuple):
     """children that have ended, by index: how, and the SampleDone, unless it was acked"""
 
 
-class Journal(Record):
+class Journal(Persistence):
     """One file, one service at a time. `model`: what is served.
 
     Raises InputError for a file that is no journal, is damaged, of another version or model, or in use."""
@@ -182,7 +182,7 @@ class Journal(Record):
             self.commit(live)
 
     def commit(self, live: Served) -> None:
-        """Write as `Record.commit` says. Raises sqlite3.Error: a service that can keep nothing must not go on as if it did."""
+        """Write as `Persistence.commit` says. Raises sqlite3.Error: a service that cannot write must stop."""
         if self._newest(live):
             self.weights = live
             self._writes.append(("UPDATE meta SET value = ? WHERE name = 'weights'", (live.version,)))
@@ -215,16 +215,16 @@ class Journal(Record):
             why = error.message if isinstance(error, RolloutError) else str(error)
             raise InputError(f"journal {self._path}: {what} is damaged ({why}): {WAY_OUT}") from None
 
-    def sessions(self) -> Iterator[KeptSession]:
+    def sessions(self) -> Iterator[JournaledSession]:
         """Yield the sessions that were open, in the order of their numbers. Raises InputError."""
         with self.reading("table sessions"):
             rows = self._db.execute("SELECT key, id, name, number FROM sessions ORDER BY number").fetchall()
         for row in rows:
             with self.reading(f"table sessions, row {row[:2]}"):
-                session = msgspec.convert(row, KeptSession)
+                session = msgspec.convert(row, JournaledSession)
             yield session
 
-    def groups(self) -> Iterator[KeptGroup]:
+    def groups(self) -> Iterator[JournaledGroup]:
         """Yield the groups of these sessions, in the order of their acceptance. Raises InputError."""
         with self.reading("table groups"):
             rows = self._db.execute(GROUPS).fetchall()
@@ -234,7 +234,7 @@ class Journal(Record):
                 submit = _unpacked(group.submit)
             ended = self._ended(group.engine_id)
             live, age_s = Served(group.version, group.digest), max(0.0, time.time() - group.at)
-            yield KeptGroup(group.key, group.session, group.engine_id, submit, group.seed, live, age_s, ended)
+            yield JournaledGroup(group.key, group.session, group.engine_id, submit, group.seed, live, age_s, ended)
 
     def _ended(self, engine_id: str) -> dict[int, tuple[FinishReason, list[Frame] | None]]:
         """Read the children of a group that have ended."""

@@ -25,17 +25,17 @@ from rollout.service.access import REVOKED, Access
 from rollout.service.admission import check_hello, welcome
 from rollout.service.as_json import to_json
 from rollout.service.clock import LoopClock
-from rollout.service.closing import end_groups, say_closing
-from rollout.service.controls import Controls
 from rollout.service.engine_api import EngineLike, live_of
-from rollout.service.inbox import Inbox
 from rollout.service.journal import Journal
-from rollout.service.record import Record
+from rollout.service.lifecycle import Lifecycle
+from rollout.service.persistence import Persistence
+from rollout.service.receiver import Receiver
 from rollout.service.refresh import Refreshes
 from rollout.service.restoring import restore
 from rollout.service.running import Running, described
 from rollout.service.session import GATHER_S, Session, Sessions
-from rollout.service.watchdog import Watch
+from rollout.service.shutdown import end_groups, say_closing
+from rollout.service.watchdog import LoopPhase
 from transport import messages as m
 from transport.errors import NoSession
 from transport.frames import pack
@@ -89,25 +89,25 @@ class Service:
         linger_s: float = 2.0,
         lease_s: float = 30.0,
         tracker: Tracker | None = None,
-        watch: Watch | None = None,
+        watch: LoopPhase | None = None,
     ) -> None:
         if (endpoint is None) == (transport is None):
             raise ValueError("give an endpoint or a transport, one of the two")
         if client_grace_s < MIN_GRACE_S:
             raise ValueError(f"client_grace_s={client_grace_s}: at least {MIN_GRACE_S}, clients send a heartbeat every second")
-        self._record = Record() if journal is None else journal
+        self._record = Persistence() if journal is None else journal
         self.incarnation = secrets.token_hex(8) if journal is None else journal.incarnation
         self._starts = 0 if journal is None else journal.starts
         self._engine = engine
         self._limits = limits or engine.limits
         self._transport = transport if transport is not None else ServiceEnd(str(endpoint), self._limits, keys)
         self._grace_s, self._linger_s = client_grace_s, linger_s
-        self.watch = watch if watch is not None else Watch()
+        self.watch = watch if watch is not None else LoopPhase()
         self._access = Access(self._transport.keys)
         self._sessions = Sessions(self._limits.max_clients, self._record)
-        self._inbox = Inbox(self._transport, self._limits, self._access, self._sessions, self._handle)
+        self._inbox = Receiver(self._transport, self._limits, self._access, self._sessions, self._handle)
         self._refreshes = Refreshes(engine, lease_s, self.watch)
-        self._controls = Controls(engine)
+        self._controls = Lifecycle(engine)
         self._tracker = tracker if tracker is not None else Tracker()
         self._running, self._unsent = Running(engine, self._tracker, self._limits, max_outbox_bytes), False
         """unsent: a connection takes more than it was sent at once"""
@@ -307,7 +307,7 @@ def first(sessions: Sessions, wanted: Callable[[Session], bool]) -> Session | No
     return next((session for session in sessions if wanted(session)), None)
 
 
-def to_record(engine: EngineLike, record: Record) -> Served:
+def to_record(engine: EngineLike, record: Persistence) -> Served:
     """Return the live weights, for a record that keeps them."""
     return live_of(engine) if record.lasting else NONE_SERVED
 

@@ -21,14 +21,14 @@ from typing import Any
 import msgspec
 
 from engine.types import Adapter, Refreshed
-from engine.types import WrongBase as OtherBase
+from engine.types import BaseMismatch as OtherBase
 from rollout.logs import logger
 from rollout.service.as_json import to_json
 from rollout.service.ended import EndedRefresh, EndedRefreshes, check_commit
 from rollout.service.engine_api import EngineLike, StagingLike
-from rollout.service.live_reads import LiveReads
 from rollout.service.session import Session
-from rollout.service.watchdog import Watch
+from rollout.service.watchdog import LoopPhase
+from rollout.service.weight_reader import WeightReader
 from transport import messages as m
 from transport.errors import Busy, GroupFailed, RolloutError, WeightsRefused, WrongBase, copy_of
 from transport.frames import pack
@@ -89,7 +89,7 @@ class Refreshes:
     """Written by the service's loop only. `lease_s`: a client that says nothing about its push for so long has given it up.
     `watch`: is told when weights are exchanged."""
 
-    def __init__(self, engine: EngineLike, lease_s: float, watch: Watch) -> None:
+    def __init__(self, engine: EngineLike, lease_s: float, watch: LoopPhase) -> None:
         self._engine = engine
         self._watch = watch
         self._lease_s = lease_s
@@ -97,7 +97,7 @@ class Refreshes:
         self._last: Refreshed | None = None
         self._segment = SegmentView()
         self._ended = EndedRefreshes()
-        self._reads = LiveReads(engine)
+        self._reads = WeightReader(engine)
         self._credit, self._credited = DOSE_S, time.perf_counter()
 
     @property

@@ -13,8 +13,8 @@ from engine.types import FinishReason, Group, Limits, Sample
 from rollout.logs import logger
 from rollout.service.admission import checked_group
 from rollout.service.engine_api import EngineLike
-from rollout.service.journal import Journal, KeptGroup
-from rollout.service.names import number_of
+from rollout.service.group_names import number_of
+from rollout.service.journal import Journal, JournaledGroup
 from rollout.service.running import Running
 from rollout.service.session import HeldGroup, Session, Sessions
 from transport import messages as m
@@ -58,7 +58,7 @@ def restore(journal: Journal, sessions: Sessions, running: Running, engine: Engi
     log.info("journal read sessions=%d groups=%d samples=%d starts=%d", len(list(sessions)), groups, samples, journal.starts)
 
 
-def session_of(sessions: Sessions, group: KeptGroup) -> Session:
+def session_of(sessions: Sessions, group: JournaledGroup) -> Session:
     """Find the session of a group. Raises ValueError."""
     try:
         return sessions.of(group.key, group.session)
@@ -66,7 +66,7 @@ def session_of(sessions: Sessions, group: KeptGroup) -> Session:
         raise ValueError(f"its session {group.session!r} is not there") from None
 
 
-def submit_of(group: KeptGroup) -> m.Submit:
+def submit_of(group: JournaledGroup) -> m.Submit:
     """Return the Submit that a group came by. Raises ProtocolError, ValueError."""
     submit = Decoder[m.ClientMessage](m.ClientMessage, TAKEN_BEFORE).unpack(group.submit)
     if not isinstance(submit, m.Submit):
@@ -88,7 +88,7 @@ def sample_of(frames: Sequence[Frame] | None, index: int, group: Group) -> Sampl
     return done.sample
 
 
-def rest(whole: Group, kept: KeptGroup) -> Group:
+def rest(whole: Group, kept: JournaledGroup) -> Group:
     """Make the group of those children that have not ended: under the same seed, with what is left of its time and of the
     children that must end by themselves."""
     left = tuple(index for index in whole.wanted if index not in kept.ended)

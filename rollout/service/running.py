@@ -18,7 +18,7 @@ from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
 from rollout.service.admission import check_room, checked_group
 from rollout.service.engine_api import EngineLike, live_of
-from rollout.service.names import engine_name, number_of
+from rollout.service.group_names import engine_name, number_of
 from rollout.service.session import HeldGroup, Session, without_tokens
 from transport import messages as m
 from transport.errors import GroupFailed, IdConflict, InvalidRequest, RolloutError, StaleWeights

@@ -20,8 +20,8 @@ import numpy as np
 from engine.types import Sample
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike
-from rollout.service.names import Names
-from rollout.service.record import Record
+from rollout.service.group_names import GroupNames
+from rollout.service.persistence import Persistence
 from rollout.service.streaming import Streaming
 from transport.errors import Busy
 from transport.frames import Frame, frame_bytes, pack
@@ -56,7 +56,7 @@ class HeldGroup:
     """indices of its children"""
     ended: int = 0
     acked: int = 0
-    unacked: dict[int, Kept] = field(default_factory=dict)
+    unacked: dict[int, UnackedSample] = field(default_factory=dict)
     """the ended children, by index, until the client has them"""
 
     @property
@@ -69,7 +69,7 @@ class HeldGroup:
         return self.ended < self.n
 
 
-class Kept(NamedTuple):
+class UnackedSample(NamedTuple):
     """A child that has ended, and that the client may not have."""
 
     held: HeldGroup
@@ -81,10 +81,10 @@ class Kept(NamedTuple):
 class Session:
     """One client. `peer` is its connection at the moment, None while it has none. `key`: of its client, "" without keys."""
 
-    def __init__(self, id: str, name: str, number: int, key: str = "", record: Record | None = None) -> None:
+    def __init__(self, id: str, name: str, number: int, key: str = "", record: Persistence | None = None) -> None:
         self.id = id
         self.key = key
-        self.record = Record() if record is None else record
+        self.record = Persistence() if record is None else record
         self.name = name
         self.number = number
         self.peer: bytes | None = None
@@ -102,14 +102,14 @@ class Session:
         self._reported_bytes = 0
         """how much of that the client was told"""
         self.streaming = Streaming()
-        self.names = Names(number)
+        self.names = GroupNames(number)
         self.groups: dict[str, HeldGroup] = {}
         self.samples = 0
         """sum of n over `groups`"""
         self.unacked_bytes = 0
         self.batches = self.gathers = False
         """it takes many samples in one message; these may wait for each other"""
-        self._queue: deque[Kept | list[Frame]] = deque()
+        self._queue: deque[UnackedSample | list[Frame]] = deque()
         """samples, and frames of replies"""
         self._packed: list[Frame] = []
         """the samples that are sent next, once the connection takes them"""
@@ -203,7 +203,7 @@ class Session:
 
     def keep(self, held: HeldGroup, sample: Sample) -> None:
         """Queue a child that has ended."""
-        kept = held.unacked[sample.index] = Kept(held, sample, kept_bytes(sample))
+        kept = held.unacked[sample.index] = UnackedSample(held, sample, kept_bytes(sample))
         self._queue.append(kept)
         self.unacked_bytes += kept.size
 
@@ -293,9 +293,9 @@ def named(sample: Sample, group_id: str) -> Sample:
 class Sessions:
     """All clients, by key and session id, and by connection."""
 
-    def __init__(self, most: int, record: Record | None = None) -> None:
+    def __init__(self, most: int, record: Persistence | None = None) -> None:
         self._most = most
-        self._record = Record() if record is None else record
+        self._record = Persistence() if record is None else record
         self._by_id: dict[tuple[str, str], Session] = {}
         self._by_peer: dict[bytes, Session] = {}
         self._made = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.types import Chunk, Group
+from engine.types import Group, TokenChunk
 from rollout.service.engine_api import EngineLike
 from transport.messages import Progress
 from transport.progress import pack_progress
@@ -22,7 +22,7 @@ MOST_UNREAD = 2
 
 
 @dataclass(slots=True)
-class Streamed:
+class StreamedGroup:
     """What a client was told of a group."""
 
     engine_id: str
@@ -37,7 +37,7 @@ class Streaming:
     """Of one client. Written by the service's loop only."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, Streamed] = {}
+        self._groups: dict[str, StreamedGroup] = {}
         """by the client's name for them; the one told longest ago first"""
         self._sent = self._read = 0
         """numbers of the last Progress on this connection: made, and read by the client"""
@@ -46,7 +46,7 @@ class Streaming:
         """Stream a group that the engine has taken, if it asks for that."""
         if every := group.sampling.stream_every:
             begun = {child.index: len(child.token_ids) for child in group.begun}
-            self._groups[group_id] = Streamed(group.id, every, begun, begun.copy())
+            self._groups[group_id] = StreamedGroup(group.id, every, begun, begun.copy())
 
     def drop(self, group_id: str) -> None:
         """Forget a group that has ended or is not wanted any more."""
@@ -66,7 +66,7 @@ class Streaming:
         """Gather what is new in enough tokens, unless too much waits to be read. None: nothing to send."""
         if not self._groups or self._sent - self._read >= MOST_UNREAD:
             return None
-        room, found = MOST_TOKENS, dict[str, list[Chunk]]()
+        room, found = MOST_TOKENS, dict[str, list[TokenChunk]]()
         for group_id, streamed in self._groups.items():
             if room <= 0:
                 break

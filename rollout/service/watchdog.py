@@ -31,7 +31,7 @@ LOOKS_A_STALL = 4
 log = logger("rollout.service.watchdog")
 
 
-class Watch:
+class LoopPhase:
     """Notes which part of its turn a loop is in. Written by the loop's thread only, with the time of the call.
 
     Args:
@@ -124,7 +124,7 @@ class Watchdog:
         exit_s: seconds in one part of a turn after which the process ends; None = never.
     """
 
-    def __init__(self, watch: Watch, exit_s: float | None = None) -> None:
+    def __init__(self, watch: LoopPhase, exit_s: float | None = None) -> None:
         self._watch = watch
         self._exit_s = exit_s
         self._loop = threading.get_ident()

@@ -19,7 +19,7 @@ from engine.cpu.attention import NativeAttention
 from engine.cpu.build import NativeUnavailable
 from engine.cpu.isa import EMULATED, here, isa_of
 from engine.cpu.isa import best as best_isa
-from engine.devices import Capacity, CpuDevice, choose_backend
+from engine.devices import CpuDevice, StepCapacity, choose_backend
 from engine.forward.reference import ReferenceAttention
 from tests.support.paged import (
     BF16,
@@ -40,7 +40,7 @@ from tests.support.paged import (
     whole,
 )  # fmt: skip
 
-ANY = Capacity(16, 1, 1, 1, 1, 16, 2)
+ANY = StepCapacity(16, 1, 1, 1, 1, 16, 2)
 HERE = [isa for isa in here() if isa not in EMULATED]
 """attention has no tile instructions: what is emulated is avx512_bf16"""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.cpu.decoder import Echo, NativeDecoder
+from engine.cpu.decoder import EchoAttention, NativeDecoder
 from engine.cpu.isa import here
 from engine.cpu.products import plain_products
 from engine.forward.model import Model
@@ -68,7 +68,7 @@ def batch(rows: int, vocabulary: int = 208) -> SimpleNamespace:
 @torch.inference_mode()
 def logits(served: Model, rows: int, transformers: bool = False) -> torch.Tensor:
     forward = served.forward_transformers if transformers else served.forward
-    return forward(batch(rows), None, Echo())  # type: ignore[arg-type]
+    return forward(batch(rows), None, EchoAttention())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -101,7 +101,7 @@ def test_a_row_is_the_same_in_any_company(isa: str) -> None:
             setattr(lone, field, getattr(lone, field)[:, i : i + 1])
         lone.num_tokens, lone.logits_at, lone.num_logits = 1, torch.zeros(1, dtype=torch.long), 1
         with torch.inference_mode():
-            assert torch.equal(served.forward(lone, None, Echo()), all_rows[i : i + 1])  # type: ignore[arg-type]
+            assert torch.equal(served.forward(lone, None, EchoAttention()), all_rows[i : i + 1])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

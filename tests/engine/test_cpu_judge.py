@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.cpu import judge
+from engine.cpu import select_path
 from engine.cpu.decoder import NativeDecoder, NotNative
 from engine.cpu.kernels import choose
 from engine.cpu.products import ExactLinear, products_of
@@ -98,7 +98,7 @@ def test_torch_bits_are_found_out() -> None:
         def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             return products.linear(x.flip(1), weight.flip(1), bias)
 
-    assert not judge.products_like_torch(module, Reversed())  # type: ignore[arg-type]
+    assert not select_path.products_like_torch(module, Reversed())  # type: ignore[arg-type]
 
 
 def test_layers_that_torch_does_not_know_are_refused() -> None:

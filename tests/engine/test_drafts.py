@@ -21,22 +21,22 @@ from engine.scheduling.drafts import (
     PLAIN_EVERY,
     REMEMBERED,
     SHARE,
-    Account,
+    DraftBudget,
     Drafts,
     StepSeconds,
     never_falling,
 )
+from engine.scheduling.ngrams import LONGEST, NgramIndex
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import GroupState
-from engine.scheduling.texts import LONGEST, Texts
 from tests.support.harness import Harness, random_schedule
 from tests.support.plans import commit, launch, rows, small_scheduler, step, submit
 
 PROMPT = -1
 
 
-def texts(*said: list[int], prompt: tuple[int, ...] = (50,)) -> Texts:
-    made = Texts()
+def texts(*said: list[int], prompt: tuple[int, ...] = (50,)) -> NgramIndex:
+    made = NgramIndex()
     made.add(PROMPT, np.array(prompt, np.int32), 1000)
     for index, tokens in enumerate(said):
         made.add(index, tokens, 1000, behind=PROMPT)
@@ -72,7 +72,7 @@ def test_where_a_pair_never_stood_the_last_token_says_what_may_follow() -> None:
 def test_nothing_is_guessed_behind_what_never_stood_there() -> None:
     made = texts([1, 2, 3], [4, 5], [])
     assert made.guess(made.end(1), 3)[0] == made.guess(made.end(2), 3)[0] == ()
-    assert Texts().add(0, [], 10) == -1 and Texts().guess(-1, 3)[0] == ()
+    assert NgramIndex().add(0, [], 10) == -1 and NgramIndex().guess(-1, 3)[0] == ()
 
 
 def test_texts_grow_token_by_token() -> None:
@@ -97,7 +97,7 @@ def test_an_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ── when it pays ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_what_is_right_is_trusted_more() -> None:
-    made = Texts()
+    made = NgramIndex()
     before = made.chances(3, 2)
     for _ in range(50):
         made.learn(3, [True, False])
@@ -157,7 +157,7 @@ def test_what_a_step_takes_as_it_is_comes_first() -> None:
 @pytest.mark.parametrize(("right", "left"), [(0, FIRST - 4 * 0.9 + 4 * SHARE * 2), (4, MOST_LEFT)])
 def test_what_guesses_may_lose_is_counted(right: int, left: float) -> None:
     """Of steps with two rows and six guesses in them: each right one saves half a step, all six take 0.9 s."""
-    account, prices = Account(), table(lambda size: 0.7 + 0.15 * size, [2, 8])
+    account, prices = DraftBudget(), table(lambda size: 0.7 + 0.15 * size, [2, 8])
     for _ in range(4):
         account.note(2, 8, 2.0)
         account.right(right)
@@ -168,7 +168,7 @@ def test_what_guesses_may_lose_is_counted(right: int, left: float) -> None:
 
 def test_a_step_that_is_not_known_costs_no_more_than_its_share() -> None:
     """A pause of the machine is no price of guesses."""
-    account, prices = Account(), table(lambda size: 1.0, [1])
+    account, prices = DraftBudget(), table(lambda size: 1.0, [1])
     account.note(1, 4, 60.0)
     account.close(prices)
     assert account.left == pytest.approx(FIRST - 3.0 + SHARE * 60)

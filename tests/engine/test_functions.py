@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from engine.cpu import functions, judge
+from engine.cpu import functions, select_path
 from engine.cpu.functions import FUNCTIONS, GRAIN, VECTOR, WholeVectors, callers, plain_functions, use_whole_vectors, whole
 from engine.cpu.kernels import choose
 from engine.forward.model import Model
@@ -187,7 +187,7 @@ def test_it_is_not_in_whole_vectors(isa: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(FUNCTIONS, scalar_end, lambda args, kwargs: True)
     computes = equip(of_ends(), isa)
     assert computes.batch_invariant and "/batch" not in computes.arithmetic
-    monkeypatch.setattr(judge, "use_whole_vectors", lambda modules: None)
+    monkeypatch.setattr(select_path, "use_whole_vectors", lambda modules: None)
     assert equip(of_ends(), isa).batch_invariant is False
     assert equip(of_ends(128), isa).batch_invariant, "rows of whole vectors need no help"
 

@@ -23,8 +23,8 @@ from engine.cuda import tiles  # noqa: E402
 from engine.cuda.graphs import MOST_TOKENS, Run, StepGraphs, mixed_sizes, sizes  # noqa: E402
 from engine.engine import Engine  # noqa: E402
 from engine.forward.batch import padded  # noqa: E402
-from engine.in_flight import warmed_up  # noqa: E402
 from engine.memory import HostMemory, anonymous  # noqa: E402
+from engine.pipeline import warmed_up  # noqa: E402
 from engine.types import Sample  # noqa: E402
 from tests.support.fake_device import FakeDeviceMemory  # noqa: E402
 from tests.support.fake_regions import HostDriver  # noqa: E402

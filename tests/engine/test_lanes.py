@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from engine.kv.block import Moves, Spans
-from engine.kv.copies import Beside, Copy, InLine, Pairs, Unknown, Uses
+from engine.kv.block import BlockCopies, Spans
+from engine.kv.copies import AllSlots, Copy, Pairs, StepClaims, StreamCopies, SyncCopies
 from engine.kv.pages import KVGeometry, PagedKV
 from engine.memory import HostMemory
 from engine.scheduling.plan import Plan
@@ -27,12 +27,12 @@ DEVICE_BLOCKS, HOST_BLOCKS, BLOCK = 24, 64, 4
 class Work(NamedTuple):
     """Of one step: its copies, and what its compute uses."""
 
-    moves: Moves
+    moves: BlockCopies
     spans: Spans
 
     @property
-    def uses(self) -> Uses:
-        return Uses(DEVICE_BLOCKS, BLOCK, self.spans)
+    def uses(self) -> StepClaims:
+        return StepClaims(DEVICE_BLOCKS, BLOCK, self.spans)
 
     def waits_for_its_own_copies(self) -> bool:
         """True if the compute uses a slot that copies between device and host of the very same step use, not both reading."""
@@ -104,7 +104,7 @@ class Bytes:
 
 
 def in_order(steps: list[Work]) -> list[list[str]]:
-    pools, lane = Bytes(), InLine()
+    pools, lane = Bytes(), SyncCopies()
     for number, work in enumerate(steps):
         lane.run(work.moves, pools.copy, work.uses)
         pools.compute(number, work)
@@ -115,7 +115,7 @@ def beside(steps: list[Work], seed: int, copies: type[FakeStream] = FakeStream) 
     """The same on streams, the device at its own pace."""
     r = random.Random(seed)
     cuda = FakeCuda(r, copies)
-    lane, pools = Beside(CUDA, cuda), Bytes(lambda work: cuda.current.issue(work))
+    lane, pools = StreamCopies(CUDA, cuda), Bytes(lambda work: cuda.current.issue(work))
     for number, work in enumerate(steps):
         lane.run(work.moves, pools.copy, work.uses)
         pools.compute(number, work)
@@ -146,16 +146,16 @@ def test_a_copy_that_does_not_wait_is_seen() -> None:
 
 @pytest.mark.parametrize("way", ["_into", "_out"])
 def test_compute_that_does_not_wait_is_seen(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    hold = Beside._hold
+    hold = StreamCopies._hold
 
-    def forget(self: Beside, compute: Any, claims: Any) -> None:
+    def forget(self: StreamCopies, compute: Any, claims: Any) -> None:
         kept, getattr(self, way).under_way = getattr(self, way).under_way, []
         hold(self, compute, claims)
         getattr(self, way).under_way = kept
 
     steps = under_pressure(0, copy_ahead=False)
     want = in_order(steps)
-    monkeypatch.setattr(Beside, "_hold", forget)
+    monkeypatch.setattr(StreamCopies, "_hold", forget)
     assert any(beside(steps, seed) != want for seed in range(50))
 
 
@@ -163,7 +163,7 @@ def held_up(steps: list[Work]) -> list[int]:
     """The steps whose compute has not ended when all other work is done that needs no copy of the same step: copies end before
     the next step is issued, and not earlier."""
     cuda = FakeCuda(random.Random(0))
-    lane, pools = Beside(CUDA, cuda), Bytes(lambda work: cuda.current.issue(work))
+    lane, pools = StreamCopies(CUDA, cuda), Bytes(lambda work: cuda.current.issue(work))
     held = []
     for number, work in enumerate(steps):
         lane.run(work.moves, pools.copy, work.uses)
@@ -188,9 +188,9 @@ def test_no_compute_waits_for_a_copy_that_it_does_not_read() -> None:
 def test_a_slot_that_is_used_later_holds_only_who_uses_it() -> None:
     """A prefetch is read two steps on, an offload's slot written three steps on; nobody else waits for either."""
     cuda = FakeCuda(random.Random(0))
-    lane, pools = Beside(CUDA, cuda), Bytes(lambda work: cuda.current.issue(work))
+    lane, pools = StreamCopies(CUDA, cuda), Bytes(lambda work: cuda.current.issue(work))
 
-    def step(moves: Moves, *slots: int, start: int = 0) -> bool:
+    def step(moves: BlockCopies, *slots: int, start: int = 0) -> bool:
         """Whether a step that uses these ends while copies stand still."""
         work = Work(moves, Spans(np.array([slots]), np.array([start]), np.array([BLOCK * len(slots)])))
         lane.run(work.moves, pools.copy, work.uses)
@@ -198,24 +198,24 @@ def test_a_slot_that_is_used_later_holds_only_who_uses_it() -> None:
         cuda.work_on(cuda.compute)
         return not cuda.compute.queue
 
-    assert step(Moves(), 0, 1)
-    assert step(Moves(offloads=[(2, 0)], prefetches=[(1, 3)], mirrors=[(0, 2)]), 4, 5)
-    assert step(Moves(), 0, 2, 6, start=BLOCK * 2), "what is only copied from may be read"
-    assert not step(Moves(), 3, 7, start=BLOCK), "its block comes back"
+    assert step(BlockCopies(), 0, 1)
+    assert step(BlockCopies(offloads=[(2, 0)], prefetches=[(1, 3)], mirrors=[(0, 2)]), 4, 5)
+    assert step(BlockCopies(), 0, 2, 6, start=BLOCK * 2), "what is only copied from may be read"
+    assert not step(BlockCopies(), 3, 7, start=BLOCK), "its block comes back"
     cuda.work(1000)
-    assert step(Moves(offloads=[(8, 3)]), 9)
-    assert not step(Moves(), 8), "its slot is still read"
+    assert step(BlockCopies(offloads=[(8, 3)]), 9)
+    assert not step(BlockCopies(), 8), "its slot is still read"
 
 
 def test_seconds_come_when_the_device_is_done() -> None:
     cuda = FakeCuda(random.Random(0))
-    lane, pools = Beside(CUDA, cuda), Bytes(lambda work: cuda.current.issue(work))
+    lane, pools = StreamCopies(CUDA, cuda), Bytes(lambda work: cuda.current.issue(work))
     pairs = [(i, i) for i in range(4)]
-    assert lane.run(Moves(offloads=pairs), pools.copy, Unknown()) == (0, 0.0)
-    assert lane.run(Moves(prefetches=pairs[:2]), pools.copy, Unknown()) == (0, 0.0)
+    assert lane.run(BlockCopies(offloads=pairs), pools.copy, AllSlots()) == (0, 0.0)
+    assert lane.run(BlockCopies(prefetches=pairs[:2]), pools.copy, AllSlots()) == (0, 0.0)
     cuda.work(1000)
-    assert lane.run(Moves(), pools.copy, Unknown()) == (6, 0.5)
-    assert lane.run(Moves(), pools.copy, Unknown()) == (0, 0.0)
+    assert lane.run(BlockCopies(), pools.copy, AllSlots()) == (6, 0.5)
+    assert lane.run(BlockCopies(), pools.copy, AllSlots()) == (0, 0.0)
 
 
 class NoTensorByHand(TorchFunctionMode):
@@ -237,11 +237,11 @@ class Sends(HostMemory):
 def test_copies_on_the_device_make_no_host_wait() -> None:
     """Rows that are read and written by the same copies go through index tensors; these come by `Memory.send`, which pins."""
     memory = Sends()
-    kv = PagedKV(KVGeometry(1, 1, 2, torch.float32), 2, 4, 1, memory, Beside(CUDA, FakeCuda(random.Random(0))))
+    kv = PagedKV(KVGeometry(1, 1, 2, torch.float32), 2, 4, 1, memory, StreamCopies(CUDA, FakeCuda(random.Random(0))))
     kv.data.copy_(torch.arange(4.0)[:, None, None, None, None, None].expand_as(kv.data))
     for pairs, sends, want in (([(0, 3)], 0, [0.0, 1.0, 2.0, 0.0]), ([(1, 2), (2, 1), (3, 0)], 1, [0.0, 2.0, 1.0, 0.0])):
         with NoTensorByHand():
-            kv.move(Moves(copies=pairs))
+            kv.move(BlockCopies(copies=pairs))
         assert memory.sent == sends and kv.data[:, 0, 0, 0, 0, 0].tolist() == want
     with pytest.raises(AssertionError, match="tensor beside"), NoTensorByHand():
         torch.tensor([1, 2])
@@ -250,16 +250,16 @@ def test_copies_on_the_device_make_no_host_wait() -> None:
 def test_both_lanes_move_the_same_bytes() -> None:
     """Offload into a slot, restore over the slot that it gave up, copy what was restored, mirror the copy, and fetch what was
     mirrored."""
-    moves = Moves(offloads=[(0, 1)], restores=[(0, 0)], copies=[(0, 2)], mirrors=[(2, 2)], prefetches=[(2, 1)])
+    moves = BlockCopies(offloads=[(0, 1)], restores=[(0, 0)], copies=[(0, 2)], mirrors=[(2, 2)], prefetches=[(2, 1)])
     results = []
     for aside in (False, True):
         kv = PagedKV(KVGeometry(1, 1, 2, torch.float32), 2, 3, 3, HostMemory())
         kv.data.copy_(torch.arange(3.0)[:, None, None, None, None, None].expand_as(kv.data))
         kv.host.copy_(10 + torch.arange(3.0)[:, None, None, None, None, None].expand_as(kv.host))
         if aside:
-            kv.lane = Beside(CUDA, FakeCuda(random.Random(0)))
+            kv.lane = StreamCopies(CUDA, FakeCuda(random.Random(0)))
         copied = kv.move(moves)
         assert aside or (copied.blocks == 5 and copied.seconds > 0)
         results.append((kv.data[:, 0, 0, 0, 0, 0].tolist(), kv.host[:, 0, 0, 0, 0, 0].tolist()))
     assert results[0] == results[1] == ([10.0, 10.0, 10.0], [10.0, 0.0, 10.0])
-    assert isinstance(PagedKV(KVGeometry(1, 1, 2, torch.float32), 2, 1, 1, HostMemory()).lane, InLine)
+    assert isinstance(PagedKV(KVGeometry(1, 1, 2, torch.float32), 2, 1, 1, HostMemory()).lane, SyncCopies)

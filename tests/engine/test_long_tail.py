@@ -12,10 +12,10 @@ import torch
 
 from engine.config import OrderName
 from engine.engine import Engine
-from engine.scheduling import admission, waves
+from engine.scheduling import admission, cohorts
 from engine.scheduling.invariants import check
-from engine.types import Begun, Chunk, Group, Limits, Sample, Sampling
-from rollout.client.partials import Partials
+from engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
+from rollout.client.partials import PartialOutputs
 from tests.support.equivalence import assert_same
 from tests.support.plans import commit, launch, rows, small_scheduler, step, submit
 from tests.support.tiny import tiny, tiny_engine
@@ -27,7 +27,7 @@ Samples = dict[tuple[str, int], Sample]
 
 
 def only(each: Group, indices: list[int], begun: list[Sample]) -> Group:
-    return msgspec.structs.replace(each, indices=tuple(sorted(indices)), begun=tuple(map(Begun.of, begun)))
+    return msgspec.structs.replace(each, indices=tuple(sorted(indices)), begun=tuple(map(PartialSample.of, begun)))
 
 
 def interrupted(engine: Engine, each: Group, steps: int) -> list[Sample]:
@@ -46,7 +46,7 @@ def test_children_go_on_from_what_they_have(have: list[int]) -> None:
     asked = group("g", range(5, 16), n=3, max_tokens=8, ignore_eos=True)
     whole = run(toy_engine(), [asked])
     begun = tuple(
-        Begun(index=i, token_ids=s.token_ids[:k], logprobs=s.logprobs[:k], weight_versions=[(0, 0)])
+        PartialSample(index=i, token_ids=s.token_ids[:k], logprobs=s.logprobs[:k], weight_versions=[(0, 0)])
         for i, k in enumerate(have)
         if (s := whole["g", i]) and k
     )
@@ -62,7 +62,7 @@ def stale_engine(indices: tuple[int, ...] | None, lag: int | None, cancelled: in
     asked = group("g", [5 + i % 17 for i in range(80)], n=3, max_tokens=8, ignore_eos=True, max_version_lag=lag)
     whole = run(toy_engine(), [asked])
     begun = tuple(
-        msgspec.structs.replace(Begun.of(whole["g", i]), token_ids=whole["g", i].token_ids[:3],
+        msgspec.structs.replace(PartialSample.of(whole["g", i]), token_ids=whole["g", i].token_ids[:3],
                                 logprobs=whole["g", i].logprobs[:3], weight_versions=[(0, max(i - 1, oldest))]) for i in (1, 2)
         if indices is None or i in indices
     )  # fmt: skip
@@ -159,7 +159,7 @@ def split(engine: Engine, each: Group, steps: int) -> list[Sample]:
 
 def crashed(engine: Engine, each: Group, steps: int) -> list[Sample]:
     """What was streamed of the group when its engine is lost after so many steps: whole samples, and chunks of tokens."""
-    known, samples, every = Partials(each), list[Sample](), 1 + steps % 5
+    known, samples, every = PartialOutputs(each), list[Sample](), 1 + steps % 5
     engine.submit(each)
     for _ in range(steps):
         if engine.has_work:
@@ -173,7 +173,7 @@ def crashed(engine: Engine, each: Group, steps: int) -> list[Sample]:
     return samples + [unfinished(each, begun.get(index), index) for index in each.wanted if index not in gone]
 
 
-def unfinished(each: Group, begun: Begun | None, index: int) -> Sample:
+def unfinished(each: Group, begun: PartialSample | None, index: int) -> Sample:
     """A child as far as it is known."""
     return Sample(
         group_id=each.id,
@@ -224,7 +224,7 @@ def test_chunks_of_children_that_run_are_what_their_samples_begin_with(kv_tokens
     engine = toy_engine(kv_tokens=kv_tokens, overlap_steps=overlap)
     for each in groups:
         engine.submit(each)
-    known: dict[tuple[str, int], list[Chunk]] = {}
+    known: dict[tuple[str, int], list[TokenChunk]] = {}
     told: dict[str, dict[int, int]] = {each.id: {} for each in groups}
     got = {}
     while engine.has_work:
@@ -286,9 +286,9 @@ def test_children_that_go_on_share_the_prompt() -> None:
     assert engine.counters.prefill_tokens <= 16 + had
 
 
-def begun_with(**changed: Any) -> Begun:
+def begun_with(**changed: Any) -> PartialSample:
     fields = {"token_ids": np.array([5, 6], np.int32), "logprobs": np.zeros(2, np.float32), "weight_versions": [(0, 0)]}
-    return Begun(**{"index": 0, **fields, **changed})
+    return PartialSample(**{"index": 0, **fields, **changed})
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_children_cancelled_before_the_fork_end_there(cancelled: list[int], over
     whole = run(toy_engine(), [asked])
     begun = msgspec.structs.replace(whole["g", 3], token_ids=whole["g", 3].token_ids[:2], logprobs=whole["g", 3].logprobs[:2])
     engine = toy_engine(overlap_steps=overlap)
-    engine.submit(msgspec.structs.replace(asked, begun=(Begun.of(begun),)))
+    engine.submit(msgspec.structs.replace(asked, begun=(PartialSample.of(begun),)))
     for index in cancelled:
         assert engine.abort("g", index) == []
     got = run(engine)
@@ -533,7 +533,7 @@ def test_each_child_may_have_a_length_of_its_own() -> None:
     for (id, index), sample in got.items():
         assert sample.finish_reason == "length" and len(sample.token_ids) == own[index]
         assert sample.token_ids.tolist() == whole[id, index].token_ids[: own[index]].tolist()
-    begun = tuple(Begun.of(msgspec.structs.replace(got["g", index], token_ids=got["g", index].token_ids[:some],
+    begun = tuple(PartialSample.of(msgspec.structs.replace(got["g", index], token_ids=got["g", index].token_ids[:some],
                   logprobs=got["g", index].logprobs[:some])) for index, some in ((0, 3), (1, 2)))  # fmt: skip
     again = run(toy_engine(), [msgspec.structs.replace(cut, indices=(0, 1, 3), begun=begun)])
     assert_same({key: sample for key, sample in got.items() if key[1] != 2}, again)
@@ -615,7 +615,7 @@ def test_who_is_not_waited_for_goes_last_with_finish_after_too() -> None:
 def test_nobody_waits_for_ever_in_a_stream(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More comes than can be computed. By waves the first group's longest child ends; were all that come one wave, it would
     not: the control."""
-    monkeypatch.setattr(waves, "WAVE_STEPS", steps)
+    monkeypatch.setattr(cohorts, "WAVE_STEPS", steps)
     scheduler, ended = small_scheduler(256, max_num_seqs=2, max_batch_tokens=16, order="longest_last"), set()
     for number in range(200):
         for each in range(6 if not number else number % 4 == 0):

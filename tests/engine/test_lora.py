@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from engine.config import WeightOffload
 from engine.engine import Engine
-from engine.types import Adapter, LoraTarget, TensorInfo, WrongBase
+from engine.types import Adapter, BaseMismatch, LoraTarget, TensorInfo
 from engine.weights.lora import merge_into
 from engine.weights.staging import Staging, source_of
 from engine.weights.tensors import InvalidWeights, describe, with_digest
@@ -134,11 +134,11 @@ def test_another_base_is_refused() -> None:
     engine = tiny_engine()
     tensors = factors(tiny("llama"), [Q])
     other = tiny_engine(dtype="bfloat16").weights.digest
-    with pytest.raises(WrongBase, match="same checkpoint in the same dtype"):
+    with pytest.raises(BaseMismatch, match="same checkpoint in the same dtype"):
         staged(engine, tensors, adapter([Q], base=other))
     assert engine.version == 0 and not engine.weights.staging
     refresh(engine, tensors, adapter([Q], base=engine.weights.digest))
-    with pytest.raises(WrongBase):
+    with pytest.raises(BaseMismatch):
         staged(engine, tensors, adapter([Q], base=engine.weights.digest))  # of the sum, which is no base
 
 

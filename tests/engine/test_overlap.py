@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.devices
 import engine.engine
-import engine.in_flight
+import engine.pipeline
 from engine.cuda.memory import to_device, to_host
 from engine.engine import Engine
 from engine.forward.batch import Batch
-from engine.forward.sampling import Draws, SamplingBatch, launch_draws
+from engine.forward.sampling import PendingTokens, SamplingBatch, launch_draws
 from engine.kv.pages import PagedKV
 from engine.memory import HostMemory
 from engine.scheduling.scheduler import Scheduler
@@ -59,7 +59,7 @@ class Record:
         self.steps = 0
         monkeypatch.setattr(engine.devices, "launch_draws", self.launch)
 
-    def launch(self, logits: torch.Tensor, batch: SamplingBatch, native: Any) -> Draws:
+    def launch(self, logits: torch.Tensor, batch: SamplingBatch, native: Any) -> PendingTokens:
         self.steps += 1
         step, draws = self.steps, launch_draws(logits, batch, native)
         self.events.append(("launch", step))
@@ -70,7 +70,7 @@ class Record:
                 raise RuntimeError("injected failure of a device")
             return draws.read()
 
-        return Draws(draws.tokens, read)
+        return PendingTokens(draws.tokens, read)
 
 
 @pytest.mark.parametrize(
@@ -278,17 +278,17 @@ def test_seconds_are_those_of_the_step_that_was_read(monkeypatch: pytest.MonkeyP
         return now[0]
 
     class Slow(Record):
-        def launch(self, logits: torch.Tensor, batch: SamplingBatch, native: Any) -> Draws:
+        def launch(self, logits: torch.Tensor, batch: SamplingBatch, native: Any) -> PendingTokens:
             draws, wait = super().launch(logits, batch, native), seconds * (self.steps in slow)
 
             def read() -> Any:
                 now[0] += wait
                 return draws.read()
 
-            return Draws(draws.tokens, read)
+            return PendingTokens(draws.tokens, read)
 
     Slow(monkeypatch)
-    for module in (engine.engine, engine.in_flight):
+    for module in (engine.engine, engine.pipeline):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=perf_counter))
     e = overlapped()
     run(e, [group("g", range(1, 20), n=4, max_tokens=5, ignore_eos=True)])

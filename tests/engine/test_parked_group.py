@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine.engine import Engine
-from engine.kv.block import Moves
+from engine.kv.block import BlockCopies
 from engine.kv.copies import Copied
 from engine.types import Group, Sampling
 from tests.support.tiny import tiny_engine
@@ -28,7 +28,7 @@ class Travels:
         self.to_device: Counter[int] = Counter()
         move = engine.kv.move
 
-        def counted(moves: Moves, *spans: Any) -> Copied:
+        def counted(moves: BlockCopies, *spans: Any) -> Copied:
             self.to_host.update(host for _, host in [*moves.offloads, *moves.mirrors])
             self.to_device.update(host for host, _ in moves.restores)
             return move(moves, *spans)
@@ -79,7 +79,7 @@ def test_the_prefix_of_a_parked_group_travels_once_each_way() -> None:
 def test_a_second_copy_of_the_prefix_would_be_seen() -> None:
     engine, children, travels = parked_group()
     block = children[0].blocks[0]
-    moves = Moves()
+    moves = BlockCopies()
     moves.offloads.append((0, block.host))
     engine.kv.move(moves)
     assert travels.to_host[block.host] == 2

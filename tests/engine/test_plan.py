@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import engine.in_flight
+import engine.pipeline
 from engine.forward.batch import Batch
 from engine.forward.sampling import SamplingBatch
 from engine.scheduling.plan import Plan
@@ -248,7 +248,7 @@ def test_a_batch_is_the_same_of_a_plan_that_was_sent(monkeypatch: pytest.MonkeyP
         same_batches(batch, build(sent(plan), *rest))
         return batch
 
-    monkeypatch.setattr(engine.in_flight.Batch, "build", staticmethod(both))
+    monkeypatch.setattr(engine.pipeline.Batch, "build", staticmethod(both))
     for seed in range(2):
         random_run(seed)
     assert built > 50

@@ -10,8 +10,8 @@ from engine.config import EngineConfig
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
-from engine.scheduling.kept import KeptKV
-from engine.scheduling.preemption import Pressure
+from engine.scheduling.pinned import PinnedKV
+from engine.scheduling.preemption import PreemptionPolicy
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.types import Group, Sampling
 
@@ -23,8 +23,8 @@ class Setting:
         options = {"block_size": 4, "lookahead_blocks": 1, "min_run_tokens": 0, **config}
         self.store = BlockStore(device_blocks, host_blocks)
         config, counters = EngineConfig(**options), Counters()  # type: ignore[arg-type]
-        kept = KeptKV(self.store, BlockTables(config, self.store, counters))
-        self.pressure = Pressure(config, self.store, counters, kept)
+        kept = PinnedKV(self.store, BlockTables(config, self.store, counters))
+        self.pressure = PreemptionPolicy(config, self.store, counters, kept)
         self.running = [self._sequence(number, clients[number : number + 1]) for number in range(sequences)]
 
     def _sequence(self, number: int, client: str) -> Sequence:

@@ -11,10 +11,10 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.scheduling.counters import Counters
-from engine.scheduling.plan import Drawn
-from engine.scheduling.preemption import COMPUTED_PER_DRAWN, Pressure
+from engine.scheduling.fairness import LEVELS
+from engine.scheduling.plan import SampledTokens
+from engine.scheduling.preemption import COMPUTED_PER_DRAWN, PreemptionPolicy
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.shares import LEVELS
 from engine.types import Group, Sampling
 
 
@@ -74,7 +74,7 @@ def run(groups: list[Ask], *, pool: int, host: int = 0, most_steps: int = 100_00
         now += plan.num_tokens * TOKEN_S
         draws = int(plan.samples.sum())
         tokens = r.integers(1, 10**6, draws).astype(np.int32)
-        scheduler.commit(plan, Drawn(tokens, np.zeros(draws, np.float32), None, np.ones(draws, bool)))
+        scheduler.commit(plan, SampledTokens(tokens, np.zeros(draws, np.float32), None, np.ones(draws, bool)))
     assert counters.generated_tokens == sum(ask.n * ask.new for ask in groups)
     return Counted(counters.recomputed_tokens, counters.generated_tokens, counters.steps, counters.offloads, holds)
 
@@ -176,12 +176,12 @@ def test_host_memory_makes_room_at_once() -> None:
 
 def next_chunk_only(patch: pytest.MonkeyPatch) -> None:
     """a sequence returns when its next chunk fits"""
-    patch.setattr(Pressure, "_could_be_lost", lambda self, seq: False)
+    patch.setattr(PreemptionPolicy, "_could_be_lost", lambda self, seq: False)
 
 
 def turn_by_child(patch: pytest.MonkeyPatch) -> None:
     """clients take turns child by child where only one prompt fits"""
-    patch.setattr(Pressure, "first_alone", lambda self, seq, waiting: seq)
+    patch.setattr(PreemptionPolicy, "first_alone", lambda self, seq, waiting: seq)
 
 
 MUTANTS = [next_chunk_only, turn_by_child]

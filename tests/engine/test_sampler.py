@@ -16,7 +16,7 @@ from engine.cpu.isa import here
 from engine.cpu.kernels import Kernels, choose
 from engine.forward import sampling as sampler
 from engine.forward.sampling import SamplingBatch, uniform
-from engine.scheduling.plan import Drawn
+from engine.scheduling.plan import SampledTokens
 from engine.types import Sampling
 from tests.support.draws import CUTS, batch
 
@@ -206,8 +206,8 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def both(request: pytest.FixtureRequest, kernels: Kernels) -> Callable[..., tuple[Drawn, Drawn]]:
-    def sample_twice(logits: torch.Tensor, batch: SamplingBatch) -> tuple[Drawn, Drawn]:
+def both(request: pytest.FixtureRequest, kernels: Kernels) -> Callable[..., tuple[SampledTokens, SampledTokens]]:
+    def sample_twice(logits: torch.Tensor, batch: SamplingBatch) -> tuple[SampledTokens, SampledTokens]:
         """by the native kernel, and by torch"""
         logits = logits.to(request.param)
         return sampler.sample(logits, batch, kernels), sampler.sample(logits, batch)
@@ -243,7 +243,9 @@ def test_lanes_of_torch_are_found_not_assumed(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [1, 7, 16, 199, 513, 4096, 49_157])
-def test_native_draws_what_torch_draws(vocabulary: int, both: Callable[..., tuple[Drawn, Drawn]], kernels: Kernels) -> None:
+def test_native_draws_what_torch_draws(
+    vocabulary: int, both: Callable[..., tuple[SampledTokens, SampledTokens]], kernels: Kernels
+) -> None:
     """Tokens agree but where a uniform number falls on an edge within rounding; log-probs are torch's to the bit, where this
     torch's sums are of a kind that the kernel knows."""
     torch.manual_seed(vocabulary)
@@ -263,7 +265,9 @@ def test_native_draws_what_torch_draws(vocabulary: int, both: Callable[..., tupl
     )
 
 
-def test_native_with_many_draws_from_one_row(both: Callable[..., tuple[Drawn, Drawn]], kernels: Kernels) -> None:
+def test_native_with_many_draws_from_one_row(
+    both: Callable[..., tuple[SampledTokens, SampledTokens]], kernels: Kernels
+) -> None:
     logits = torch.randn(3, 300)
     wide = replace(batch([Sampling(seed=i) for i in range(30)]), logits_row=np.repeat([0, 2, 1], 10))
     native, plain = both(logits, wide)
@@ -272,7 +276,7 @@ def test_native_with_many_draws_from_one_row(both: Callable[..., tuple[Drawn, Dr
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_native_flags_what_is_not_finite(bad: float, both: Callable[..., tuple[Drawn, Drawn]]) -> None:
+def test_native_flags_what_is_not_finite(bad: float, both: Callable[..., tuple[SampledTokens, SampledTokens]]) -> None:
     for at in (0, 17, 198):
         logits = torch.randn(4, 199)
         logits[2, at] = bad
@@ -280,7 +284,7 @@ def test_native_flags_what_is_not_finite(bad: float, both: Callable[..., tuple[D
             assert drawn.finite.tolist() == [True, True, False, True]
 
 
-def test_native_at_the_ends_of_the_unit_interval(both: Callable[..., tuple[Drawn, Drawn]]) -> None:
+def test_native_at_the_ends_of_the_unit_interval(both: Callable[..., tuple[SampledTokens, SampledTokens]]) -> None:
     """What has no probability is never drawn, and neither is what stands behind the vocabulary."""
     logits = torch.full((2, 1029), -1e30)
     logits[:, [3, 700]] = 1.0
@@ -292,7 +296,7 @@ def test_native_at_the_ends_of_the_unit_interval(both: Callable[..., tuple[Drawn
 @pytest.mark.parametrize("vocabulary", [3, 16, 199, 4096, 16_389])
 @pytest.mark.parametrize("spread", [0.0, 0.5, 6.0])
 def test_native_cuts_what_torch_cuts(
-    spread: float, vocabulary: int, both: Callable[..., tuple[Drawn, Drawn]], kernels: Kernels
+    spread: float, vocabulary: int, both: Callable[..., tuple[SampledTokens, SampledTokens]], kernels: Kernels
 ) -> None:
     """Every truncation, forbidden tokens (the best one among them), ties of all logits: the same tokens are left."""
     torch.manual_seed(vocabulary)
@@ -323,7 +327,7 @@ def by_hand(logits: torch.Tensor, sampling: Sampling, forbidden: list[int]) -> l
 @pytest.mark.parametrize("vocabulary", [3, 16, 199, 4096])
 @pytest.mark.parametrize("spread", [0.0, 0.02, 6.0])
 def test_the_most_probable_tokens(
-    spread: float, vocabulary: int, both: Callable[..., tuple[Drawn, Drawn]], kernels: Kernels
+    spread: float, vocabulary: int, both: Callable[..., tuple[SampledTokens, SampledTokens]], kernels: Kernels
 ) -> None:
     """Natively, by torch and by hand: of what truncation and forbidden tokens leave, where all are equal and where many are."""
     torch.manual_seed(vocabulary)
@@ -343,7 +347,7 @@ def test_the_most_probable_tokens(
             assert native.top.logprobs[i, want.index(native.tokens[i])] == native.logprobs[i]
 
 
-def test_what_most_probable_tokens_cost_nobody_else(both: Callable[..., tuple[Drawn, Drawn]]) -> None:
+def test_what_most_probable_tokens_cost_nobody_else(both: Callable[..., tuple[SampledTokens, SampledTokens]]) -> None:
     """Those who do not ask draw the same, and nothing is made where nobody does."""
     logits, samplings = torch.randn(4, 99), [Sampling(seed=i, top_p=0.8 if i % 2 else 1.0) for i in range(4)]
     asked = [*samplings[:3], msgspec.structs.replace(samplings[3], top_logprobs=2)]
@@ -352,13 +356,13 @@ def test_what_most_probable_tokens_cost_nobody_else(both: Callable[..., tuple[Dr
         assert without.tokens.tobytes() == beside.tokens.tobytes() and without.logprobs.tobytes() == beside.logprobs.tobytes()
 
 
-def test_most_probable_of_zeros_of_both_signs(both: Callable[..., tuple[Drawn, Drawn]]) -> None:
+def test_most_probable_of_zeros_of_both_signs(both: Callable[..., tuple[SampledTokens, SampledTokens]]) -> None:
     logits = torch.tensor([[-0.0, 0.0] * 10])
     for drawn in both(logits, batch([Sampling(top_logprobs=4)])):
         assert drawn.top is not None and drawn.top.ids.tolist() == [[0, 1, 2, 3]]
 
 
-def test_native_where_every_token_is_forbidden(both: Callable[..., tuple[Drawn, Drawn]]) -> None:
+def test_native_where_every_token_is_forbidden(both: Callable[..., tuple[SampledTokens, SampledTokens]]) -> None:
     for drawn in both(torch.randn(3, 40), replace(batch([Sampling(top_k=3)] * 3), forbidden=[(1, list(range(40)))])):
         assert drawn.finite.tolist() == [True, False, True]
 

@@ -17,7 +17,7 @@ from engine.cuda.sampling import launch  # noqa: E402
 from engine.forward import sampling as sampler
 from engine.forward.adjust import NOT_ALLOWED  # noqa: E402
 from engine.forward.sampling import SamplingBatch  # noqa: E402
-from engine.scheduling.plan import Drawn  # noqa: E402
+from engine.scheduling.plan import SampledTokens  # noqa: E402
 from engine.types import Sampling  # noqa: E402
 from tests.support.draws import CUTS, batch  # noqa: E402
 
@@ -27,7 +27,7 @@ FEW = 100
 """a vocabulary of two blocks, for draws that look at it some sixty times"""
 
 
-def draw(*asked: Any, **more: Any) -> Drawn:
+def draw(*asked: Any, **more: Any) -> SampledTokens:
     return launch(*asked, **more)[1]()
 
 
@@ -85,7 +85,7 @@ def test_never_a_token_without_mass() -> None:
     np.testing.assert_allclose(logprobs, np.log(0.5), atol=1e-6)
 
 
-def by_triton(logits: torch.Tensor, asked: SamplingBatch) -> Drawn:
+def by_triton(logits: torch.Tensor, asked: SamplingBatch) -> SampledTokens:
     cuts = sampler._cuts(asked)
     return draw(logits.to(DEVICE), asked.logits_row, asked.temperature, asked.uniform, asked.raw, cuts, asked.top)
 

@@ -15,20 +15,20 @@ import pytest
 
 import engine.kv.prefix
 import engine.scheduling.block_tables
-import engine.scheduling.kept
+import engine.scheduling.pinned
 import engine.scheduling.rows
-import engine.scheduling.sharing
-from engine.kv.block import Block, BlockPool, Moves, OutOfBlocks
+import engine.scheduling.shared_prefix
+from engine.kv.block import Block, BlockCopies, BlockPool, OutOfBlocks
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.conversations import ConversationIndex, FinishedTurn, TurnId
 from engine.scheduling.groups import Groups
-from engine.scheduling.kept import KeptKV
+from engine.scheduling.pinned import PinnedKV
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.scheduling.stops import Stops
-from engine.scheduling.tracked import LogitRules, Tracked
-from engine.scheduling.turns import Turn, TurnId, Turns
-from engine.types import Begun, FinishReason, Group, Sample, Sampling
+from engine.scheduling.tracked import LogitRules, TokenCounts
+from engine.types import FinishReason, Group, PartialSample, Sample, Sampling
 from tests.support.harness import Harness, conversations, random_schedule, tight_schedule
 
 
@@ -118,7 +118,7 @@ def patch_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replace_key(monkeypatch: pytest.MonkeyPatch, name: str, key: Callable[..., bytes]) -> None:
-    for module in (engine.kv.prefix, engine.scheduling.sharing, engine.scheduling.block_tables):
+    for module in (engine.kv.prefix, engine.scheduling.shared_prefix, engine.scheduling.block_tables):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, key)
 
@@ -208,8 +208,8 @@ def patch_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """restores before offloads"""
     move = Harness.move
 
-    def wrong(self: Harness, moves: Moves, stop: int | None) -> None:
-        move(self, Moves(restores=moves.restores), stop)
+    def wrong(self: Harness, moves: BlockCopies, stop: int | None) -> None:
+        move(self, BlockCopies(restores=moves.restores), stop)
         move(self, replace(moves, restores=[]), stop)
 
     monkeypatch.setattr(Harness, "move", wrong)
@@ -247,7 +247,7 @@ def patch_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """a child that goes on computes another token than the last one that it had"""
     take_over = Sequence._take_over
 
-    def wrong(self: Sequence, begun: Begun | None) -> None:
+    def wrong(self: Sequence, begun: PartialSample | None) -> None:
         take_over(self, begun)
         if begun is not None:
             self.last_token = begun.token_ids[-1] + 1
@@ -308,20 +308,20 @@ def patch_leave(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patch_top(monkeypatch: pytest.MonkeyPatch) -> None:
     """a child keeps the most probable tokens of another one's draw"""
-    append_top = Tracked.append_top
-    monkeypatch.setattr(Tracked, "append_top", lambda self, top, draw: append_top(self, top, draw // 2))
+    append_top = TokenCounts.append_top
+    monkeypatch.setattr(TokenCounts, "append_top", lambda self, top, draw: append_top(self, top, draw // 2))
 
 
 def patch_begun_top(monkeypatch: pytest.MonkeyPatch) -> None:
     """a child that goes on forgets the most probable tokens that it had"""
-    of = Tracked.of
-    monkeypatch.setattr(Tracked, "of", lambda sampling, rules, stops, begun: of(sampling, rules, stops, None))
+    of = TokenCounts.of
+    monkeypatch.setattr(TokenCounts, "of", lambda sampling, rules, stops, begun: of(sampling, rules, stops, None))
 
 
 def patch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """a token is not counted"""
-    append = Tracked.append
-    monkeypatch.setattr(Tracked, "append", lambda self, token: append(self, token) if token % 7 else None)
+    append = TokenCounts.append
+    monkeypatch.setattr(TokenCounts, "append", lambda self, token: append(self, token) if token % 7 else None)
 
 
 def patch_pending(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,34 +331,34 @@ def patch_pending(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patch_adjusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """where a group forks, one child alone has its logits changed"""
-    adjustment = Tracked.adjustment
-    monkeypatch.setattr(Tracked, "adjustment", lambda self, first, draws: adjustment(self, first, 1))
+    adjustment = TokenCounts.adjustment
+    monkeypatch.setattr(TokenCounts, "adjustment", lambda self, first, draws: adjustment(self, first, 1))
 
 
 def patch_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """a turn may read what another conversation of its client may"""
 
-    def find(self: Turns, group: Group, client: str) -> Turn | None:
-        some = (msgspec.msgpack.decode(packed, type=Turn) for packed in self._packed if packed is not None)
+    def find(self: ConversationIndex, group: Group, client: str) -> FinishedTurn | None:
+        some = (msgspec.msgpack.decode(packed, type=FinishedTurn) for packed in self._packed if packed is not None)
         return next((turn for turn in some if turn.client == client), None) if group.after else None
 
-    monkeypatch.setattr(Turns, "find", find)
+    monkeypatch.setattr(ConversationIndex, "find", find)
 
 
 def patch_any_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """a turn of another client is found"""
-    find = Turns.find
+    find = ConversationIndex.find
 
-    def of_owner(self: Turns, group: Group, client: str) -> Turn | None:
+    def of_owner(self: ConversationIndex, group: Group, client: str) -> FinishedTurn | None:
         turn = self._newest(group.after) if group.after else None
         return None if turn is None else find(self, group, turn.client)
 
-    monkeypatch.setattr(Turns, "find", of_owner)
+    monkeypatch.setattr(ConversationIndex, "find", of_owner)
 
 
 def patch_own_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     """a turn reads its old KV after a refresh that has KV computed again"""
-    monkeypatch.setattr(Turns, "forget_kv", lambda self, version: None)
+    monkeypatch.setattr(ConversationIndex, "forget_kv", lambda self, version: None)
 
 
 def patch_own_tail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,14 +368,14 @@ def patch_own_tail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patch_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """a turn takes kept KV over whose tokens are not its own"""
-    monkeypatch.setattr(engine.scheduling.kept.np, "array_equal", lambda one, other: True)
+    monkeypatch.setattr(engine.scheduling.pinned.np, "array_equal", lambda one, other: True)
 
 
 def patch_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     """kept blocks are lent to a turn that writes them, and kept on"""
-    hand_over = KeptKV.hand_over
+    hand_over = PinnedKV.hand_over
 
-    def lend(self: KeptKV, key: TurnId | None, to: Sequence) -> int:
+    def lend(self: PinnedKV, key: TurnId | None, to: Sequence) -> int:
         seq = self._children.get(key) if key else None
         blocks, cached = ([*seq.blocks], seq.cached) if seq else ([], 0)
         tokens = hand_over(self, key, to)
@@ -385,7 +385,7 @@ def patch_keep(monkeypatch: pytest.MonkeyPatch) -> None:
             self.blocks.update(blocks)
         return tokens
 
-    monkeypatch.setattr(KeptKV, "hand_over", lend)
+    monkeypatch.setattr(PinnedKV, "hand_over", lend)
 
 
 def patch_tail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,15 +401,17 @@ def patch_tail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patch_begun_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     """what a child had is not looked at for the beginning of a stop string"""
-    of = Tracked.of
+    of = TokenCounts.of
 
-    def blind(sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: Begun | None) -> Tracked | None:
+    def blind(
+        sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: PartialSample | None
+    ) -> TokenCounts | None:
         made = of(sampling, rules, stops, begun)
         if made is not None:
             made.tail = b""
         return made
 
-    monkeypatch.setattr(Tracked, "of", blind)
+    monkeypatch.setattr(TokenCounts, "of", blind)
 
 
 def patch_late_stop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.scheduling.counters import Counters
+from engine.scheduling.fairness import EXPECTED_S, LEVELS, MOST_IDLE, REFILL, RESERVE, SHORT_STEP_TOKENS, Fairness, RoundRobin
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import GroupState, Sequence
-from engine.scheduling.shares import EXPECTED_S, LEVELS, MOST_IDLE, REFILL, RESERVE, SHORT_STEP_TOKENS, RoundRobin, Shares
 from engine.types import Group, Sampling
 from tests.support.harness import TOKEN_S, Harness
 from tests.support.plans import PlanRow, commit, launch, rows, submit
@@ -20,7 +20,7 @@ BUSY_S = 10.0
 """longer than any credit"""
 
 
-def busy(shares: Shares, client: str) -> None:
+def busy(shares: Fairness, client: str) -> None:
     """The client has work, and has had it for long."""
     shares.arrived(client, now=0.0)
     shares.computed({client: 1}, seconds=BUSY_S, held=False)
@@ -28,13 +28,13 @@ def busy(shares: Shares, client: str) -> None:
 
 # ── credit ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_new_client_has_full_credit() -> None:
-    shares = Shares(2.0)
+    shares = Fairness(2.0)
     shares.arrived("a", now=0.0)
     assert shares.credits() == {"a": 2.0}
 
 
 def test_credit_is_spent_by_the_part_of_the_steps_tokens() -> None:
-    shares = Shares(2.0)
+    shares = Fairness(2.0)
     shares.arrived("a", now=0.0)
     shares.arrived("b", now=0.0)
     shares.computed({"a": 3, "b": 1}, seconds=1.0, held=False)
@@ -42,7 +42,7 @@ def test_credit_is_spent_by_the_part_of_the_steps_tokens() -> None:
 
 
 def test_credit_comes_back_only_without_work() -> None:
-    shares = Shares(2.0)
+    shares = Fairness(2.0)
     busy(shares, "a")
     shares.arrived("a", now=100.0)
     assert shares.credits() == {"a": 0.0}, "it had work all the time"
@@ -56,7 +56,7 @@ def test_credit_comes_back_only_without_work() -> None:
 
 
 def test_the_foreground_is_whoever_is_on_the_highest_level() -> None:
-    shares = Shares(2.0)
+    shares = Fairness(2.0)
     busy(shares, "old")
     shares.arrived("new", now=20.0)
     assert set(shares.foreground({"old", "new"})) == {"new"}
@@ -69,7 +69,7 @@ def test_the_foreground_is_whoever_is_on_the_highest_level() -> None:
 
 
 def test_off_nobody_goes_first() -> None:
-    shares = Shares(0.0)
+    shares = Fairness(0.0)
     busy(shares, "old")
     shares.arrived("new", now=20.0)
     assert set(shares.foreground({"old", "new"})) == {"old", "new"}
@@ -78,7 +78,7 @@ def test_off_nobody_goes_first() -> None:
 def test_whoever_comes_others_are_held_back_for_a_bounded_time() -> None:
     """New clients without end, each with full credit: after RESERVE × most seconds, credit ends at once, and of each further
     second the others have half."""
-    shares, seconds = Shares(2.0), {True: 0.0, False: 0.0}
+    shares, seconds = Fairness(2.0), {True: 0.0, False: 0.0}
     busy(shares, "old")
     for number in range(1000):
         shares.arrived(f"new{number}", now=20.0)
@@ -92,7 +92,7 @@ def test_whoever_comes_others_are_held_back_for_a_bounded_time() -> None:
 
 
 def test_idle_clients_are_forgotten() -> None:
-    shares = Shares(2.0)
+    shares = Fairness(2.0)
     for number in range(2 * MOST_IDLE):
         shares.arrived(f"c{number}", now=0.0)
         shares.left(f"c{number}", now=0.0)
@@ -104,7 +104,7 @@ def test_idle_clients_are_forgotten() -> None:
 
 # ── short steps ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_steps_are_short_while_an_idle_client_may_come_back() -> None:
-    shares = Shares(2.0)
+    shares = Fairness(2.0)
     busy(shares, "a")
     shares.computed({"a": 4000}, seconds=10.0, held=False)
     assert shares.most_tokens(1024, now=20.0) == 1024, "no other client is known"
@@ -117,7 +117,7 @@ def test_steps_are_short_while_an_idle_client_may_come_back() -> None:
 
 
 def test_steps_of_clients_that_all_keep_busy_are_long() -> None:
-    shares = Shares(2.0)
+    shares = Fairness(2.0)
     busy(shares, "a")
     busy(shares, "b")
     shares.computed({"a": 4000}, seconds=10.0, held=False)
@@ -125,7 +125,7 @@ def test_steps_of_clients_that_all_keep_busy_are_long() -> None:
 
 
 def test_a_short_step_has_a_least_size() -> None:
-    shares = Shares(2.0)
+    shares = Fairness(2.0)
     busy(shares, "a")
     shares.arrived("b", now=0.0)
     shares.computed({"a": 512}, seconds=1000.0, held=False)

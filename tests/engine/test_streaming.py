@@ -18,7 +18,7 @@ from engine.forward.model import load_model
 from engine.memory import HostMemory, own_parameters, side_by_side
 from engine.types import Sample
 from engine.weights.live import Weights, WeightsTorn
-from engine.weights.offload import Ring, Streamed
+from engine.weights.offload import OffloadedModel, SlotRing
 from tests.support.broken_commit import PLACES, fail_commit
 from tests.support.equivalence import same
 from tests.support.fake_cuda import FakeCuda, FakeEvent, FakeStream
@@ -69,7 +69,7 @@ def probed() -> list[Samples]:
     return samples
 
 
-def streamed_of(engine: Engine) -> Streamed:
+def streamed_of(engine: Engine) -> OffloadedModel:
     return engine.model.streamed  # type: ignore[attr-defined,no-any-return]
 
 
@@ -101,8 +101,8 @@ def test_other_models(name: str, dtype: str, caplog: pytest.LogCaptureFixture) -
 
 def test_a_copy_that_is_left_out_shows(plain: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the two tests above."""
-    copy, count = Streamed._copy, iter(range(10_000))
-    monkeypatch.setattr(Streamed, "_copy", lambda self, k: copy(self, k) if next(count) % 50 < 49 else None)
+    copy, count = OffloadedModel._copy, iter(range(10_000))
+    monkeypatch.setattr(OffloadedModel, "_copy", lambda self, k: copy(self, k) if next(count) % 50 < 49 else None)
     assert not same(run(an_engine((2, 1, 1)), groups()), plain)
 
 
@@ -115,8 +115,8 @@ def test_layers_are_copied_ahead_and_no_more_than_needed(
     count, slots = len(streamed.indices), streamed.ring.slots
     assert slots == min(offload[2], count)
     order: list[tuple[str, int]] = []
-    before, copy = Ring.before, streamed.ring._copy
-    monkeypatch.setattr(Ring, "before", lambda ring, k: (order.append(("layer", k)), before(ring, k))[1])
+    before, copy = SlotRing.before, streamed.ring._copy
+    monkeypatch.setattr(SlotRing, "before", lambda ring, k: (order.append(("layer", k)), before(ring, k))[1])
     monkeypatch.setattr(streamed.ring, "_copy", lambda k: (order.append(("copy", k)), copy(k))[1])
     run(engine, probe())
     forwards = engine.counters.steps
@@ -333,7 +333,7 @@ def test_layers_that_stay_all_the_same_are_seen(monkeypatch: pytest.MonkeyPatch)
     own_parameters(module.parameters())
     monkeypatch.setattr(HostMemory, "own", lambda self, parameters: None)
     with pytest.raises(AssertionError, match="left memory on the device"):
-        Streamed(module, "x", settings((2, 1, 1)), HostMemory())
+        OffloadedModel(module, "x", settings((2, 1, 1)), HostMemory())
 
 
 def test_an_engine_loads_a_model_so(tmp_path: Any) -> None:
@@ -355,9 +355,9 @@ def test_tied_layers_are_refused() -> None:
     module.model.layers[3].mlp.up_proj.weight = module.model.layers[0].mlp.up_proj.weight
     before = [parameter.data_ptr() for parameter in module.parameters()]
     with pytest.raises(ValueError, match=r"some/model: .*layers\.3\.mlp.* is tied to .*layers\.0.*stays on the device"):
-        Streamed(module, "some/model", settings((2, 1, 1)), HostMemory())
+        OffloadedModel(module, "some/model", settings((2, 1, 1)), HostMemory())
     assert before == [parameter.data_ptr() for parameter in module.parameters()], "the module is as it was"
-    assert Streamed(module, "some/model", settings((3, 1, 1)), HostMemory()).indices == [2], "the fix works"
+    assert OffloadedModel(module, "some/model", settings((3, 1, 1)), HostMemory()).indices == [2], "the fix works"
 
 
 class Toy(nn.Module):
@@ -385,20 +385,20 @@ class ToyLayer(nn.Module):
 
 
 def test_layers_that_cannot_be_found_are_refused() -> None:
-    assert Streamed(Toy(4), "toy", settings((2, 1, 1)), HostMemory()).indices == [1, 3]
+    assert OffloadedModel(Toy(4), "toy", settings((2, 1, 1)), HostMemory()).indices == [1, 3]
     two = Toy(4)
     two.others = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
     none = Toy(4)
     del none.layers
     for module, found in ((two, 2), (none, 0)):
         with pytest.raises(ValueError, match=rf"some/model \(Toy\): weight_offload finds {found} lists of 4 decoder layers"):
-            Streamed(module, "some/model", settings((2, 1, 1)), HostMemory())
+            OffloadedModel(module, "some/model", settings((2, 1, 1)), HostMemory())
 
 
 def test_groups_larger_than_the_model_are_refused() -> None:
     with pytest.raises(ValueError, match=r"some/model: weight_offload\.group_size=5 is more than its 4 layers"):
-        Streamed(Toy(4), "some/model", settings((5, 1, 1)), HostMemory())
-    assert Streamed(Toy(4), "x", settings((5, 2, 1)), HostMemory()).indices == [3]
+        OffloadedModel(Toy(4), "some/model", settings((5, 1, 1)), HostMemory())
+    assert OffloadedModel(Toy(4), "x", settings((5, 2, 1)), HostMemory()).indices == [3]
 
 
 def test_a_model_given_without_it_is_refused() -> None:
@@ -461,7 +461,7 @@ class Cuda(FakeCuda):
         return replay
 
 
-class Deferred(Streamed):
+class Deferred(OffloadedModel):
     """Copies are work of the stream that is current, half a layer at a time."""
 
     def _copy(self, k: int) -> None:
@@ -554,7 +554,7 @@ def test_a_forgotten_wait_is_seen(forgotten: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(FakeStream, "wait_stream", lambda self, other: wait(self, other.record_event()))
         monkeypatch.setattr(FakeStream, "wait_event", lambda self, event: None)
     else:
-        monkeypatch.setattr(Ring, "settle", lambda self: None)
+        monkeypatch.setattr(SlotRing, "settle", lambda self: None)
     assert goes_wrong()
 
 
@@ -590,7 +590,7 @@ def test_forwards_and_graphs_on_cuda() -> None:
     device = torch.device("cuda")
     module, other, x = Linears(7), Linears(7).to(device), torch.randn(64, 1024, device=device)
     other.load_state_dict(module.state_dict())
-    streamed = Streamed(module, "linears", settings((1, 1, 3)), CudaMemory(device))
+    streamed = OffloadedModel(module, "linears", settings((1, 1, 3)), CudaMemory(device))
     assert all(torch.equal(module(x), other(x)) for _ in range(20))
     streamed.ring.join()
     graph = torch.cuda.CUDAGraph()

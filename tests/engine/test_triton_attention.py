@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from engine.config import EngineConfig  # noqa: E402
 from engine.cuda import tiles  # noqa: E402
-from engine.cuda.attention import Capacity, TritonAttention, TritonUnavailable  # noqa: E402
-from engine.cuda.launches import Limits  # noqa: E402
+from engine.cuda.attention import StepCapacity, TritonAttention, TritonUnavailable  # noqa: E402
+from engine.cuda.launches import LaunchLimits  # noqa: E402
 from engine.cuda.varlen import Varlen  # noqa: E402
 from engine.devices import CpuDevice, ReferenceAttention, choose_backend  # noqa: E402
 from engine.kv import fp8  # noqa: E402
@@ -62,7 +62,7 @@ def pool_in_fp8(shape: Shape, blocks: int) -> torch.Tensor:
 
 
 def backend(shape: Shape, programs: int = 6, varlen: Varlen | None = None) -> TritonAttention:
-    capacity = Capacity(512, 16, 64, shape.q_heads, shape.kv_heads, shape.dim, shape.dtype.itemsize)
+    capacity = StepCapacity(512, 16, 64, shape.q_heads, shape.kv_heads, shape.dim, shape.dtype.itemsize)
     return TritonAttention(DEVICE, capacity, programs, varlen=varlen)
 
 
@@ -267,12 +267,12 @@ def test_a_prompt_that_is_attended_wrongly_is_seen() -> None:
 
 def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TritonUnavailable, match="different numbers of query heads"):
-        TritonAttention(DEVICE, Capacity(16, 2, 8, 0, 1, 16, 2), 1)
+        TritonAttention(DEVICE, StepCapacity(16, 2, 8, 0, 1, 16, 2), 1)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(TritonUnavailable, match="TRITON_INTERPRET=1"):
-        TritonAttention(torch.device("cpu"), Capacity(16, 2, 8, 4, 1, 16, 2), 1)
+        TritonAttention(torch.device("cpu"), StepCapacity(16, 2, 8, 4, 1, 16, 2), 1)
     with pytest.raises(ValueError, match='attention="triton".*TRITON_INTERPRET=1'):
-        choose_backend("triton", CpuDevice(EngineConfig()), Capacity(16, 2, 8, 4, 1, 16, 2))
+        choose_backend("triton", CpuDevice(EngineConfig()), StepCapacity(16, 2, 8, 4, 1, 16, 2))
 
 
 @pytest.mark.parametrize("kept_in_fp8", [False, True])
@@ -287,9 +287,9 @@ def test_the_smallest_case_of_production(kept_in_fp8: bool, monkeypatch: pytest.
 
 
 def test_a_device_without_room_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.cuda.attention._limits", lambda device: (Limits(75, 16 << 10, 64 << 10), 1))
+    monkeypatch.setattr("engine.cuda.attention._limits", lambda device: (LaunchLimits(75, 16 << 10, 64 << 10), 1))
     with pytest.raises(TritonUnavailable, match="KiB of shared memory in a program"):
-        TritonAttention(DEVICE, Capacity(16, 2, 8, 4, 1, 256, 4), 1)
+        TritonAttention(DEVICE, StepCapacity(16, 2, 8, 4, 1, 256, 4), 1)
 
 
 def test_what_has_nothing_to_do_is_not_launched() -> None:
@@ -309,7 +309,7 @@ def test_what_has_nothing_to_do_is_not_launched() -> None:
 
     shape = Shape(q_heads=8, kv_heads=1, dim=16, block_size=8)
     made = tokens(shape, [(None, 0), *[(0, 8)] * 5], [65, 66, 67, 68, 69, 70])
-    one = TritonAttention(DEVICE, Capacity(512, 16, 64, 8, 1, 16, 2), 6, Noted())
+    one = TritonAttention(DEVICE, StepCapacity(512, 16, 64, 8, 1, 16, 2), 6, Noted())
     kv: Any = SimpleNamespace(data=pool(shape, made.blocks).to(DEVICE), block_size=8, geometry=SimpleNamespace(kv_heads=1))
     for rows, want in (
         ([(0, 0, 3)], ["store", "attend"]),

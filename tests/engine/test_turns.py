@@ -11,8 +11,8 @@ import pytest
 
 from engine.kv.block import Block
 from engine.kv.versions import KVVersions
-from engine.scheduling.kept import KEPT_SHARE
-from engine.scheduling.turns import Turns, digest
+from engine.scheduling.conversations import ConversationIndex, digest
+from engine.scheduling.pinned import KEPT_SHARE
 from engine.types import Group, Limits, Sampling
 from tests.support.harness import VOCAB, Harness
 
@@ -274,7 +274,7 @@ def test_versions_of_a_table_and_of_its_blocks() -> None:
 
 # ── what is remembered ────────────────────────────────────────────────────────────────────────────────────────────────
 def ended(id: str, index: int, since: int, tokens: int = 40, version: int = 3) -> Any:
-    """Make what `Turns.note` reads of a child."""
+    """Make what `ConversationIndex.note` reads of a child."""
     group = SimpleNamespace(id=id)
     blocks = [SimpleNamespace(versions=((0, version),)) for _ in range(0, tokens, SIZE)]
     return SimpleNamespace(
@@ -293,8 +293,8 @@ def continuing(after: tuple[str, int], tokens: int = 60) -> Group:
 
 
 def test_the_newest_turns_are_remembered_and_of_a_name_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduling.turns.MOST_TURNS", 8)
-    turns, since = Turns(SIZE), dict[tuple[str, int], list[int]]()
+    monkeypatch.setattr("engine.scheduling.conversations.MOST_TURNS", 8)
+    turns, since = ConversationIndex(SIZE), dict[tuple[str, int], list[int]]()
     for number in range(50):
         id, index = f"{number * 7 % 5}", number % 3  # names come again
         turns.note(ended(id, index, number))
@@ -307,7 +307,7 @@ def test_the_newest_turns_are_remembered_and_of_a_name_the_newest(monkeypatch: p
 
 
 def test_a_turn_comes_back_as_it_was_noted() -> None:
-    turns = Turns(SIZE)
+    turns = ConversationIndex(SIZE)
     turns.note(ended("a", 1, since=2**40, version=2**40))
     found = turns.find(continuing(("a", 1)), "c")
     assert found is not None
@@ -318,7 +318,7 @@ def test_a_turn_comes_back_as_it_was_noted() -> None:
 
 
 def test_a_turn_takes_few_bytes() -> None:
-    turns, count = Turns(SIZE), 20_000
+    turns, count = ConversationIndex(SIZE), 20_000
     tracemalloc.start()
     try:
         for number in range(count):

@@ -21,7 +21,7 @@ from engine.config import EngineConfig  # noqa: E402
 from engine.cuda import tiles, varlen  # noqa: E402
 from engine.cuda.attention import TritonAttention  # noqa: E402
 from engine.cuda.varlen import MOST_RUNS, Varlen, VarlenUnavailable, by_torch, refusal, starts_of, try_attend  # noqa: E402
-from engine.devices import Capacity, CpuDevice, CudaDevice, device_of, fuse  # noqa: E402
+from engine.devices import CpuDevice, CudaDevice, StepCapacity, device_of, fuse  # noqa: E402
 from engine.engine import Engine  # noqa: E402
 from tests.support.by_sdpa import BySdpa  # noqa: E402
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine  # noqa: E402
@@ -29,7 +29,7 @@ from tests.support.toy import group, run  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32, "num_hidden_layers": 1}
-CAPACITY = Capacity(8192, 16, 64, 8, 2, 64, 2)
+CAPACITY = StepCapacity(8192, 16, 64, 8, 2, 64, 2)
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 
 from engine.scheduling.order import ORDERS
+from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.sequence import GroupState, Sequence
-from engine.scheduling.waiting import WaitingQueue
 from engine.types import Group, Sampling
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.cuda.memory import CudaMemory
-from engine.kv.block import Moves, Spans
-from engine.kv.copies import Beside, Claims, Copied, Copy
+from engine.kv.block import BlockCopies, Spans
+from engine.kv.copies import Copied, Copy, SlotClaims, StreamCopies
 from engine.kv.pages import KVGeometry, PagedKV
 from tests.support.equivalence import groups
 from tests.support.on_device import DEVICE, agree, engine, needs_cuda
@@ -27,7 +27,7 @@ def test_under_pressure_as_with_room(ahead: bool) -> None:
     counters = tight.counters
     assert counters.offloads > 0 and counters.restored_blocks > 0 and counters.recomputed_tokens == 0
     assert counters.move_seconds > 0 and counters.copy_blocks_per_second > 0
-    assert isinstance(tight.kv.lane, Beside) == (DEVICE == "cuda")
+    assert isinstance(tight.kv.lane, StreamCopies) == (DEVICE == "cuda")
 
 
 def wrong_blocks(kv: PagedKV, rounds: int = 12) -> int:
@@ -38,24 +38,24 @@ def wrong_blocks(kv: PagedKV, rounds: int = 12) -> int:
         value, host = float(i + 1), i % 4
         torch.cuda._sleep(BUSY_CYCLES)
         kv.data[0].fill_(value)
-        kv.move(Moves(offloads=[(0, host)]))
+        kv.move(BlockCopies(offloads=[(0, host)]))
         kv.data[0].fill_(-1)  # its slot is somebody else's now
-        kv.move(Moves(restores=[(host, 1)], copies=[(1, 2)]))
+        kv.move(BlockCopies(restores=[(host, 1)], copies=[(1, 2)]))
         back, copied = kv.data[1].clone(), kv.data[2].clone()
         torch.cuda._sleep(BUSY_CYCLES)
         kv.data[3].fill_(value)
-        kv.move(Moves(mirrors=[(3, 4 + host)]))
+        kv.move(BlockCopies(mirrors=[(3, 4 + host)]))
         kv.data[3].fill_(-2)
-        kv.move(Moves(restores=[(4 + host, 5)]))
+        kv.move(BlockCopies(restores=[(4 + host, 5)]))
         wrong += sum(not bool((block == value).all()) for block in (back, copied, kv.data[5].clone()))
     kv.lane.finish()
     return wrong
 
 
-class Hasty(Beside):
+class Hasty(StreamCopies):
     """The negative control: copies that wait for nobody, and for which nobody waits."""
 
-    def run(self, moves: Moves, copy: Copy, uses: Claims) -> Copied:
+    def run(self, moves: BlockCopies, copy: Copy, uses: SlotClaims) -> Copied:
         for way, act, pairs in (
             (self._out, copy.out, [*moves.offloads, *moves.mirrors]),
             (self._into, copy.into, moves.restores),
@@ -69,7 +69,7 @@ class Hasty(Beside):
 @needs_cuda
 def test_copies_wait_for_the_compute_and_it_for_them() -> None:
     device = torch.device(DEVICE)
-    kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, CudaMemory(device), Beside(device))
+    kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, CudaMemory(device), StreamCopies(device))
     assert wrong_blocks(kv) == 0
     kv.lane = Hasty(device)
     assert wrong_blocks(kv) > 0
@@ -78,28 +78,30 @@ def test_copies_wait_for_the_compute_and_it_for_them() -> None:
 @needs_cuda
 def test_copies_from_host_memory_do_not_hold_the_host_up() -> None:
     """Where it is not pinned, a copy waits for the device: then the compute is done when `move` returns."""
-    kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, CudaMemory(torch.device(DEVICE)), Beside(torch.device(DEVICE)))
+    kv = PagedKV(
+        KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, CudaMemory(torch.device(DEVICE)), StreamCopies(torch.device(DEVICE))
+    )
     done = torch.cuda.Event()
     torch.cuda._sleep(100 * BUSY_CYCLES)
     done.record()
-    kv.move(Moves(offloads=[(0, 0)], restores=[(1, 1)], copies=[(2, 3)], mirrors=[(4, 4)], prefetches=[(2, 5)]))
+    kv.move(BlockCopies(offloads=[(0, 0)], restores=[(1, 1)], copies=[(2, 3)], mirrors=[(4, 4)], prefetches=[(2, 5)]))
     assert not done.query(), "the host waited for the device"
     torch.cuda.synchronize()
-    assert kv.move(Moves()).blocks == 4
+    assert kv.move(BlockCopies()).blocks == 4
 
 
 @needs_cuda
 def test_copies_run_while_the_device_computes() -> None:
     """A step that uses none of their slots is under way: they end before it does."""
     device = torch.device(DEVICE)
-    kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, CudaMemory(device), Beside(device))
+    kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, CudaMemory(device), StreamCopies(device))
     nobody = Spans(np.zeros((0, 0), np.int32), np.zeros(0, int), np.zeros(0, int))
-    kv.move(Moves(), nobody)
-    kv.move(Moves(), nobody)
+    kv.move(BlockCopies(), nobody)
+    kv.move(BlockCopies(), nobody)
     done = torch.cuda.Event()
     torch.cuda._sleep(1000 * BUSY_CYCLES)
     done.record()
-    kv.move(Moves(offloads=[(0, 0)], prefetches=[(2, 5)]), nobody)
+    kv.move(BlockCopies(offloads=[(0, 0)], prefetches=[(2, 5)]), nobody)
     kv.lane.finish()
     assert not done.query(), "a copy waited for compute that uses none of its slots"
     torch.cuda.synchronize()

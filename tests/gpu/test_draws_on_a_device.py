@@ -10,7 +10,7 @@ import torch
 
 from engine.devices import draw_kernel
 from engine.forward.sampling import SamplingBatch, sample
-from engine.scheduling.plan import Drawn
+from engine.scheduling.plan import SampledTokens
 from engine.types import Sampling
 from tests.support.draws import batch
 from tests.support.on_device import DEVICE
@@ -30,7 +30,7 @@ def logits(request: pytest.FixtureRequest) -> torch.Tensor:
     return 3 * torch.randn(ROWS, request.param, generator=torch.Generator().manual_seed(0))
 
 
-def sample_there(logits: torch.Tensor, asked: SamplingBatch) -> Drawn:
+def sample_there(logits: torch.Tensor, asked: SamplingBatch) -> SampledTokens:
     """By the device's kernel."""
     return sample(logits.to(DEVICE), asked, draw_kernel() if DEVICE == "cuda" else None)
 

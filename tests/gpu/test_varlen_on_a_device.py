@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from engine.cuda import tiles, varlen  # noqa: E402
-from engine.devices import Capacity  # noqa: E402
+from engine.devices import StepCapacity  # noqa: E402
 from engine.engine import Engine  # noqa: E402
 from tests.support.on_device import DEVICE, Samples, agree, engine, needs_cuda  # noqa: E402
 from tests.support.production import BLOCK, Heads, assert_right, attend, pages  # noqa: E402
@@ -26,7 +26,7 @@ def test_prompts_beside_tiles(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(tiles, "CHUNK_TOKENS", 256)
     made, counts = pages(heads, LENGTHS), [*LENGTHS[:-2], 100, 4100]
     columns = -(-max(LENGTHS) // BLOCK)
-    capacity = Capacity(sum(counts), 16, columns, heads.kv * heads.group, heads.kv, heads.dim, heads.dtype.itemsize)
+    capacity = StepCapacity(sum(counts), 16, columns, heads.kv * heads.group, heads.kv, heads.dim, heads.dtype.itemsize)
     one = varlen.open_varlen(torch.device(DEVICE), capacity)
     assert_right(made, counts, *attend(made, counts, share=False, attends=one.attend))
 

@@ -26,7 +26,7 @@ from engine.memory import HostMemory
 from engine.types import Limits, TensorInfo
 from engine.weights.device_staging import DeviceStaging
 from engine.weights.live import Weights
-from rollout.client.refresh import Pusher
+from rollout.client.refresh import WeightSender
 from transport.errors import SourceUnreachable
 from transport.frames import Decoder, pack
 from transport.messages import Begin
@@ -65,7 +65,7 @@ def new_tensors(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def trainer(via: Any, device: torch.device) -> None:
-    pusher = Pusher(SimpleNamespace(welcome=SimpleNamespace(capabilities=capabilities(device))))  # type: ignore[arg-type]
+    pusher = WeightSender(SimpleNamespace(welcome=SimpleNamespace(capabilities=capabilities(device))))  # type: ignore[arg-type]
     sender = pusher._offer(new_tensors(device), via)
     print(
         *(bytes(frame).hex() for frame in pack(Begin(1, "0" * 32, pack_manifest(sender.manifest), sender.offer))),
@@ -150,9 +150,9 @@ def test_gloo_from_a_gpu_to_a_gpu() -> None:
 def test_a_handle_that_is_none_is_typed() -> None:
     uuid = str(torch.cuda.get_device_properties(GPU).uuid)
     with pytest.raises(SourceUnreachable, match="cannot be opened"):
-        cuda_ipc.open_memory(cuda_ipc.Memory(uuid, bytes(64), 1000, 0))
+        cuda_ipc.open_memory(cuda_ipc.TrainerStorage(uuid, bytes(64), 1000, 0))
     with pytest.raises(SourceUnreachable, match="does not see the trainer's GPU"):
-        cuda_ipc.open_memory(cuda_ipc.Memory("another", bytes(64), 1000, 0))
+        cuda_ipc.open_memory(cuda_ipc.TrainerStorage("another", bytes(64), 1000, 0))
     assert torch.ones(3, device=GPU).sum().item() == 3, "the device still works"
 
 

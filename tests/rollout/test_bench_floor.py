@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.cpu.isa import ISAS, here
 from rollout import models
 from rollout.bench.errors import BoundBroken
-from rollout.bench.floor import LOOKS, Looks, Machine, matrices_of, shape_of, work_of
+from rollout.bench.floor import LOOKS, Looks, MachineRates, matrices_of, shape_of, work_of
 from rollout.bench.runner import measure
 from rollout.bench.target import open_engine
 from rollout.bench.text import PromptText
@@ -33,7 +33,7 @@ def looks(rate: float) -> Looks:
     return made
 
 
-def still(machine: Machine, peak: float, rate: float) -> Machine:
+def still(machine: MachineRates, peak: float, rate: float) -> MachineRates:
     """A machine of these rates, however often it is looked at."""
     machine.peak = looks(peak)
     machine.rate = lambda size: looks(rate)  # type: ignore[method-assign]
@@ -68,7 +68,7 @@ def test_the_work_is_counted(tiny_model: Path) -> None:
 
 
 def test_the_larger_bound_is_the_floor(tiny_model: Path, engine: EngineConfig) -> None:
-    machine = Machine(tiny_model, engine)
+    machine = MachineRates(tiny_model, engine)
     work = work_of(machine.shape, TINY, 1e9, 1.0)
     by_compute = still(machine, 1e6, 1e30).floor(TINY)
     assert by_compute["floor_bound"] == "compute" and by_compute["floor_seconds"] == pytest.approx(
@@ -83,7 +83,7 @@ def test_the_larger_bound_is_the_floor(tiny_model: Path, engine: EngineConfig) -
 def test_a_run_is_below_the_floor(tiny_model: Path, engine: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured here, with every product of torch refused: they are no part of a bound."""
     text = PromptText(models.load_tokenizer(tiny_model))
-    machine = Machine(tiny_model, engine)
+    machine = MachineRates(tiny_model, engine)
 
     def bounded(workload: Workload, summary: dict[str, Any]) -> dict[str, Any]:
         with monkeypatch.context() as patch:
@@ -103,7 +103,7 @@ def test_a_run_is_below_the_floor(tiny_model: Path, engine: EngineConfig, monkey
 )
 def test_above_the_floor_is_an_error(tiny_model: Path, engine: EngineConfig, peak: float, rate: float, says: str) -> None:
     """It names the bound; and with rates that are far too high the same run passes."""
-    machine = Machine(tiny_model, engine)
+    machine = MachineRates(tiny_model, engine)
     summary = {"tokens_per_second": 50.0, "tokens_per_second_max": 60.0, "prefill_tokens": 64, "accepted_tokens": 0}
     assert still(machine, 1e15, 1e15).bounded(TINY, summary)["floor_fraction"] < 1
     with pytest.raises(BoundBroken, match=f"tiny: a run has .* of the floor.*{says}"):
@@ -112,7 +112,7 @@ def test_above_the_floor_is_an_error(tiny_model: Path, engine: EngineConfig, pea
 
 def test_a_low_look_is_looked_at_again(tiny_model: Path, engine: EngineConfig) -> None:
     """A neighbour that held the cores while the peak was measured is no broken bound; the worst look is told."""
-    machine = Machine(tiny_model, engine)
+    machine = MachineRates(tiny_model, engine)
     machine.peak = looks(1.0)
     summary = {"tokens_per_second": 50.0, "tokens_per_second_max": 60.0, "prefill_tokens": 64, "accepted_tokens": 0}
     told = machine.bounded(TINY, summary)
@@ -122,6 +122,6 @@ def test_a_low_look_is_looked_at_again(tiny_model: Path, engine: EngineConfig) -
 def test_the_peak_is_of_the_running_set(tiny_model: Path, engine: EngineConfig) -> None:
     """By name, and the best of this CPU for a service that runs torch."""
     for isa in [*(each for each in here() if each in ISAS), "torch"]:
-        machine = Machine(tiny_model, EngineConfig(model=str(tiny_model), dtype="float32", isa=isa, threads=1))  # type: ignore[arg-type]
+        machine = MachineRates(tiny_model, EngineConfig(model=str(tiny_model), dtype="float32", isa=isa, threads=1))  # type: ignore[arg-type]
         assert machine.kernels.isa == (here()[0] if isa == "torch" else isa)
         assert machine.peak.best > 0

@@ -17,8 +17,8 @@ import transformers
 from rollout.bench import against, gpu, gpu_parts, gpu_runs, runner
 from rollout.bench.errors import PeerFailed
 from rollout.bench.gpu import main, measure
-from rollout.bench.gpu_bench import QUICK, Args, Bench, Sizes
-from rollout.bench.gpu_limit import Work, beside_limit
+from rollout.bench.gpu_bench import QUICK, Args, Bench, GpuBenchSizes
+from rollout.bench.gpu_limit import ForwardCost, beside_limit
 from rollout.bench.text import RandomText
 from rollout.bench.workloads import Workload
 
@@ -191,8 +191,8 @@ def test_the_shapes(name: str, billions: float) -> None:
     with torch.device("meta"):
         module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     assert sum(parameter.numel() for parameter in module.parameters()) / 1e9 == pytest.approx(billions, rel=0.005)
-    longest = max(shape.context for shape in Sizes().shapes)
-    assert config.max_position_embeddings > max(longest, *(workload.tokens for workload in Sizes().workloads))
+    longest = max(shape.context for shape in GpuBenchSizes().shapes)
+    assert config.max_position_embeddings > max(longest, *(workload.tokens for workload in GpuBenchSizes().workloads))
 
 
 def test_what_a_forward_takes_at_least(bench: Bench) -> None:
@@ -202,14 +202,14 @@ def test_what_a_forward_takes_at_least(bench: Bench) -> None:
         **{name: getattr(bench, name) for name in ("config", "dtype", "kv_dtype", "module", "model", "read_bytes")}
     )
 
-    def limit(work: Work, bytes_per_second: float, flops_per_second: float) -> float:
+    def limit(work: ForwardCost, bytes_per_second: float, flops_per_second: float) -> float:
         bench_at.rates = {"bytes_per_second": bytes_per_second, "flops_per_second": flops_per_second}
         return float(beside_limit(bench_at, work, 1.0)["limit_ms"])  # type: ignore[arg-type]
 
-    one = Work.of(np.array([1]), np.array([100]))
+    one = ForwardCost.of(np.array([1]), np.array([100]))
     assert one == (1, 1, 100, 100)
     assert limit(one, 1.0, 1e30) == pytest.approx(1e3 * (bench.read_bytes + 100 * geometry.bytes_per_token))
-    prompts = Work.of(np.array([5, 3]), np.array([5, 9]))
+    prompts = ForwardCost.of(np.array([5, 3]), np.array([5, 9]))
     assert prompts == (8, 2, 14, 15 + 3 * 6 + 6), "each query sees itself and what stands before it"
     head = bench.config.vocab_size * bench.config.hidden_size
     layers = bench.read_bytes // 4 - head

@@ -40,7 +40,7 @@ def test_bench_host_prints_the_parts(
 def test_what_a_part_takes_shows_in_it(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part, made slow, is the one that grows."""
     import engine.devices as devices
-    import engine.in_flight as module
+    import engine.pipeline as module
 
     quick = host.measure(16, 0.1)
     spin = 0.01

@@ -13,12 +13,12 @@ import pytest
 from engine.config import EngineConfig
 from engine.scheduling.drafts import StepSeconds
 from rollout.bench import policies, run, simulator
-from rollout.bench.simulator import Costs, Ended, Work, follow, simulate
+from rollout.bench.simulator import Costs, SimulatedBatch, SimulatedEnds, follow, simulate
 from tests.support.tiny import tiny_engine
 
 COSTS = Costs(tokens=(1, 100), seconds=(0.02, 0.12), per_draw=0.001, per_kv_token=0.0, per_block=0.0)
 CONFIG = EngineConfig(block_size=8, kv_tokens=1024, max_num_seqs=16, max_batch_tokens=64)
-WORK = Work(12, 40, policies.lengths("bimodal", 6, 4, 16, 40, seed=1))
+WORK = SimulatedBatch(12, 40, policies.lengths("bimodal", 6, 4, 16, 40, seed=1))
 
 
 def test_children_get_as_long_as_they_must_on_the_engine_and_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_children_get_as_long_as_they_must_on_the_engine_and_simulated(monkeypat
 
 def test_a_step_costs_what_the_table_says() -> None:
     """One child alone: a prompt of 12 tokens, then a token a step."""
-    work = Work(12, 40, np.array([[5]]))
+    work = SimulatedBatch(12, 40, np.array([[5]]))
     ended = simulate(work, CONFIG, COSTS, 100, 0)
     table = {tokens: 0.02 + (tokens - 1) * 0.1 / 99 for tokens in (1, 12)}
     assert ended.steps == 5 and ended.total == pytest.approx(table[12] + 4 * table[1] + 5 * 0.001)
@@ -52,7 +52,7 @@ def test_a_step_costs_what_the_table_says() -> None:
 
 
 def test_the_tail_is_what_the_last_tenth_takes() -> None:
-    ended = Ended(np.arange(1.0, 21.0), 1, 0, 0.0)
+    ended = SimulatedEnds(np.arange(1.0, 21.0), 1, 0, 0.0)
     assert (ended.half, ended.total, ended.tail) == (11.0, 20.0, 1.0)
 
 
@@ -137,7 +137,7 @@ def as_at_first(self: StepSeconds, tokens: np.ndarray) -> np.ndarray:
 def test_drafts_never_cost_more_than_a_hundredth(words: int, costs: Costs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted: a batch down to its last child, at what steps take by the table, of texts that cannot be guessed."""
     monkeypatch.setattr(simulator, "word", said_at_random(words))
-    work = Work(16, 256, policies.lengths("independent", 8, 8, 64, 256, seed=2))
+    work = SimulatedBatch(16, 256, policies.lengths("independent", 8, 8, 64, 256, seed=2))
     config = msgspec.structs.replace(CONFIG, kv_tokens=64_000, max_num_seqs=64, max_batch_tokens=256)
     plain, drafting = (simulate(work, msgspec.structs.replace(config, drafts=most), costs, 8000, 0).total for most in (0, 6))
     assert drafting <= 1.01 * plain, drafting / plain

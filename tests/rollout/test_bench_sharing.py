@@ -16,10 +16,10 @@ from engine.kv.pages import keys_and_values
 from engine.memory import HostMemory
 from rollout.bench import by_hand, run, sharing
 from rollout.bench.errors import BenchFailed
-from rollout.bench.sharing import Shape, measure, tables
+from rollout.bench.sharing import PrefixShape, measure, tables
 from rollout.config import InputError
 
-SMALL = Shape(groups=2, children=3, prefix=96, suffix=40)
+SMALL = PrefixShape(groups=2, children=3, prefix=96, suffix=40)
 CONFIG = EngineConfig(dtype="float32", threads=1)
 
 
@@ -34,7 +34,7 @@ def test_bench_sharing_prints_the_ratios(tiny_model: Path, tmp_path: Path, capsy
     assert run(("sharing",), model=str(tiny_model), json_file=str(out), **options) == 0  # type: ignore[arg-type]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     summaries = [row for row in rows if "summary" in row]
-    shapes = [tuple(row[name] for name in Shape._fields) for row in summaries]
+    shapes = [tuple(row[name] for name in PrefixShape._fields) for row in summaries]
     assert shapes == [(8, 16, 64, 32, False), (1, 32, 416, 32, False)]
     assert [row["variant"] for row in rows if "variant" in row] == ["shared", "per_child", "copies"] * 2
     for row in rows:

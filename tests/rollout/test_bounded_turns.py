@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from engine.types import Group, Sample, Sampling
+from rollout.fleet import event_queue
 from rollout.fleet import groups as fleet_groups
-from rollout.fleet import inbox
-from rollout.fleet.groups import Groups
-from rollout.fleet.inbox import Inbox
+from rollout.fleet.event_queue import EventQueue
+from rollout.fleet.groups import FleetGroups
 from rollout.service import session as sessions
 from rollout.service.running import Running
 from rollout.service.session import HeldGroup, Session
@@ -164,18 +164,18 @@ def test_one_message_is_taken_where_there_is_no_time_for_more() -> None:
     peer = bench.client()
     for i in range(50):
         peer.send(submit(f"g{i}", serial=i + 1, max_tokens=100))
-    inbox = bench.service._inbox
-    before = inbox.messages
-    assert not inbox.receive(0.0, lambda: 0.0) and inbox.messages == before + 1
+    event_queue = bench.service._inbox
+    before = event_queue.messages
+    assert not event_queue.receive(0.0, lambda: 0.0) and event_queue.messages == before + 1
 
 
 def test_a_front_makes_so_many_calls_at_once() -> None:
-    box, made = Inbox(), []
+    box, made = EventQueue(), []
     for i in range(10_000):
         box.post(lambda i=i: made.append(i))  # type: ignore[misc]
     for turn in itertools.count(1):
         box.run()
-        assert len(made) == min(10_000, turn * inbox.MOST_AT_ONCE)
+        assert len(made) == min(10_000, turn * event_queue.MOST_AT_ONCE)
         if not box:
             break
     assert made == list(range(10_000))
@@ -183,9 +183,9 @@ def test_a_front_makes_so_many_calls_at_once() -> None:
 
 def test_samples_that_come_together_count_one_by_one() -> None:
     """A call that brings many is worth as many: the turn is as long."""
-    box, made = Inbox(), []
+    box, made = EventQueue(), []
     for i in range(20):
-        box.post(lambda i=i: made.append(i), inbox.MOST_AT_ONCE // 4)  # type: ignore[misc]
+        box.post(lambda i=i: made.append(i), event_queue.MOST_AT_ONCE // 4)  # type: ignore[misc]
     for turn in range(1, 6):
         box.run()
         assert len(made) == 4 * turn
@@ -193,11 +193,11 @@ def test_samples_that_come_together_count_one_by_one() -> None:
 
 
 def test_a_front_places_so_many_children_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    front = Groups(Inbox(), lambda: [], lambda: 0, lambda *_: None, lambda _: True)
+    front = FleetGroups(EventQueue(), lambda: [], lambda: 0, lambda *_: None, lambda _: True)
     for i in range(40):
         front.submit(Group(f"1.{i}", np.array([1], np.int32), Sampling(n=200, max_tokens=4, seed=1)), "", 0.0)
     assert len(front.waiting) == 40
-    placed = counted(monkeypatch, Groups, "place")
+    placed = counted(monkeypatch, FleetGroups, "place")
     front.place_waiting(0.0)
     assert sum(len(one.unplaced) for one in placed) <= fleet_groups.MOST_PLACED and len(placed) == 10
     front.give_up("nobody serves")
@@ -209,7 +209,7 @@ def test_a_front_places_so_many_children_at_once(monkeypatch: pytest.MonkeyPatch
 
 def test_a_group_larger_than_that_is_placed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_groups, "MOST_PLACED", 5)
-    front = Groups(Inbox(), lambda: [], lambda: 0, lambda *_: None, lambda _: True)
+    front = FleetGroups(EventQueue(), lambda: [], lambda: 0, lambda *_: None, lambda _: True)
     for i in range(3):
         front.submit(Group(f"1.{i}", np.array([1], np.int32), Sampling(n=9, max_tokens=4, seed=1)), "", 0.0)
     front.give_up("nobody serves")

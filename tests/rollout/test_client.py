@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Chunk, Limits, Sample, Sampling
+from engine.types import Limits, Sample, Sampling, TokenChunk
 from rollout.client import connection, link
 from rollout.client.api import Handle, RolloutClient
 from rollout.client.submission import plain, token_array
@@ -630,7 +630,7 @@ def test_new_tokens_that_cannot_be_are_an_error_of_their_group(played: Played) -
     for _ in range(2):
         played.get(m.Submit)
     tokens = dict(token_ids=np.array([3], np.int32), logprobs=np.array([np.nan], np.float32), weight_versions=[(0, 1)])
-    played.send(pack_progress(1, {"g": [Chunk(index=0, first=0, seed=7, **tokens)]}))
+    played.send(pack_progress(1, {"g": [TokenChunk(index=0, first=0, seed=7, **tokens)]}))
     assert "chunk of child 0 has logprobs with nan" in str(failure(handle)) and not handle.begun()
     hello = played.get(m.Hello)
     played.welcome(hello, hello.groups)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from engine.types import Limits, Sample, Sampling
-from rollout.client.acks import ACK_S, Acks
-from rollout.client.calls import Calls
-from rollout.client.connection import HEARTBEAT_S, HELLO_RETRY_S, Connection
+from rollout.client.acks import ACK_S, AckQueue
+from rollout.client.calls import CallQueue
+from rollout.client.connection import HEARTBEAT_S, HELLO_RETRY_S, ConnectionState
 from rollout.client.handle import Handle
 from rollout.client.open_groups import OpenGroups
 from rollout.client.open_requests import OpenRequests
@@ -26,7 +26,7 @@ from transport.errors import ClientClosed, LimitExceeded, WeightsRefused
 
 
 def test_a_new_connection_is_greeted_and_hello_is_repeated_until_welcome() -> None:
-    connection = Connection(now=0.0)
+    connection = ConnectionState(now=0.0)
     connection.connected(connections=1, now=5.0)
     assert connection.hello_number == 1 and connection.hello_due(5.0) and not connection.hello_due(5.1)
     assert connection.hello_due(5.0 + HELLO_RETRY_S)
@@ -35,7 +35,7 @@ def test_a_new_connection_is_greeted_and_hello_is_repeated_until_welcome() -> No
 
 
 def test_heartbeats_are_due_each_second_once_welcome_has_come() -> None:
-    connection = Connection(now=0.0)
+    connection = ConnectionState(now=0.0)
     connection.connected(1, 0.0)
     assert not connection.heartbeat_due(10.0), "not before Welcome"
     connection.welcomed(10.0)
@@ -44,7 +44,7 @@ def test_heartbeats_are_due_each_second_once_welcome_has_come() -> None:
 
 
 def test_another_connection_is_greeted_again_the_same_one_is_not() -> None:
-    connection = Connection(now=0.0)
+    connection = ConnectionState(now=0.0)
     connection.connected(1, 0.0)
     connection.welcomed(0.0)
     connection.connected(1, 1.0)
@@ -54,7 +54,7 @@ def test_another_connection_is_greeted_again_the_same_one_is_not() -> None:
 
 
 def test_an_outage_counts_from_the_last_connection_while_somebody_waits() -> None:
-    connection = Connection(now=0.0)
+    connection = ConnectionState(now=0.0)
     connection.connected(1, 10.0)
     assert connection.disconnected(13.0) == 3.0
     connection.nobody_waits(13.0)
@@ -62,7 +62,7 @@ def test_an_outage_counts_from_the_last_connection_while_somebody_waits() -> Non
 
 
 def test_a_hello_on_its_way_is_outdated_without_another_one_in_a_hurry() -> None:
-    connection = Connection(now=0.0)
+    connection = ConnectionState(now=0.0)
     connection.connected(1, 0.0)
     assert connection.hello_due(0.0)
     connection.outdate_hello()
@@ -100,7 +100,7 @@ def test_an_answer_that_is_an_error_is_raised_and_who_gave_up_is_not_waited_for(
 def test_calls_wait_for_the_thread_and_fail_in_their_own_once_it_has_ended() -> None:
     woken: list[bool] = []
     made: list[Any] = []
-    calls = Calls(lambda: woken.append(True))
+    calls = CallQueue(lambda: woken.append(True))
     calls.put(made.append, 1)
     assert woken == [True] and not made
     calls.run()
@@ -115,7 +115,7 @@ def test_calls_wait_for_the_thread_and_fail_in_their_own_once_it_has_ended() -> 
 def test_calls_that_wake_nobody_are_made_with_the_next_that_does() -> None:
     woken: list[bool] = []
     made: list[Any] = []
-    calls = Calls(lambda: woken.append(True))
+    calls = CallQueue(lambda: woken.append(True))
     calls.wake()
     assert not woken, "nothing waits"
     for i in range(3):
@@ -257,7 +257,7 @@ def test_a_group_that_alone_is_over_the_budget_is_refused() -> None:
 
 
 def test_acks_wait_for_each_other_but_not_for_long() -> None:
-    acks = Acks()
+    acks = AckQueue()
     assert not acks and not acks.due(100.0)
     acks.samples.append(("a", 0))
     assert acks and acks.due(100.0), "the first one goes at once"

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from engine.cuda.attention import parts_for  # noqa: E402
-from engine.cuda.launches import KNOWN, PROGRAM_BYTES, Limits, choose  # noqa: E402
-from engine.devices import Capacity  # noqa: E402
+from engine.cuda.launches import KNOWN, PROGRAM_BYTES, LaunchLimits, choose  # noqa: E402
+from engine.devices import StepCapacity  # noqa: E402
 from rollout.bench import cuda_static  # noqa: E402
 
 MOST_SPILLED = {"small": 32, "large": 160, "other": 64}
@@ -78,7 +78,7 @@ def chunks_read(rows: int, prefix: int, own: int, max_parts: int) -> int:
 @pytest.mark.parametrize("prefix", [1024, 4096, 8192, 16384])
 def test_long_prefixes_are_shared_by_all_rows(prefix: int) -> None:
     """With an H200's memory for partial results; as many as a CPU's pool has end the sharing: the control."""
-    capacity = Capacity(8192, 256, 1280, 32, 8, 128, 2)
+    capacity = StepCapacity(8192, 256, 1280, 32, 8, 128, 2)
     ideal = 256 // 16 * prefix // 256 + 256 * 2
     assert chunks_read(256, prefix, 512, parts_for(139 << 30, capacity)) == ideal
     if prefix >= 8192:
@@ -98,4 +98,4 @@ def test_every_known_device_has_room(group: int, dim: int, itemsize: int, archit
 
 def test_a_device_without_room_is_refused_with_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"heads of 512 numbers of 4 bytes.*KiB of shared memory.*compute capability 7\.5"):
-        choose(8, 512, 4, Limits(75, 32 << 10, 64 << 10))
+        choose(8, 512, 4, LaunchLimits(75, 32 << 10, 64 << 10))

@@ -22,7 +22,7 @@ import zmq
 from engine.types import Limits, Sampling
 from rollout.client import link
 from rollout.client.api import RolloutClient
-from rollout.service import inbox
+from rollout.service import receiver
 from rollout.service.loop import Service
 from rollout.service.session import Session
 from tests.support import by_hand
@@ -370,7 +370,7 @@ def test_a_million_broken_messages(start: Callable[..., Process]) -> None:
 
 def test_the_rubbish_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, at a service that lets what decoding raises go through: it falls."""
-    monkeypatch.setattr(inbox, "RolloutError", ZeroDivisionError)
+    monkeypatch.setattr(receiver, "RolloutError", ZeroDivisionError)
     service = Service(FakeEngine(), "tcp://127.0.0.1:*", linger_s=0.1)
     fallen: list[BaseException] = []
 

@@ -28,17 +28,17 @@ from rollout.commands.serve_fleet import core_sets, divided
 from rollout.commands.top import View
 from rollout.config import Config, FleetConfig, InputError
 from rollout.fleet import failures as failures_module
-from rollout.fleet import members as members_module
 from rollout.fleet import replica as replica_module
+from rollout.fleet import replica_set as members_module
 from rollout.fleet import routing
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.groups import Groups
-from rollout.fleet.launcher import Launcher, Place
+from rollout.fleet.groups import FleetGroups
+from rollout.fleet.launcher import Host, Launcher
 from rollout.fleet.replica import State
-from rollout.fleet.transaction import Transaction
+from rollout.fleet.transaction import ReplicaTransaction
 from rollout.process import service_process
 from rollout.service.session import Session
-from rollout.service.sharing import Sharing
+from rollout.service.weight_export import WeightExport
 from tests.support.fleet import KEYS, WAIT, Threads, check, collect, fleet_of, front_of, prompt, refresh, step_until
 from tests.support.fleet_chaos import FOUND, Chaos
 from tests.support.hash_engine import TENSORS, VOCAB, HashEngine, expected, manifest_of, weights_of
@@ -193,14 +193,14 @@ def test_a_repeat_is_dropped() -> None:
 
 def test_a_repeat_that_is_not_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    arrived = Groups._arrived
+    arrived = FleetGroups._arrived
 
-    def forgetful(self: Groups, part: Any, sample: Any) -> None:
+    def forgetful(self: FleetGroups, part: Any, sample: Any) -> None:
         part.open.left |= {sample.index}
         part.left |= {sample.index}
         arrived(self, part, sample)
 
-    monkeypatch.setattr(Groups, "_arrived", forgetful)
+    monkeypatch.setattr(FleetGroups, "_arrived", forgetful)
     with fleet_of(1, step_s=0.001) as (fleet, _):
         assert sorted(sample.index for sample in repeat(fleet)) != [0, 1]
 
@@ -546,7 +546,7 @@ def weight_maps() -> set[str]:
 
 def test_a_front_has_no_weights_to_share() -> None:
     with fleet_of(1) as (fleet, _):
-        sharing = Sharing(fleet)
+        sharing = WeightExport(fleet)
         with pytest.raises(InvalidRequest, match="ask one of its replicas"):
             sharing.ask(Session("session", "a client", 1), 7)
         assert not sharing
@@ -560,7 +560,7 @@ def test_one_refusal_is_everybody_s() -> None:
 
 def test_a_commit_without_prepare_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: whoever is not asked first leaves replicas of two versions."""
-    monkeypatch.setattr(Transaction, "ready", property(lambda self: bool(self.members)))
+    monkeypatch.setattr(ReplicaTransaction, "ready", property(lambda self: bool(self.members)))
     with fleet_of(3) as (fleet, threads):
         with pytest.raises((AssertionError, pytest.fail.Exception)):
             one_refuses(fleet, threads)
@@ -801,7 +801,7 @@ def test_serve_replicas(tiny_config: Config, tmp_path: Path) -> None:
 
 
 def test_a_process_that_ends_before_it_listens_ends_the_start() -> None:
-    fleet = Fleet(Launcher(lambda ready: [sys.executable, "-c", "raise SystemExit(3)"], [Place()]))
+    fleet = Fleet(Launcher(lambda ready: [sys.executable, "-c", "raise SystemExit(3)"], [Host()]))
     try:
         with pytest.raises(ServiceLost, match="replica 0: its process ended with exit status 3"):
             fleet.open(WAIT)

@@ -23,13 +23,13 @@ from rollout.client import link as link_module
 from rollout.client.api import RolloutClient
 from rollout.config import Config, dump
 from rollout.fleet import launcher as launcher_module
-from rollout.fleet import members as members_module
+from rollout.fleet import replica_set as members_module
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.kept import Kept, KeptFleet, adopt
-from rollout.fleet.launcher import Event, Launcher, Place
+from rollout.fleet.launcher import Host, Launcher, ReplicaEvent
+from rollout.fleet.state_file import ReplicaStateFile, SavedFleet, adopt
 from rollout.fleet.weights import FleetWeights
 from rollout.service.journal import Journal
-from rollout.service.watchdog import Watch
+from rollout.service.watchdog import LoopPhase
 from tests.support.fleet import KEYS, WAIT, Threads, collect, fed, refresh, step_until
 from tests.support.hash_engine import HashEngine, expected, manifest_of, weights_of
 from tests.support.lasting import ROOT, free_port
@@ -74,7 +74,7 @@ class Lives:
 
     def start(self, version: int, wait: bool = True, digest: str = "") -> Fleet:
         """The next front, whose journal has that version."""
-        self.threads.events = [Event(name, one.endpoint, "it listens") for name, one in self.threads.services.items()]
+        self.threads.events = [ReplicaEvent(name, one.endpoint, "it listens") for name, one in self.threads.services.items()]
         self.threads.outlived = frozenset(self.threads.services)
         self.fleet = Fleet(self.threads, before=Served(version, digest))
         if wait:
@@ -256,13 +256,13 @@ def test_sessions_of_other_keys_stay() -> None:
 
 def test_a_service_that_is_told_to_ends_when_it_is_alone() -> None:
     now = [0.0]
-    watch = Watch(clock=lambda: now[0], alone_s=5.0)
+    watch = LoopPhase(clock=lambda: now[0], alone_s=5.0)
     assert [watch.alone(clients, at) for clients, at in ((0, 0.0), (0, 5.0), (1, 6.0), (0, 7.0), (0, 12.0), (0, 12.1))] == [
         *[False] * 5,
         True,
     ]
-    assert not Watch().alone(0, 1e9)
-    bench = Bench(watch=Watch(alone_s=1e-9))
+    assert not LoopPhase().alone(0, 1e9)
+    bench = Bench(watch=LoopPhase(alone_s=1e-9))
     bench.client()
     bench.turn(3)
     assert bench.service._stop_reason is None
@@ -295,25 +295,25 @@ def sleeper(ready: Path) -> list[str]:
 
 
 def started(launcher: Launcher) -> dict[str, int]:
-    events: list[Event] = []
+    events: list[ReplicaEvent] = []
     until(lambda: (events.extend(launcher.tend()), len(events) == launcher.wanted)[1])
     assert {event.address for event in events} == {"ipc://x"}
     return {event.name: launcher.pid(event.name) or 0 for event in events}
 
 
 def test_processes_are_taken_over(tmp_path: Path) -> None:
-    places = [Place()] * 2
-    first = Launcher(sleeper, places, kept=Kept(tmp_path / "kept", "a"))
+    places = [Host()] * 2
+    first = Launcher(sleeper, places, kept=ReplicaStateFile(tmp_path / "kept", "a"))
     pids = started(first)
     first.slots["0"].child.kill()  # type: ignore[union-attr]
     first.slots["0"].child.wait()  # type: ignore[union-attr]
-    second = Launcher(sleeper, places, kept=Kept(tmp_path / "kept", "a"))
+    second = Launcher(sleeper, places, kept=ReplicaStateFile(tmp_path / "kept", "a"))
     try:
         assert second.outlived == {"1"} and second.pid("1") == pids["1"]
         again = started(second)
         assert again["1"] == pids["1"] and again["0"] != pids["0"]
         second.replace("1")
-        ended: list[Event] = []
+        ended: list[ReplicaEvent] = []
         until(lambda: (ended.extend(second.tend()), ended)[1])
         assert (ended[0].name, ended[0].address) == ("1", None)
         until(lambda: second.tend() and second.pid("1") not in (None, pids["1"]))
@@ -329,10 +329,10 @@ def test_a_full_disk_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    launcher = Launcher(sleeper, [Place()], kept=Kept(tmp_path / "kept"))
+    launcher = Launcher(sleeper, [Host()], kept=ReplicaStateFile(tmp_path / "kept"))
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(Kept, "write", full)
+            patch.setattr(ReplicaStateFile, "write", full)
             started(launcher)
             launcher.tend()
         assert caplog.text.count("No space left") == 1
@@ -355,7 +355,7 @@ def test_a_host_without_descriptors_is_waited_for(tmp_path: Path, monkeypatch: p
         return works(*given, **options)
 
     monkeypatch.setattr(target, name, fails)
-    launcher = Launcher(sleeper, [Place()], clock=lambda: now[0], kept=Kept(tmp_path / "kept"))
+    launcher = Launcher(sleeper, [Host()], clock=lambda: now[0], kept=ReplicaStateFile(tmp_path / "kept"))
     try:
         assert launcher.tend() == [] and failed == [0.0]
         now[0] = 1.0
@@ -370,9 +370,9 @@ def lives(pid: int) -> bool:
 
 
 def test_processes_that_were_told_another_thing_are_replaced(tmp_path: Path) -> None:
-    first = Launcher(sleeper, [Place()], kept=Kept(tmp_path / "kept", "a"))
+    first = Launcher(sleeper, [Host()], kept=ReplicaStateFile(tmp_path / "kept", "a"))
     (pid,) = started(first).values()
-    second = Launcher(sleeper, [Place()], kept=Kept(tmp_path / "kept", "b"))
+    second = Launcher(sleeper, [Host()], kept=ReplicaStateFile(tmp_path / "kept", "b"))
     second.close()
     assert not second.outlived and first.slots["0"].child is not None
     first.slots["0"].child.wait(WAIT)
@@ -380,12 +380,12 @@ def test_processes_that_were_told_another_thing_are_replaced(tmp_path: Path) -> 
 
 
 def test_more_or_fewer_replicas_are_asked_of_the_next_front(tmp_path: Path) -> None:
-    first = Launcher(sleeper, [Place()] * 2, kept=Kept(tmp_path / "kept"))
+    first = Launcher(sleeper, [Host()] * 2, kept=ReplicaStateFile(tmp_path / "kept"))
     started(first)
-    second = Launcher(sleeper, [Place()] * 3, kept=Kept(tmp_path / "kept"))
+    second = Launcher(sleeper, [Host()] * 3, kept=ReplicaStateFile(tmp_path / "kept"))
     assert second.wanted == 3 and second.outlived == {"0", "1"}
     second.tend()
-    third = Launcher(sleeper, [Place()], kept=Kept(tmp_path / "kept"))
+    third = Launcher(sleeper, [Host()], kept=ReplicaStateFile(tmp_path / "kept"))
     third.close()
     assert third.wanted == 1
     for slot in (*first.slots.values(), second.slots["2"]):
@@ -394,9 +394,9 @@ def test_more_or_fewer_replicas_are_asked_of_the_next_front(tmp_path: Path) -> N
 
 
 def test_a_number_that_another_process_has_by_now_is_nobody_s(tmp_path: Path) -> None:
-    launcher = Launcher(sleeper, [Place()], kept=Kept(tmp_path / "kept"))
+    launcher = Launcher(sleeper, [Host()], kept=ReplicaStateFile(tmp_path / "kept"))
     started(launcher)
-    kept = msgspec.json.decode((tmp_path / "kept").read_bytes(), type=KeptFleet)
+    kept = msgspec.json.decode((tmp_path / "kept").read_bytes(), type=SavedFleet)
     (one,) = kept.replicas
     assert adopt(one) is not None
     assert adopt(msgspec.structs.replace(one, started=one.started - 60)) is None
@@ -406,7 +406,7 @@ def test_a_number_that_another_process_has_by_now_is_nobody_s(tmp_path: Path) ->
 
 def test_what_cannot_be_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "kept").write_text("{")
-    launcher = Launcher(sleeper, [Place()], kept=Kept(tmp_path / "kept"))
+    launcher = Launcher(sleeper, [Host()], kept=ReplicaStateFile(tmp_path / "kept"))
     assert not launcher.outlived and "not known" in caplog.text
     launcher.close()
 

@@ -19,8 +19,8 @@ from rollout.commands.arguments import ServeArgs, parse
 from rollout.commands.serve import run
 from rollout.commands.serve_replica import AGAIN
 from rollout.config import Config, FleetConfig, InputError, dump
-from rollout.fleet import joins as joins_module
-from rollout.fleet.joins import Joins
+from rollout.fleet import join_listener as joins_module
+from rollout.fleet.join_listener import JoinListener
 from tests.support.fleet import WAIT, check, collect, prompt, refresh, step_until
 from tests.support.joined import JoinedFleet, end, joined_fleet
 from tests.support.keyed import RawDealer
@@ -95,7 +95,7 @@ class Front:
             files.create(file, "tcp://127.0.0.1:1")
         self.folder, self.file = folder, file
         self.end = ServiceEnd("tcp://127.0.0.1:*", Limits(), None if file is None else str(file))
-        self.joins = Joins(self.end, lambda: self.now)
+        self.joins = JoinListener(self.end, lambda: self.now)
         self.dealers: list[RawDealer] = []
         self.events: list[tuple[str, bool, bool]] = []
 

@@ -11,19 +11,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Chunk, Group, Sample, Sampling
+from engine.types import Group, Sample, Sampling, TokenChunk
 from rollout.config import Config, FleetConfig
 from rollout.fleet import fleet as fleet_module
-from rollout.fleet import members as members_module
+from rollout.fleet import replica_set as members_module
 from rollout.fleet import told as told_module
 from rollout.fleet.changes import Changes
+from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.failures import candidates
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.inbox import Inbox
-from rollout.fleet.launcher import Launcher, Place
-from rollout.fleet.parts import OpenGroup
+from rollout.fleet.launcher import Host, Launcher
+from rollout.fleet.placement import OpenGroup
 from rollout.fleet.replica import Replica, State
-from rollout.fleet.told import MOST_MISSING, STILL_S, Progress, Told, told
+from rollout.fleet.told import MOST_MISSING, STILL_S, ProgressWatch, Told, told
 from tests.support.fleet import Threads, check, collect, fleet_of, prompt, refresh, step_until
 from transport.messages import MOST_REPLICAS
 
@@ -122,7 +122,7 @@ def test_lies_reach_the_trainer_where_nobody_looks(monkeypatch: pytest.MonkeyPat
 def test_streamed_tokens_of_a_replica_that_lies_are_not_gone_on_from() -> None:
     """New tokens of children that run are checked as well; the children begin again."""
 
-    def wrong(chunk: Chunk) -> Chunk:
+    def wrong(chunk: TokenChunk) -> TokenChunk:
         return REPLACE(chunk, logprobs=chunk.logprobs * np.float32(math.nan)) if chunk.first > 40 else chunk
 
     with fleet_of(2, step_s=0.001) as (fleet, threads):
@@ -236,14 +236,14 @@ def counted(engine: Any) -> list[float]:
 
 
 def test_what_the_statuses_of_a_replica_say() -> None:
-    progress = Progress()
+    progress = ProgressWatch()
     for _ in range(MOST_MISSING - 1):
         assert not progress.look(Told(1, 1, 1), 2, True, 0.0)
     assert not progress.look(Told(2, 1, 1), 2, True, 0.0), "they were on their way"
     for _ in range(MOST_MISSING - 1):
         assert not progress.look(Told(1, 1, 1), 2, True, 0.0)
     assert "it holds 1 of 2" in progress.look(Told(1, 1, 1), 2, True, 0.0)
-    progress = Progress()
+    progress = ProgressWatch()
     assert not progress.look(Told(2, 1, 1), 2, True, 10.0)
     assert not progress.look(Told(2, 1, 1), 2, True, 10.0 + 0.9 * STILL_S)
     assert not progress.look(Told(2, 2, 1), 2, True, 10.0 + 2 * STILL_S), "a step has ended"
@@ -306,7 +306,7 @@ def test_one_replica_s_refusal_is_not_everybody_s() -> None:
 
 
 def replica(name: str, state: State = State.SERVING, load: int = 0, failing: bool = False) -> Replica:
-    one = Replica(name, Inbox(), lambda replica, why: None)
+    one = Replica(name, EventQueue(), lambda replica, why: None)
     one.state, one.load = state, load
     one.failing |= {"g"} if failing else set()
     return one
@@ -327,7 +327,7 @@ def test_one_that_has_failed_is_given_one_group_at_a_time() -> None:
 
 
 def test_those_go_that_are_of_least_use() -> None:
-    launcher = Launcher(lambda ready: ["false"], [Place()] * 6)
+    launcher = Launcher(lambda ready: ["false"], [Host()] * 6)
     states = {"0": State.DEAD, "1": State.SERVING, "2": State.STALE, "3": State.SERVING, "5": State.SERVING}
     replicas = {name: replica(name, state, 5 * int(name == "1")) for name, state in states.items()}
     changes = Changes(launcher, replicas)

@@ -14,9 +14,9 @@ import torch
 from engine.types import Sampling
 from rollout.client.api import RolloutClient
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.members import Members
 from rollout.fleet.replica import State
-from rollout.fleet.transaction import Transaction
+from rollout.fleet.replica_set import ReplicaSet
+from rollout.fleet.transaction import ReplicaTransaction
 from tests.support.adapters import write
 from tests.support.fleet import WAIT, Threads, fleet_of, front_of, step_until
 from tests.support.joined import JoinedFleet, joined_fleet
@@ -105,15 +105,15 @@ def test_differences_are_against_what_the_front_has_kept(tmp_path: Path) -> None
 def test_a_replica_that_dies_in_the_middle_of_an_adapter_is_stale_until_it_has_it(tmp_path: Path) -> None:
     stale: list[str] = []
     states: list[tuple[State, int]] = []
-    begin, tell = Transaction._begun, Members._set
+    begin, tell = ReplicaTransaction._begun, ReplicaSet._set
 
-    def told(self: Members, replica: Any, state: State, why: str) -> None:
+    def told(self: ReplicaSet, replica: Any, state: State, why: str) -> None:
         states.extend([(state, replica.version)] if replica.name == "0" and stale else [])
         tell(self, replica, state, why)
 
     with fleet_and_one() as (fleet, threads, client, other):
 
-        def die(self: Transaction, replica: Any, answer: Any) -> None:
+        def die(self: ReplicaTransaction, replica: Any, answer: Any) -> None:
             if replica.name == "0" and not stale:
                 stale.append("it dies")
                 threads.die("0")
@@ -121,8 +121,8 @@ def test_a_replica_that_dies_in_the_middle_of_an_adapter_is_stale_until_it_has_i
                 begin(self, replica, answer)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(Transaction, "_begun", die)
-            patched.setattr(Members, "_set", told)
+            patched.setattr(ReplicaTransaction, "_begun", die)
+            patched.setattr(ReplicaSet, "_set", told)
             done = client.refresh_lora(write(tmp_path))
             until(lambda: serve_both(client), "it is back", WAIT)
         assert other.refresh_lora(tmp_path).digest == done.digest

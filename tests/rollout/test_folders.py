@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.fleet.kept import Kept
-from rollout.fleet.launcher import Launcher, Place
+from rollout.fleet.launcher import Host, Launcher
+from rollout.fleet.state_file import ReplicaStateFile
 from rollout.process import Folder, remove_dead
 from tests.support.waiting import until
 
@@ -89,13 +89,15 @@ def test_a_folder_that_another_process_needs_stays(holder: tuple[subprocess.Pope
 def test_replicas_that_outlive_their_front_keep_its_folder(tmp_path: Path) -> None:
     """Their sockets are there."""
     command = ["-c", "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('here'); __import__('time').sleep(600)"]
-    launcher = Launcher(lambda ready: [sys.executable, *command, str(ready)], [Place()], kept=Kept(tmp_path / "kept"))
+    launcher = Launcher(
+        lambda ready: [sys.executable, *command, str(ready)], [Host()], kept=ReplicaStateFile(tmp_path / "kept")
+    )
     until(lambda: bool(launcher.tend()))
     ready = launcher.slots["0"].ready
     os.close(launcher._folder.lock)  # all that a kill of the front does to it
     remove_dead()
     assert ready.exists()
-    second = Launcher(lambda ready: [sys.executable, *command, str(ready)], [Place()], kept=Kept(tmp_path / "kept"))
+    second = Launcher(lambda ready: [sys.executable, *command, str(ready)], [Host()], kept=ReplicaStateFile(tmp_path / "kept"))
     assert second.outlived == {"0"} and second._folder.path == ready.parent
     child = launcher.slots["0"].child
     second.close()

@@ -338,7 +338,7 @@ def test_with_echo_a_stream_sends_whole_samples(stack: Stack) -> None:
 
 
 def test_text_that_is_not_certain_waits() -> None:
-    from rollout.http.pieces import certain
+    from rollout.http.text_stream import certain
 
     assert [certain(text, ["stop"]) for text in ("abc", "abs", "absto", "abstop", "abstopde", "abstx")] == [3, 2, 2, 2, 2, 5]
     assert certain("so: <tool", ["never", "<tool_call>"]) == 4 and certain("", ["a"]) == 0 and certain("ab", []) == 2
@@ -347,8 +347,8 @@ def test_text_that_is_not_certain_waits() -> None:
 def test_pieces_of_text_are_the_whole_whatever_the_bytes(stack: Stack) -> None:
     """Random bytes: halves of characters, and what is none at all."""
     from engine.types import Sample
-    from rollout.http.pieces import Spelling, Words
     from rollout.http.text import Text
+    from rollout.http.text_stream import TextDecoder, TextOptions
     from rollout.models import load_tokenizer
 
     tokenizer = load_tokenizer(Path(stack.client.info.model))
@@ -362,7 +362,7 @@ def test_pieces_of_text_are_the_whole_whatever_the_bytes(stack: Stack) -> None:
             else np.array(tokenizer("größer ist 🎉 schön", add_special_tokens=False)["input_ids"])
         )
         ids = letters.astype(np.int32)
-        words, at, told = Words(text, Spelling(), ()), 0, ""
+        words, at, told = TextDecoder(text, TextOptions(), ()), 0, ""
         while at < len(ids):
             step = int(rng.integers(1, 5))
             told += words.add(ids[at : at + step].tolist())
@@ -549,7 +549,7 @@ def test_every_route_is_asked_badly(stack: Stack) -> None:
     from rollout.http import adapters, chat, control, data, sglang
 
     nothing = {"/resume", "/continue_generation", "/flush_cache"}
-    makers = (adapters.AdapterRoutes, chat.Chat, control.Control, data.Data, sglang.SGLang)
+    makers = (adapters.AdapterRoutes, chat.Chat, control.ControlRoutes, data.CompletionRoutes, sglang.SGLang)
     sources = [Path(inspect.getfile(maker)).read_text() for maker in makers]
     routes = {path for source in sources for path in re.findall(r'Route\("POST", "([^"]+)"', source)}
     assert len(routes) > 20
@@ -857,9 +857,9 @@ def test_another_session_s_ids_are_not_taken(stack: Stack) -> None:
 
 
 def test_kept_turns_are_bounded() -> None:
-    from rollout.http.splice import Turns
+    from rollout.http.token_id_cache import TokenIdCache
 
-    turns = Turns(most_tokens=100)
+    turns = TokenIdCache(most_tokens=100)
     for i in range(50):
         turns.keep("s", [{"role": "assistant", "content": str(i)}], {}, np.zeros(10, np.int32))
     found = [turns.find("s", [{"role": "assistant", "content": str(i)}], {}) is not None for i in range(50)]

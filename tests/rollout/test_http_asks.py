@@ -20,11 +20,11 @@ from transport.loopback import LoopbackService
 
 pytest.importorskip("starlette", reason="pip install -e '.[http]'")
 
-from rollout.http.asks import MOST_JOINED, Ask, Asks  # noqa: E402
+from rollout.http.requests import MOST_JOINED, PromptRequest, RequestQueue  # noqa: E402
 
 PROMPT = np.array([5], np.int32)
 WAIT_S = 60.0
-Use = Callable[[Asks], Coroutine[Any, Any, Any]]
+Use = Callable[[RequestQueue], Coroutine[Any, Any, Any]]
 
 
 class Stack(msgspec.Struct):
@@ -36,7 +36,7 @@ class Stack(msgspec.Struct):
 
     def run(self, use: Use, client: RolloutClient | None = None) -> Any:
         async def main() -> Any:
-            return await asyncio.wait_for(use(Asks(client or self.client)), WAIT_S)
+            return await asyncio.wait_for(use(RequestQueue(client or self.client)), WAIT_S)
 
         return asyncio.run(main())
 
@@ -55,9 +55,9 @@ def sampling(**some: Any) -> Sampling:
     return Sampling(**{"max_tokens": 3, **some})
 
 
-async def asked(asks: Asks, *wanted: Sampling, prompt: np.ndarray = PROMPT) -> list[list[Sample]]:
+async def asked(asks: RequestQueue, *wanted: Sampling, prompt: np.ndarray = PROMPT) -> list[list[Sample]]:
     """Ask at once, as requests do that came together; return what each gets."""
-    made = [Ask(prompt, each) for each in wanted]
+    made = [PromptRequest(prompt, each) for each in wanted]
     asks.open(made)
     for ask in made:
         await ask.done
@@ -101,8 +101,8 @@ def test_what_is_not_the_same_or_has_a_seed_stays_alone(stack: Stack, first: Any
 
 
 def test_other_prompts_stay_alone(stack: Stack) -> None:
-    async def use(asks: Asks) -> None:
-        made = [Ask(np.array(prompt, np.int32), sampling()) for prompt in ([5], [6], [5, 5])]
+    async def use(asks: RequestQueue) -> None:
+        made = [PromptRequest(np.array(prompt, np.int32), sampling()) for prompt in ([5], [6], [5, 5])]
         asks.open(made)
         await asyncio.gather(*(ask.done for ask in made))
 
@@ -134,8 +134,8 @@ def test_one_that_hangs_up_takes_its_own_child_along_and_no_other(stack: Stack) 
     abort = stack.engine.abort
     stack.engine.abort = lambda group, index=None: (ended.append(index), abort(group, index))[1]  # type: ignore[method-assign]
 
-    async def use(asks: Asks) -> list[list[int]]:
-        made = [Ask(PROMPT, sampling()) for _ in range(4)]
+    async def use(asks: RequestQueue) -> list[list[int]]:
+        made = [PromptRequest(PROMPT, sampling()) for _ in range(4)]
         asks.open(made)
         await asyncio.to_thread(until, lambda: stack.groups)
         asks.close(made[1:2])
@@ -152,8 +152,8 @@ def test_one_that_hangs_up_takes_its_own_child_along_and_no_other(stack: Stack) 
 def test_once_all_have_hung_up_the_group_ends(stack: Stack) -> None:
     stack.engine.frozen = True
 
-    async def use(asks: Asks) -> None:
-        made = [Ask(PROMPT, sampling()) for _ in range(3)]
+    async def use(asks: RequestQueue) -> None:
+        made = [PromptRequest(PROMPT, sampling()) for _ in range(3)]
         asks.open(made)
         await asyncio.to_thread(until, lambda: stack.engine.groups)
         asks.close(made)
@@ -163,12 +163,12 @@ def test_once_all_have_hung_up_the_group_ends(stack: Stack) -> None:
 
 
 def test_what_hangs_up_before_it_is_sent_is_never_sent(stack: Stack) -> None:
-    async def use(asks: Asks) -> None:
-        made = [Ask(PROMPT, sampling()) for _ in range(3)]
+    async def use(asks: RequestQueue) -> None:
+        made = [PromptRequest(PROMPT, sampling()) for _ in range(3)]
         asks.open(made)
         asks.close(made[:2])
         await made[2].done
-        gone = [Ask(np.array([6], np.int32), sampling())]
+        gone = [PromptRequest(np.array([6], np.int32), sampling())]
         asks.open(gone)
         asks.close(gone)
         await asked(asks, sampling(seed=1))
@@ -180,8 +180,8 @@ def test_what_hangs_up_before_it_is_sent_is_never_sent(stack: Stack) -> None:
 def test_an_abort_brings_back_what_there_is_also_of_what_was_not_sent(stack: Stack) -> None:
     stack.engine.frozen = True
 
-    async def use(asks: Asks) -> None:
-        made = [Ask(PROMPT, sampling()) for _ in range(3)]
+    async def use(asks: RequestQueue) -> None:
+        made = [PromptRequest(PROMPT, sampling()) for _ in range(3)]
         asks.open(made)
         assert asks.abort(lambda ask: ask is made[1]) == 1
         await made[1].done
@@ -198,9 +198,9 @@ def test_an_abort_brings_back_what_there_is_also_of_what_was_not_sent(stack: Sta
 def test_parts_of_a_joined_group_come_to_whom_they_belong(stack: Stack) -> None:
     stack.engine.step_s = 0.01
 
-    async def use(asks: Asks) -> list[list[Any]]:
+    async def use(asks: RequestQueue) -> list[list[Any]]:
         told: list[list[Any]] = [[], [], []]
-        made = [Ask(PROMPT, sampling(max_tokens=40, stream_every=2), mine.append) for mine in told]
+        made = [PromptRequest(PROMPT, sampling(max_tokens=40, stream_every=2), mine.append) for mine in told]
         asks.open(made)
         await asyncio.gather(*(ask.done for ask in made))
         return told
@@ -218,8 +218,8 @@ def test_a_lost_service_is_told_to_all(stack: Stack) -> None:
 
     stack.engine.frozen = True
 
-    async def use(asks: Asks) -> None:
-        made = [Ask(PROMPT, sampling()) for _ in range(2)]
+    async def use(asks: RequestQueue) -> None:
+        made = [PromptRequest(PROMPT, sampling()) for _ in range(2)]
         asks.open(made)
         await asyncio.to_thread(until, lambda: stack.engine.groups)
         await asyncio.to_thread(client.close)
@@ -235,14 +235,14 @@ def test_a_lost_service_is_told_to_whoever_was_aborted_as_well() -> None:
     """Its end was asked for and never came."""
     from types import SimpleNamespace
 
-    from rollout.http.asks import Shared
+    from rollout.http.requests import SharedGroup
     from transport.errors import ServiceLost
 
     async def run() -> None:
-        made = [Ask(PROMPT, sampling()) for _ in range(2)]
+        made = [PromptRequest(PROMPT, sampling()) for _ in range(2)]
         cancelled: list[Any] = []
         handle: Any = SimpleNamespace(cancel=cancelled.append, error=ServiceLost("gone"))
-        shared = Shared(handle, made)
+        shared = SharedGroup(handle, made)
         for i, ask in enumerate(made):
             ask.shared, ask.first = shared, i
         made[1].abort()

@@ -339,8 +339,8 @@ def test_a_slow_reader_is_sent_the_rest_with_the_sample(tiny_model: Path) -> Non
     import asyncio
 
     from engine.types import Sample, Sampling
-    from rollout.http.pieces import pieces
     from rollout.http.text import Text
+    from rollout.http.text_stream import pieces
     from rollout.http.upstream import MAX_WAITING_PARTS, Upstream
     from rollout.models import load_tokenizer
 

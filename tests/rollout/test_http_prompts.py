@@ -137,7 +137,7 @@ def test_texts_are_joined_to_jobs_of_one_context() -> None:
 
 def test_a_pause_changes_no_update_that_is_under_way() -> None:
     """Between the awaits of an update that keeps KV comes a pause that has the next weights compute it again."""
-    from rollout.http.control import Control
+    from rollout.http.control import ControlRoutes
     from rollout.http.sglang import SGLang
     from rollout.http.upstream import Upstream
     from transport.errors import Busy
@@ -164,7 +164,7 @@ def test_a_pause_changes_no_update_that_is_under_way() -> None:
         )
         bodies = SimpleNamespace(decode=lambda *_: asyncio.sleep(0, body))
         sglang = SGLang(SimpleNamespace(), upstream, bodies, "")  # type: ignore[arg-type]
-        control = Control(upstream, bodies)  # type: ignore[arg-type]
+        control = ControlRoutes(upstream, bodies)  # type: ignore[arg-type]
         update = asyncio.create_task(sglang.update_from_disk(None))  # type: ignore[arg-type]
         async with asyncio.timeout(WAIT_S):
             await looked.wait()

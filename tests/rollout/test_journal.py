@@ -23,7 +23,7 @@ from rollout.commands.main import main
 from rollout.config import Config, InputError, dump
 from rollout.service.journal import Journal
 from rollout.service.loop import Service
-from rollout.service.record import Record
+from rollout.service.persistence import Persistence
 from tests.support.lasting import ROOT, Process, SeededEngine, expected, free_port
 from tests.support.waiting import until
 from tests.support.wire import Bench, Peer, submit
@@ -213,12 +213,12 @@ def test_children_that_run_are_run_again_with_their_seed(lives: Lives, finish_af
 
 def test_what_counts_towards_finish_after_and_a_deadline_is_kept(lives: Lives) -> None:
     from engine.types import Group
-    from rollout.service.journal import KeptGroup
+    from rollout.service.journal import JournaledGroup
     from rollout.service.restoring import rest
 
     group = Group("1.1", np.array([1], np.int32), Sampling(n=5, finish_after=3, deadline_s=100.0))
     ended: Any = {0: ("stop", None), 2: ("length", None), 4: ("aborted", None)}
-    left = rest(group, KeptGroup("", "s", "1.1", [], 7, 0, 40.0, ended))
+    left = rest(group, JournaledGroup("", "s", "1.1", [], 7, 0, 40.0, ended))
     assert left.wanted == (1, 3) and left.sampling.finish_after == 1
     assert left.sampling.deadline_s == pytest.approx(60.0) and left.sampling.seed == 7
     lives.start()
@@ -477,7 +477,7 @@ def test_a_journal_that_cannot_be_written_ends_the_service_and_its_clients_are_t
 
 
 def test_a_service_without_a_journal_keeps_nothing() -> None:
-    record = Record()
+    record = Persistence()
     assert not record.lasting
     service = Service(SeededEngine(), transport=LoopbackService())
     assert service.status()["service"]["starts"] == 0

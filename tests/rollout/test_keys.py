@@ -26,7 +26,7 @@ from tests.support.wire import serving, submit
 from transport import messages as m
 from transport import sockets
 from transport.errors import Forbidden, KeyRefused, ServiceLost
-from transport.keys import door, files, ring
+from transport.keys import authenticator, files, ring
 from transport.keys.files import Role
 
 WAIT = 60.0
@@ -263,7 +263,7 @@ def test_the_routing_id_of_another_client_is_worth_nothing(keyed: Keyed, victim_
 def test_without_the_look_at_the_connection_the_thief_would_get_the_samples(
     keyed: Keyed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sockets.Line, "up", True)
+    monkeypatch.setattr(sockets.ClientConnection, "up", True)
     with pytest.raises(AssertionError):
         test_the_routing_id_of_another_client_is_worth_nothing(keyed, True)
 
@@ -305,7 +305,7 @@ def dead(keyed: Keyed, monkeypatch: pytest.MonkeyPatch) -> Broken:
     """A service whose door is dead and is not started again."""
     keyed.early = keyed.add("early", "rollout", "read")  # type: ignore[attr-defined]
     keyed.late = keyed.add("late", "rollout")  # type: ignore[attr-defined]
-    monkeypatch.setattr(door.Door, "tend", lambda self: None)
+    monkeypatch.setattr(authenticator.KeyAuthenticator, "tend", lambda self: None)
     return Broken(monkeypatch)
 
 
@@ -327,7 +327,7 @@ def test_without_enforcement_a_dead_handler_would_let_everybody_in(tmp_path: Pat
         sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 0)
 
     monkeypatch.setattr(sockets, "guard", open_door)
-    monkeypatch.setattr(door.Door, "tend", lambda self: None)
+    monkeypatch.setattr(authenticator.KeyAuthenticator, "tend", lambda self: None)
     with Keyed(tmp_path, FakeEngine()).serving() as keyed:
         Broken(monkeypatch)
         thread = keyed.service._transport.door._thread  # type: ignore[attr-defined]

@@ -7,14 +7,14 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.service.names import Names, engine_name, number_of
+from rollout.service.group_names import GroupNames, engine_name, number_of
 
 GROUPS = st.lists(st.tuples(st.integers(0, 30).map(str), st.booleans()), max_size=200)
 
 
 @given(GROUPS, st.sampled_from([1, 2, 7, 8, 100]))
 def test_the_newest_groups_can_be_named(groups: list[tuple[str, bool]], most: int) -> None:
-    names, added = Names(7), list[str]()
+    names, added = GroupNames(7), list[str]()
     for number, (group_id, keeps) in enumerate(groups):
         names.add(group_id, engine_name(7, number), keeps, most)
         added.append(group_id)
@@ -27,7 +27,7 @@ def test_the_newest_groups_can_be_named(groups: list[tuple[str, bool]], most: in
 
 @given(GROUPS, st.sampled_from([1, 2, 7, 8, 100]))
 def test_what_cannot_be_named_any_more_is_given_up_once(groups: list[tuple[str, bool]], most: int) -> None:
-    names, kept, gone = Names(1), list[str](), list[str]()
+    names, kept, gone = GroupNames(1), list[str](), list[str]()
     for number, (group_id, keeps) in enumerate(groups):
         kept += [engine_name(1, number)] if keeps else []
         gone += names.add(group_id, engine_name(1, number), keeps, most)
@@ -37,7 +37,7 @@ def test_what_cannot_be_named_any_more_is_given_up_once(groups: list[tuple[str, 
 
 
 def test_a_group_takes_few_bytes_however_long_its_id_is() -> None:
-    names, count = Names(1), 40_000
+    names, count = GroupNames(1), 40_000
     tracemalloc.start()
     try:
         for number in range(count):

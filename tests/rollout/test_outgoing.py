@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from engine.types import Limits
-from rollout.client.outgoing import Outgoing, portions
+from rollout.client.send_queue import SendQueue, portions
 from transport.frames import Frame, pack
 from transport.messages import UNTAKEN_BYTES, Ack
 
 PIECE = UNTAKEN_BYTES // 4
 
 
-def sent(outgoing: Outgoing) -> int:
+def sent(outgoing: SendQueue) -> int:
     """Messages that go out now."""
     gone: list[list[Frame]] = []
     outgoing.send(lambda frames: gone.append(frames) is None)
@@ -18,7 +18,7 @@ def sent(outgoing: Outgoing) -> int:
 
 
 def test_no_further_than_agreed() -> None:
-    outgoing = Outgoing()
+    outgoing = SendQueue()
     outgoing.start(paced=True)
     outgoing.add(*([bytes(PIECE)] for _ in range(10)))
     assert sent(outgoing) == 4 and outgoing.blocked
@@ -31,7 +31,7 @@ def test_no_further_than_agreed() -> None:
 
 
 def test_whatever_is_longer_goes_alone() -> None:
-    outgoing = Outgoing()
+    outgoing = SendQueue()
     outgoing.start(paced=True)
     outgoing.add([bytes(2 * UNTAKEN_BYTES)], [b"x"])
     assert sent(outgoing) == 1 and outgoing.blocked
@@ -40,14 +40,14 @@ def test_whatever_is_longer_goes_alone() -> None:
 
 
 def test_a_service_that_does_not_say_what_it_took_is_not_waited_for() -> None:
-    outgoing = Outgoing()
+    outgoing = SendQueue()
     outgoing.start(paced=False)
     outgoing.add(*([bytes(PIECE)] for _ in range(10)))
     assert sent(outgoing) == 10
 
 
 def test_chunks_have_their_own_window() -> None:
-    outgoing = Outgoing()
+    outgoing = SendQueue()
     outgoing.start(paced=True)
     chunks: list[list[Frame]] = [[bytes(PIECE)] for _ in range(8)]
     for number, chunk in enumerate(chunks):

@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Begun, Chunk, Group, Limits, Sample, Sampling
+from engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
 from rollout import RolloutClient
 from rollout.client.handle import Handle
-from rollout.client.partials import Partials
+from rollout.client.partials import PartialOutputs
 from rollout.client.submission import rest_of, sendable
 from rollout.service import streaming
 from tests.support.equivalence import assert_same
@@ -27,11 +27,11 @@ from tests.support.toy import run
 from tests.support.waiting import until
 from tests.support.wire import Bench, serving, submit
 from transport import messages as m
-from transport.begun import BegunChildren, pack_begun
 from transport.checks import Bounds
 from transport.errors import InvalidRequest, ProtocolError, ServiceLost
 from transport.frames import pack
 from transport.loopback import LoopbackService
+from transport.partial import PartialColumns, pack_begun
 from transport.progress import unpack_progress
 
 ROOT = Path(__file__).parents[2]
@@ -53,19 +53,19 @@ service.run()
 """
 
 
-def chunk(index: int, first: int, tokens: list[int], **changed: Any) -> Chunk:
+def chunk(index: int, first: int, tokens: list[int], **changed: Any) -> TokenChunk:
     values = np.full(len(tokens), -0.5, np.float32)
     fields = {"token_ids": np.array(tokens, np.int32), "logprobs": values, "weight_versions": [(0, 0)], "seed": 7}
-    return Chunk(**{"index": index, "first": first, **fields, **changed})
+    return TokenChunk(**{"index": index, "first": first, **fields, **changed})
 
 
-def children_of(*chunks: Chunk) -> BegunChildren:
+def children_of(*chunks: TokenChunk) -> PartialColumns:
     packed = pack_begun(chunks)
     assert packed is not None
     return packed
 
 
-def assert_begins(sample: Sample, begun: Begun) -> None:
+def assert_begins(sample: Sample, begun: PartialSample) -> None:
     """The child's tokens so far are those of its sample, with what belongs to them."""
     count = len(begun.token_ids)
     assert begun.token_ids.tolist() == sample.token_ids[:count].tolist()
@@ -82,7 +82,7 @@ def assert_begins(sample: Sample, begun: Begun) -> None:
 
 
 def test_chunks_are_what_the_samples_begin_with() -> None:
-    told: dict[int, list[Chunk]] = defaultdict(list)
+    told: dict[int, list[TokenChunk]] = defaultdict(list)
     with serving(toy_engine(kv_tokens=1024)) as service, RolloutClient(service.endpoint) as client:
         handle = client.submit(PROMPT, SAMPLING)
         handle.on_tokens(lambda _, new: told[new.index].append(new))
@@ -196,7 +196,9 @@ def test_on_a_new_connection_all_of_it_comes_again() -> None:
     """But not what children had when their group came."""
     bench = Bench()
     peer, asked = bench.client(), submit("g", n=2, max_tokens=500, stream_every=4)
-    begun = Begun(index=1, token_ids=np.array([8, 9], np.int32), logprobs=np.zeros(2, np.float32), weight_versions=[(0, 0)])
+    begun = PartialSample(
+        index=1, token_ids=np.array([8, 9], np.int32), logprobs=np.zeros(2, np.float32), weight_versions=[(0, 0)]
+    )
     asked = msgspec.structs.replace(asked, begun=pack_begun([begun]))
     peer.send(asked)
     bench.turn(20)
@@ -231,9 +233,9 @@ BOUNDS = Bounds(199, frozenset())
 # ── the client's end ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def partials(**sampling: Any) -> Partials:
+def partials(**sampling: Any) -> PartialOutputs:
     options = {"n": 3, "max_tokens": 10, **sampling}
-    return Partials(Group("g", np.array([5], np.int32), Sampling(**options)))
+    return PartialOutputs(Group("g", np.array([5], np.int32), Sampling(**options)))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +255,7 @@ def partials(**sampling: Any) -> Partials:
         (chunk(0, 0, [1], weight_versions=[(0, -1)]), "below 0"),
     ],
 )
-def test_chunks_that_a_group_cannot_have(wrong: Chunk, reason: str) -> None:
+def test_chunks_that_a_group_cannot_have(wrong: TokenChunk, reason: str) -> None:
     known = partials()
     known.add(chunk(1, 0, [4, 5, 6]), BOUNDS)
     with pytest.raises(ValueError, match=reason):
@@ -293,7 +295,7 @@ def test_a_child_that_came_back_may_run_again() -> None:
         known.add(chunk(0, 4, [199]), BOUNDS)
 
 
-def handle_of(sampling: Sampling, begun: tuple[Begun, ...] = ()) -> Handle:
+def handle_of(sampling: Sampling, begun: tuple[PartialSample, ...] = ()) -> Handle:
     group = Group("g", np.array([5], np.int32), sampling, None, begun)
     handle = sendable(group, serial=1, require_version=0, limits=Limits())
     handle.bounds = BOUNDS

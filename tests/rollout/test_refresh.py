@@ -23,7 +23,7 @@ from engine.types import Limits, Mode, Sample, Sampling, TensorInfo, manifest_di
 from engine.weights.live import Weights
 from engine.weights.staging import Staging
 from rollout.client.api import RolloutClient
-from rollout.client.refresh import Pusher
+from rollout.client.refresh import WeightSender
 from rollout.service import loop as service_module
 from rollout.service import refresh as pushes
 from rollout.service.ended import REMEMBERED
@@ -42,7 +42,7 @@ from transport.errors import Busy, ClientClosed, InvalidRequest, RequestTimeout,
 from transport.frames import Decoder, pack
 from transport.loopback import LoopbackService
 from transport.weights import Channel, capabilities, distributed, inline
-from transport.weights.cuda_ipc import CudaIpcPayload, Exports
+from transport.weights.cuda_ipc import CudaIpcPayload, ExportedStorages
 from transport.weights.distributed import Broadcaster
 from transport.weights.inline import InlineOffer, InlineSender, chunks
 from transport.weights.manifest import pack_manifest
@@ -585,7 +585,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
     monkeypatch.setattr("transport.weights.tensors.on_gpu", lambda tensor: True)
     monkeypatch.setattr("transport.weights.tensors.synchronize", lambda devices: None)
     monkeypatch.setattr("transport.weights.cuda_ipc.gpu_key", lambda device: "cuda_ipc:fake")
-    monkeypatch.setattr("transport.weights.cuda_ipc.Exports", lambda: Exports(gpu.export))
+    monkeypatch.setattr("transport.weights.cuda_ipc.Exports", lambda: ExportedStorages(gpu.export))
     monkeypatch.setattr("engine.cuda.digests.device_hashes", lambda: None)  # they lie on the CPU in truth
     monkeypatch.setattr("rollout.service.admission.capabilities", lambda device: (*capabilities(device), "cuda_ipc:fake"))
     monkeypatch.setattr(
@@ -719,14 +719,14 @@ def _no_memory(self: Segment, arrays: Any) -> tuple[ShmOffer, list[str]]:
 def test_tensors_that_change_while_they_are_sent_are_refused(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, connect = served
     client, new = connect(), weights_of(1)
-    offer = Pusher._offer
+    offer = WeightSender._offer
 
-    def change(self: Pusher, *arguments: Any) -> Any:
+    def change(self: WeightSender, *arguments: Any) -> Any:
         sender = offer(self, *arguments)
         new["w5"][-1, -1] += 1
         return sender
 
-    monkeypatch.setattr(Pusher, "_offer", change)
+    monkeypatch.setattr(WeightSender, "_offer", change)
     for via in ("inline", "gloo"):
         with pytest.raises(WeightsRefused, match="'w5'.*digest"):
             client.refresh(new, via=via)

@@ -11,7 +11,7 @@ from statistics import median
 import pytest
 import torch
 
-from engine.weights.lora import Base
+from engine.weights.lora import AdapterBase
 from rollout.client.api import RolloutClient
 from rollout.service.ended import REMEMBERED
 from tests.support.adapters import PREFIX, Q, write
@@ -81,11 +81,11 @@ def test_nothing_grows_with_refreshes(client: RolloutClient, trained: torch.nn.M
 
 def test_what_is_kept_of_a_refresh_shows(client: RolloutClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a service that keeps one copy of A and B for each push."""
-    kept, read, folder = [], Base.read, adapter(tmp_path / "adapter")
+    kept, read, folder = [], AdapterBase.read, adapter(tmp_path / "adapter")
 
-    def reads(self: Base, name: str) -> torch.Tensor:
+    def reads(self: AdapterBase, name: str) -> torch.Tensor:
         kept.append(torch.full((2, WIDTH, RANK), 1.0))
         return read(self, name)
 
-    monkeypatch.setattr(Base, "read", reads)
+    monkeypatch.setattr(AdapterBase, "read", reads)
     assert grown(lambda number: client.refresh_lora(folder, timeout=WAIT)) > 0.5 * FACTORS_MIB

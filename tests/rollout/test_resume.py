@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Begun, Group, Sample, Sampling
-from rollout import Arrivals, RolloutClient
+from engine.types import Group, PartialSample, Sample, Sampling
+from rollout import RolloutClient, SampleStream
 from tests.support.equivalence import assert_same
 from tests.support.fake_engine import FakeEngine, expected
 from tests.support.faulty_link import Proxy
@@ -159,7 +159,9 @@ def test_cancelled_before_it_was_sent_a_child_that_has_begun_keeps_its_tokens(
     client, engine = scripted
     limits = client.info.limits
     large = [client.submit([5], Sampling(n=1024, max_tokens=40_000)) for _ in range(limits.max_samples_per_client // 1024)]
-    begun = Begun(index=1, token_ids=np.array([8, 9], np.int32), logprobs=np.zeros(2, np.float32), weight_versions=[(0, 0)])
+    begun = PartialSample(
+        index=1, token_ids=np.array([8, 9], np.int32), logprobs=np.zeros(2, np.float32), weight_versions=[(0, 0)]
+    )
     waits = client.submit([5], Sampling(n=2, max_tokens=10), begun=[begun])
     waits.cancel()
     ended = waits.result(WAIT)
@@ -171,7 +173,7 @@ def test_cancelled_before_it_was_sent_a_child_that_has_begun_keeps_its_tokens(
 def test_samples_of_several_groups_as_they_come(scripted: tuple[RolloutClient, FakeEngine]) -> None:
     """Groups are added while others are waited for, also one that is done; each sample comes once."""
     client, _ = scripted
-    arrivals, done = Arrivals(), client.submit([1], Sampling(n=2, max_tokens=3))
+    arrivals, done = SampleStream(), client.submit([1], Sampling(n=2, max_tokens=3))
     done.result(WAIT)
     arrivals.add(done)
     later = client.submit([2], Sampling(n=3, max_tokens=3))

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from engine.config import WeightOffload
 from engine.memory import HostMemory
-from engine.scheduling.preemption import Pressure
+from engine.scheduling.preemption import PreemptionPolicy
 from engine.types import Group, Sample, Sampling
-from engine.weights.offload import Streamed
+from engine.weights.offload import OffloadedModel
 from rollout.client.api import RolloutClient
 from rollout.commands.main import main
 from rollout.commands.starting import make_tracker
@@ -35,7 +35,7 @@ from rollout.metrics.sinks import ConsoleSink, JsonlSink, WandbSink, open_sinks,
 from rollout.metrics.tracker import Tracker
 from rollout.process import service_process
 from rollout.service.loop import Service
-from rollout.service.watchdog import Watch
+from rollout.service.watchdog import LoopPhase
 from tests.support.clock import Clock
 from tests.support.fake_engine import FakeEngine
 from tests.support.tiny import tiny, tiny_engine
@@ -78,7 +78,7 @@ def run_engine(tracker: Tracker, engine: Any, clock: Clock, groups: list[Group],
 
 
 def seen_by_a_service(engine: Any) -> dict[str, Any]:
-    return {**engine.status(), "loop": Watch().status()}
+    return {**engine.status(), "loop": LoopPhase().status()}
 
 
 # samples
@@ -212,7 +212,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     tracker = Tracker(config, sinks, Audit(model, config), clock)
     groups = [group(str(i), prompt=24, n=4, max_tokens=40, seed=i) for i in range(4)]
     with pytest.MonkeyPatch.context() as patch:  # as copies_pay
-        patch.setattr(Pressure, "_copy_pays", lambda *_: True)
+        patch.setattr(PreemptionPolicy, "_copy_pays", lambda *_: True)
         run_engine(tracker, engine, clock, groups)
     engine.refresh([(name, tensor + 0.01) for name, tensor in model.named_parameters()])
     run_engine(tracker, engine, clock, [group("after", prompt=24, n=4, max_tokens=40, seed=9)])
@@ -419,7 +419,7 @@ def test_the_audit_reads_offloaded_layers() -> None:
     module, offload = tiny("llama", num_hidden_layers=5), WeightOffload(group_size=1, prefetch_step=2)
     ids = np.arange(3, 20)
     want = scored(plain_twin(module), ids)
-    streamed = Streamed(module, "llama", offload, HostMemory())
+    streamed = OffloadedModel(module, "llama", offload, HostMemory())
     audit = Audit(module, TrackingConfig(audit_every=1), streamed=streamed)
     for _ in range(2):
         assert scored(audit._plain, ids).tobytes() == want.tobytes()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.types import Mode, Sample, Sampling
-from rollout.integrations.verl.server import Options, Served, ended
+from rollout.integrations.verl.server import VerlOptions, VerlService, ended
 from tests.support.fake_engine import FakeEngine, expected
 from tests.support.wire import serving
 from transport.errors import GroupFailed, InvalidRequest, RolloutError
@@ -37,20 +37,20 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def served(engine: FakeEngine) -> Iterator[Served]:
+def served(engine: FakeEngine) -> Iterator[VerlService]:
     with serving(engine) as service:
-        one = Served(Options(address=service.endpoint), "unused", response_length=8, prompt_length=10)
+        one = VerlService(VerlOptions(address=service.endpoint), "unused", response_length=8, prompt_length=10)
         try:
             yield one
         finally:
             one.close()
 
 
-def generate(served: Served, prompt: list[int], **params: Any) -> Any:
+def generate(served: VerlService, prompt: list[int], **params: Any) -> Any:
     return asyncio.run(asyncio.wait_for(served.generate(prompt, {**VERLS, **params}, "r"), WAIT_S))
 
 
-def test_a_response_has_tokens_logprobs_and_the_trainer_s_steps(served: Served) -> None:
+def test_a_response_has_tokens_logprobs_and_the_trainer_s_steps(served: VerlService) -> None:
     served.note(3, 7)
     done = generate(served, [5], max_tokens=6)
     assert done.token_ids == expected([5], 0, 6) and len(done.log_probs) == 6 and done.stop_reason == "completed"
@@ -68,11 +68,11 @@ def test_a_response_has_tokens_logprobs_and_the_trainer_s_steps(served: Served) 
         (98, {"max_tokens": 50}, 2),  # of the context
     ],
 )
-def test_how_long_a_response_may_be(served: Served, prompt: int, params: dict[str, Any], tokens: int) -> None:
+def test_how_long_a_response_may_be(served: VerlService, prompt: int, params: dict[str, Any], tokens: int) -> None:
     assert served.sampling_of({**VERLS, **params}, prompt).max_tokens == tokens
 
 
-def test_words_of_verl_are_ours(served: Served) -> None:
+def test_words_of_verl_are_ours(served: VerlService) -> None:
     sampling = served.sampling_of(
         {**VERLS, "top_k": 50, "stop_token_ids": [3, 4], "ignore_eos": True, "seed": 9}, 1, priority=2
     )
@@ -91,12 +91,12 @@ def test_words_of_verl_are_ours(served: Served) -> None:
         (100, {}, "leaves no room in a context of 100"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(served: Served, prompt: int, params: dict[str, Any], said: str) -> None:
+def test_what_is_not_served_is_refused_by_name(served: VerlService, prompt: int, params: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         served.sampling_of({**VERLS, **params}, prompt)
 
 
-def test_paused_it_makes_nothing_and_what_runs_goes_on(served: Served, engine: FakeEngine) -> None:
+def test_paused_it_makes_nothing_and_what_runs_goes_on(served: VerlService, engine: FakeEngine) -> None:
     async def run() -> Any:
         served.pause(reject=False)
         waits = asyncio.create_task(served.generate([5], {**VERLS, "max_tokens": 6}, "r"))
@@ -108,7 +108,7 @@ def test_paused_it_makes_nothing_and_what_runs_goes_on(served: Served, engine: F
     assert asyncio.run(run()).stop_reason == "completed"
 
 
-def test_a_service_that_leaves_sends_requests_back(served: Served, engine: FakeEngine) -> None:
+def test_a_service_that_leaves_sends_requests_back(served: VerlService, engine: FakeEngine) -> None:
     async def run() -> tuple[int, Any, Any]:
         engine.frozen = True
         runs = asyncio.create_task(served.generate([5], {**VERLS, "max_tokens": 6}, "r"))
@@ -121,7 +121,7 @@ def test_a_service_that_leaves_sends_requests_back(served: Served, engine: FakeE
     assert count == 1 and runs.stop_reason == late.stop_reason == "aborted" and late.token_ids == []
 
 
-def test_one_request_is_aborted(served: Served, engine: FakeEngine) -> None:
+def test_one_request_is_aborted(served: VerlService, engine: FakeEngine) -> None:
     async def run() -> Any:
         engine.frozen = True
         runs = asyncio.create_task(served.generate([5], VERLS, "r"))
@@ -133,7 +133,7 @@ def test_one_request_is_aborted(served: Served, engine: FakeEngine) -> None:
     assert asyncio.run(run()).stop_reason == "aborted"
 
 
-def test_a_request_that_fails_raises(served: Served, engine: FakeEngine) -> None:
+def test_a_request_that_fails_raises(served: VerlService, engine: FakeEngine) -> None:
     engine.crash_on = 5
     with pytest.raises(GroupFailed):
         generate(served, [5])
@@ -141,7 +141,7 @@ def test_a_request_that_fails_raises(served: Served, engine: FakeEngine) -> None
         generate(served, [10**6])
 
 
-def test_a_request_that_verl_gives_up_is_cancelled(served: Served, engine: FakeEngine) -> None:
+def test_a_request_that_verl_gives_up_is_cancelled(served: VerlService, engine: FakeEngine) -> None:
     async def run() -> None:
         engine.frozen = True
         handle = served.client.submit([5], Sampling(max_tokens=8))
@@ -153,7 +153,7 @@ def test_a_request_that_verl_gives_up_is_cancelled(served: Served, engine: FakeE
     asyncio.run(run())
 
 
-def test_versions_are_steps_of_the_trainer(served: Served) -> None:
+def test_versions_are_steps_of_the_trainer(served: VerlService) -> None:
     for version, step in ((4, 10), (6, 11), (6, 12)):
         served.note(version, step)
     assert [served.step_of(version) for version in (3, 4, 5, 6, 7)] == [0, 10, 10, 12, 12] and served.step == 12

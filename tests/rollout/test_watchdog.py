@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engine.types import Sample
-from rollout.service.watchdog import Watch, Watchdog
+from rollout.service.watchdog import LoopPhase, Watchdog
 from tests.support.clock import Clock
 from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import until
@@ -24,8 +24,8 @@ WAIT_S = 60.0
 ROOT = Path(__file__).parents[2]
 
 
-def watch_at(clock: Clock, stall_s: float = 30.0) -> Watch:
-    return Watch(stall_s, clock)
+def watch_at(clock: Clock, stall_s: float = 30.0) -> LoopPhase:
+    return LoopPhase(stall_s, clock)
 
 
 @pytest.mark.parametrize(("seconds", "stalls"), [(29.0, 0), (31.0, 1)])
@@ -50,7 +50,7 @@ def test_waiting_for_messages_is_no_stall_and_no_part_of_a_turn() -> None:
 
 def test_the_longest_turn_leaves_the_step_out() -> None:
     clock, cpu = Clock(), Clock()
-    watch = Watch(30.0, clock, cpu)
+    watch = LoopPhase(30.0, clock, cpu)
     for take, step, send in ((0.1, 20.0, 0.2), (0.05, 25.0, 0.0)):
         for part, seconds in (("wait", 0.0), ("take", take), ("step", step), ("send", send)):
             watch.at(part)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ class Standing(FakeEngine):
 
 def test_a_standing_step_is_told_with_its_stack_and_then_counted(caplog: pytest.LogCaptureFixture) -> None:
     engine, told = Standing(), threading.Event()
-    bench = Bench(engine, watch=Watch(stall_s=0.05))
+    bench = Bench(engine, watch=LoopPhase(stall_s=0.05))
 
     class Told(Watchdog):
         def _look(self) -> None:
@@ -132,7 +132,7 @@ the_step_that_stands()
 
 
 def test_a_loop_that_waits_for_work_is_not_ended() -> None:
-    watch = Watch(stall_s=0.01)
+    watch = LoopPhase(stall_s=0.01)
     watch.at("wait")
     looked = threading.Event()
 

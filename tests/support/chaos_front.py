@@ -23,10 +23,10 @@ import msgspec
 
 from engine.types import KVPolicy, Refreshed, Sample, Served
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.groups import Groups
-from rollout.fleet.kept import Kept
-from rollout.fleet.launcher import Event, Launcher, Place
-from rollout.fleet.weights import Transaction
+from rollout.fleet.groups import FleetGroups
+from rollout.fleet.launcher import Host, Launcher, ReplicaEvent
+from rollout.fleet.state_file import ReplicaStateFile
+from rollout.fleet.weights import ReplicaTransaction
 from rollout.process import write_atomically
 from rollout.service.journal import Journal
 from rollout.service.loop import Service
@@ -50,7 +50,7 @@ class Cut:
     def wanted(self) -> int:
         return self.launcher.wanted
 
-    def tend(self) -> list[Event]:
+    def tend(self) -> list[ReplicaEvent]:
         events = []
         for event in self.launcher.tend():
             if old := self.proxies.pop(event.name, None):
@@ -99,16 +99,16 @@ class Watched(Fleet):
 def break_it(fault: str) -> None:
     """Take away what keeps one promise."""
     if fault == "unprepared":
-        Transaction.ready = property(lambda self: bool(self.members))  # type: ignore[assignment, method-assign]
+        ReplicaTransaction.ready = property(lambda self: bool(self.members))  # type: ignore[assignment, method-assign]
     if fault == "repeats":
-        arrived = Groups._arrived
+        arrived = FleetGroups._arrived
 
-        def twice(self: Groups, part: Any, sample: Sample | None) -> None:
+        def twice(self: FleetGroups, part: Any, sample: Sample | None) -> None:
             arrived(self, part, sample)
             if sample is not None and not part.open.left:  # of a group that is done: nobody waits for what is lost by this
                 self.ended.append(msgspec.structs.replace(sample, group_id=part.open.group.id))
 
-        Groups._arrived = twice  # type: ignore[method-assign]
+        FleetGroups._arrived = twice  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -122,7 +122,7 @@ def main() -> None:
         return [sys.executable, "-m", "tests.support.hash_engine", str(replica_ready), str(STEP_S), kind, str(ALONE_S)]
 
     journal = Journal(str(folder / "journal"), "hash")
-    launcher = Cut(Launcher(command, [Place()] * int(replicas), kept=Kept(folder / "replicas")), int(seed))
+    launcher = Cut(Launcher(command, [Host()] * int(replicas), kept=ReplicaStateFile(folder / "replicas")), int(seed))
     fleet = Watched(launcher, journal.weights, folder)
     try:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))

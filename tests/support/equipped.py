@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from engine.config import EngineConfig
 from engine.devices import CpuDevice
-from engine.forward.model import Computes, Model
+from engine.forward.model import ExecutionPath, Model
 from engine.forward.reference import ReferenceAttention
 
 
-def equip(model: Model, isa: str = "auto") -> Computes:
+def equip(model: Model, isa: str = "auto") -> ExecutionPath:
     config = EngineConfig(isa=isa)  # type: ignore[arg-type]
     computes = CpuDevice(config).equip(model, config, ReferenceAttention())
     assert computes is not None

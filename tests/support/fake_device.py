@@ -13,7 +13,7 @@ import xxhash
 
 from engine.cuda.digests import DeviceHashes
 from engine.cuda.regions import Driver, MappedRegion
-from engine.memory import Hashes, HostMemory, Region
+from engine.memory import Hashes, HostMemory, MemoryRegion
 from tests.support.fake_cuda import FakeCuda
 
 
@@ -82,7 +82,7 @@ class FakeDeviceMemory(HostMemory):
         self.trims = 0
         self._driver = driver
 
-    def region(self, size: int) -> Region | None:
+    def region(self, size: int) -> MemoryRegion | None:
         return None if self._driver is None else MappedRegion(self._driver, size)
 
     def room(self, size: int) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from engine.types import Begun, Chunk, Group, Limits, Sample, Served
+from engine.types import Group, Limits, PartialSample, Sample, Served, TokenChunk
 
 VOCAB = 1000
 
@@ -29,7 +29,7 @@ class Child:
     group: Group
     index: int
     tokens: list[int] = field(default_factory=list)
-    begun: Begun | None = None
+    begun: PartialSample | None = None
 
 
 def token(prompt: np.ndarray, index: int, position: int) -> int:
@@ -103,7 +103,7 @@ class FakeEngine:
             self.aborted.append(group_id)
         return [self._end(child, "aborted") for child in children]
 
-    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[Chunk]:
+    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
         chunks = []
         children = self.groups.get(group_id, [])
         for child in sorted(children, key=lambda child: since.get(child.index, 0) - len(child.tokens)):
@@ -116,7 +116,7 @@ class FakeEngine:
                 spans = [(0, self.version)]
                 numbers = np.array(new, np.int32)
                 chunks.append(
-                    Chunk(index=child.index, first=first, token_ids=numbers, logprobs=values, weight_versions=spans,
+                    TokenChunk(index=child.index, first=first, token_ids=numbers, logprobs=values, weight_versions=spans,
                           raw_logprobs=raw, seed=child.group.sampling.seed or 0)
                 )  # fmt: skip
         return chunks

@@ -9,7 +9,7 @@ import torch
 
 from engine.types import TensorInfo
 from transport.errors import SourceUnreachable
-from transport.weights.cuda_ipc import CudaIpcOffer, CudaIpcPayload, Memory
+from transport.weights.cuda_ipc import CudaIpcOffer, CudaIpcPayload, TrainerStorage
 
 BOTH = torch.arange(6000, dtype=torch.float32)
 """one storage with two tensors"""
@@ -37,13 +37,13 @@ class FakeGPU:
         self.opened: list[bytes] = []
         self.refuse: bytes | None = None
 
-    def export(self, storage: torch.UntypedStorage) -> Memory:
+    def export(self, storage: torch.UntypedStorage) -> TrainerStorage:
         handle = f"handle {len(self.storages)}".encode()
         view = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
         self.storages[handle] = view.numpy() if self.live else np.array(view.tolist(), np.uint8)
-        return Memory("GPU-1", handle, storage.nbytes(), 0)
+        return TrainerStorage("GPU-1", handle, storage.nbytes(), 0)
 
-    def open(self, memory: Memory) -> np.ndarray:
+    def open(self, memory: TrainerStorage) -> np.ndarray:
         self.opened.append(memory.handle)
         if self.refuse in (memory.handle, b"all"):
             raise SourceUnreachable("the trainer's CUDA memory cannot be opened here: invalid argument")

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.types import KVPolicy, Refreshed, Sample
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.launcher import Event, Use, alike, least_used
+from rollout.fleet.launcher import ReplicaEvent, Use, alike, least_used
 from rollout.service.loop import Service
 from tests.support.hash_engine import HashEngine, Weights, expected, key_of, manifest_of, weights_of
 from tests.support.waiting import until
@@ -48,7 +48,7 @@ class Threads:
         self.engines: dict[str, Any] = {}
         self.services: dict[str, Service] = {}
         self.threads: list[threading.Thread] = []
-        self.events: list[Event] = []
+        self.events: list[ReplicaEvent] = []
         self.replaced: list[str] = []
         self.going: set[str] = set()
         self.outlived = frozenset[str]()
@@ -65,13 +65,13 @@ class Threads:
         thread = threading.Thread(target=service.run, name=f"replica {service.endpoint}", daemon=True)
         self.threads.append(thread)
         thread.start()
-        self.events.append(Event(name, service.endpoint, "it listens"))
+        self.events.append(ReplicaEvent(name, service.endpoint, "it listens"))
 
     def die(self, name: str) -> None:
         """Behave as if a replica's process had been killed: nothing comes of it any more."""
-        self.events.append(Event(name, None, "its process ended with signal 9"))
+        self.events.append(ReplicaEvent(name, None, "its process ended with signal 9"))
 
-    def tend(self) -> list[Event]:
+    def tend(self) -> list[ReplicaEvent]:
         events, self.events = self.events, []
         return events
 
@@ -89,7 +89,7 @@ class Threads:
             for thread in self.threads:
                 if thread is not threading.current_thread() and thread.name == f"replica {service.endpoint}":
                     thread.join(WAIT)
-            self.events.append(Event(name, None, "its process ended with exit status 0"))
+            self.events.append(ReplicaEvent(name, None, "its process ended with exit status 0"))
 
         threading.Thread(target=tell, daemon=True).start()
 
@@ -97,7 +97,7 @@ class Threads:
         if name in self.services:
             self.going.add(name)
             self.services[name].stop()
-            self.events.append(Event(name, None, "it was asked to go"))
+            self.events.append(ReplicaEvent(name, None, "it was asked to go"))
 
     def scale(self, count: int, use: Use = alike) -> list[str]:
         going = least_used(sorted(self.services), count, use)

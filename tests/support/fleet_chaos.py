@@ -31,7 +31,7 @@ import torch
 
 from engine.types import Sample, Sampling, manifest_digest
 from rollout.client.api import RolloutClient
-from rollout.fleet.kept import KeptFleet, KeptReplica
+from rollout.fleet.state_file import SavedFleet, SavedReplica
 from tests.support.chaos_front import WAIT
 from tests.support.hash_engine import MARK, TENSORS, expected, key_of, manifest_of, weights_of
 from tests.support.lasting import ROOT, free_port
@@ -148,9 +148,9 @@ class Front:
             return False
         return True
 
-    def kept(self) -> list[KeptReplica]:
+    def kept(self) -> list[SavedReplica]:
         try:
-            return msgspec.json.decode((self.folder / "replicas").read_bytes(), type=KeptFleet).replicas
+            return msgspec.json.decode((self.folder / "replicas").read_bytes(), type=SavedFleet).replicas
         except FileNotFoundError:
             return []
 

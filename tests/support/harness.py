@@ -18,13 +18,13 @@ import msgspec
 import numpy as np
 
 from engine.config import EngineConfig, OrderName
-from engine.kv.block import Moves
+from engine.kv.block import BlockCopies
 from engine.scheduling.counters import Counters
 from engine.scheduling.invariants import check
-from engine.scheduling.plan import Drawn, Plan, Top
+from engine.scheduling.plan import Plan, SampledTokens, TopLogprobs
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stops import Vocabulary, stops_of
-from engine.types import Begun, Group, Limits, Sample, Sampling
+from engine.types import Group, Limits, PartialSample, Sample, Sampling
 from tests.support.plans import sent
 
 VOCAB = 97
@@ -112,10 +112,10 @@ def top_of(tokens: list[int], k: int) -> np.ndarray:
     return (np.add.outer(tokens, np.arange(k)) % VOCAB).astype(np.int32)
 
 
-def most_probable(tokens: list[int], plan: Plan) -> Top | None:
+def most_probable(tokens: list[int], plan: Plan) -> TopLogprobs | None:
     """Return what a step gives that drew `tokens`: in as many columns as one of its draws asks for."""
     ids = top_of(tokens, int(plan.sampling["top"].max(initial=0)))
-    return Top(ids, -ids.astype(np.float32)) if ids.size else None
+    return TopLogprobs(ids, -ids.astype(np.float32)) if ids.size else None
 
 
 def check_top(sample: Sample, k: int) -> None:
@@ -166,7 +166,7 @@ class Harness:
         """KV of the children that ended"""
         self.got: dict[tuple[str, int], Sample] = {}
         self.overlap = overlap
-        self.flight: tuple[Plan, Drawn] | None = None
+        self.flight: tuple[Plan, SampledTokens] | None = None
         """the step that was launched and is not committed"""
         self.copied_blocks = 0
         self.mirrors_fail = False
@@ -280,11 +280,11 @@ class Harness:
         flight, self.flight = self.flight, None
         self.commit(flight)
 
-    def commit(self, flight: tuple[Plan, Drawn] | None) -> None:
+    def commit(self, flight: tuple[Plan, SampledTokens] | None) -> None:
         if flight is not None:
             self.take(self.scheduler.commit(*flight))
 
-    def move(self, moves: Moves, stop: int | None) -> None:
+    def move(self, moves: BlockCopies, stop: int | None) -> None:
         done = 0
         for source, target, pairs in (
             (self.device, self.host, moves.offloads),
@@ -302,7 +302,7 @@ class Harness:
                 done += 1
         self.copied_blocks += done
 
-    def compute(self, plan: Plan) -> Drawn:
+    def compute(self, plan: Plan) -> SampledTokens:
         size, version = self.config.block_size, self.scheduler.version
         assert plan.num_tokens <= self.config.most_tokens and plan.num_rows <= self.config.most_seqs
         sequences = self.scheduler.sequences_of(plan)
@@ -342,7 +342,7 @@ class Harness:
                     assert plan.given[at] < 0 or rules.get(at, ()) == rules_of(state.group, list(context[seq.num_prompt :]))
                     tokens.append(own if plan.given[at] < 0 else int(plan.given[at]))
                     logprobs.append(logprob(context, tokens[-1]))
-        return Drawn(
+        return SampledTokens(
             np.array(tokens, np.int32),
             np.array(logprobs, np.float32),
             None,
@@ -437,7 +437,9 @@ def with_begun(group: Group, begun: dict[int, int], version: int) -> Group:
             ids, logprobs = np.array(tokens[:have], np.int32), np.array(had, np.float32)
             top = top_of(tokens[:have], group.sampling.top_logprobs)
             columns = {"top_ids": top, "top_logprobs": -top.astype(np.float32)} if top.size else {}
-            children.append(Begun(index=index, token_ids=ids, logprobs=logprobs, weight_versions=[(0, version)], **columns))
+            children.append(
+                PartialSample(index=index, token_ids=ids, logprobs=logprobs, weight_versions=[(0, version)], **columns)
+            )
     return msgspec.structs.replace(group, begun=tuple(children))
 
 
@@ -448,7 +450,7 @@ def with_given(group: Group) -> Group:
         length = 1 + hash((seed, index)) % group.sampling.max_tokens
         ids = np.array([hash((seed, index, at)) % VOCAB for at in range(length)], np.int32)
         zeros = np.zeros(length, np.float32)
-        children.append(Begun(index=index, token_ids=ids, logprobs=zeros, weight_versions=[(0, 0)]))
+        children.append(PartialSample(index=index, token_ids=ids, logprobs=zeros, weight_versions=[(0, 0)]))
     return msgspec.structs.replace(group, begun=tuple(children), score=True)
 
 

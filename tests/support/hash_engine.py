@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from engine.types import Chunk, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Served, TensorInfo, manifest_digest
+from engine.types import Group, KVPolicy, Limits, Mode, Refreshed, Sample, Served, TensorInfo, TokenChunk, manifest_digest
 
 VOCAB = 997
 TENSORS = 4
@@ -198,7 +198,7 @@ class HashEngine:
         self.ended = [sample for sample in self.ended if sample.group_id != group_id]
         return mine
 
-    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[Chunk]:
+    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
         chunks = []
         for child in self.children:
             first = since.get(child.index, 0)
@@ -208,7 +208,7 @@ class HashEngine:
                 spans = [span for i, span in enumerate(spans) if i + 1 == len(spans) or spans[i + 1][0] > 0]
                 ids = np.array(child.tokens[first:], np.int32)
                 chunks.append(
-                    Chunk(
+                    TokenChunk(
                         index=child.index,
                         token_ids=ids,
                         logprobs=values[first:],
@@ -354,11 +354,11 @@ class HashEngine:
 def main() -> None:
     from rollout.process import write_atomically
     from rollout.service.loop import Service
-    from rollout.service.watchdog import Watch
+    from rollout.service.watchdog import LoopPhase
 
     given = sys.argv[1:]
     ready, step_s, fault, alone_s = [*given, *["", "0", "", "0"][len(given) :]]
-    watch = Watch(alone_s=float(alone_s) or None)
+    watch = LoopPhase(alone_s=float(alone_s) or None)
     service = Service(HashEngine(float(step_s), fault), "tcp://127.0.0.1:*", watch=watch)
     signal.signal(signal.SIGTERM, lambda number, frame: service.stop("SIGTERM"))
 

@@ -52,9 +52,9 @@ def stack_of(tiny_model: Path, **settings: Any) -> Iterator[Stack]:
 
 
 def bounds(**some: Any) -> Any:
-    from rollout.http.frame import Bounds
+    from rollout.http.app import RequestLimits
 
-    return Bounds(**some)
+    return RequestLimits(**some)
 
 
 def raw(port: int) -> socket.socket:

@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.types import Limits
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.joins import Joins
+from rollout.fleet.join_listener import JoinListener
 from rollout.process import STOP_TIMEOUT_S
 from tests.support.fleet import WAIT, step_until
 from transport.keys import files
@@ -36,7 +36,7 @@ class JoinedFleet:
         self.file = None if folder is None else folder / "service.json"
         if self.file is not None:
             files.create(self.file, "tcp://127.0.0.1:1")
-        self.joins = Joins(ServiceEnd("tcp://127.0.0.1:*", Limits(), None if self.file is None else str(self.file)))
+        self.joins = JoinListener(ServiceEnd("tcp://127.0.0.1:*", Limits(), None if self.file is None else str(self.file)))
         self.fleet = Fleet(self.joins)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.scheduling.counters import Counters
-from engine.scheduling.plan import Drawn, Plan
+from engine.scheduling.plan import Plan, SampledTokens
 from engine.scheduling.scheduler import Scheduler
 from engine.types import Group, Sample, Sampling
 
@@ -87,7 +87,7 @@ def commit(scheduler: Scheduler, plan: Plan, token: int = 9) -> list[Sample]:
     """Commit a launched step that sampled `token` everywhere. Returns the children that ended."""
     draws = len(plan.sampling)
     zeros = np.zeros(draws, np.float32)
-    return scheduler.commit(plan, Drawn(np.full(draws, token, np.int32), zeros, None, np.ones(draws, bool)))
+    return scheduler.commit(plan, SampledTokens(np.full(draws, token, np.int32), zeros, None, np.ones(draws, bool)))
 
 
 def step(scheduler: Scheduler, token: int = 9) -> list[PlanRow]:

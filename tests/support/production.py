@@ -11,7 +11,7 @@ import torch
 
 from engine.cuda.varlen import Attend as VarlenAttend
 from engine.cuda.varlen import Varlen
-from engine.devices import Capacity, TritonAttention
+from engine.devices import StepCapacity, TritonAttention
 from engine.kv import fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,7 +80,7 @@ def attend(
     table = np.zeros((rows, columns), np.int32)
     for row, blocks in zip(table, made.tables, strict=True):
         row[: len(blocks)] = blocks
-    capacity = Capacity(max(total, 16), max(rows, 16), columns, q_heads, heads.kv, heads.dim, heads.dtype.itemsize)
+    capacity = StepCapacity(max(total, 16), max(rows, 16), columns, q_heads, heads.kv, heads.dim, heads.dtype.itemsize)
     varlen = None if attends is None else Varlen(attends, 0)
     backend = TritonAttention(torch.device(DEVICE), capacity, processors, varlen=varlen)
     batch: Any = SimpleNamespace(

@@ -14,7 +14,7 @@ from engine.types import Sample
 from rollout.process import write_atomically
 from rollout.service.journal import Journal
 from rollout.service.loop import Service
-from rollout.service.watchdog import Watch, Watchdog
+from rollout.service.watchdog import LoopPhase, Watchdog
 from tests.support.lasting import SeededEngine
 
 EXIT_S = 1.0
@@ -36,7 +36,7 @@ def main() -> None:
     if status:
         sys.exit(int(status[0]))
     engine = Standing()
-    service = Service(engine, endpoint, journal=Journal(journal, "seeded"), watch=Watch(stall_s=0.5))
+    service = Service(engine, endpoint, journal=Journal(journal, "seeded"), watch=LoopPhase(stall_s=0.5))
 
     def stand(number: int, frame: object) -> None:
         engine.stands = True

@@ -11,7 +11,7 @@ from engine.devices import device_of
 from engine.engine import Engine
 from engine.forward.model import Model
 from engine.types import Sample
-from engine.weights.offload import Streamed
+from engine.weights.offload import OffloadedModel
 from rollout.exact import sample_logprobs
 
 COMMON = {
@@ -63,7 +63,7 @@ def tiny_engine(
     module = model if model is not None else tiny(name, getattr(torch, dtype))
     settings = EngineConfig(dtype=dtype, device=device, **options)  # type: ignore[arg-type]
     offload = settings.weight_offload
-    streamed = None if offload is None else Streamed(module, name, offload, device_of(settings).memory)
+    streamed = None if offload is None else OffloadedModel(module, name, offload, device_of(settings).memory)
     if streamed is None:
         module.to(device)
     return Engine(settings, Model(module, name, streamed))

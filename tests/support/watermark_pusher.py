@@ -24,7 +24,7 @@ import torch
 
 from rollout.client.api import RolloutClient
 from rollout.client.link import Link
-from rollout.client.refresh import Pusher
+from rollout.client.refresh import WeightSender
 from tests.support.watermark import weights_of
 from transport.weights import distributed, inline
 from transport.weights.shm import NONCE_BYTES
@@ -52,9 +52,9 @@ def push(address: str, job: dict[str, Any]) -> dict[str, Any]:
 
 def flip(where: float) -> None:
     """Flip a byte after the digests were taken and before the bytes leave."""
-    offer = Pusher._offer
+    offer = WeightSender._offer
 
-    def damaged(self: Pusher, named: Any, via: Any) -> Any:
+    def damaged(self: WeightSender, named: Any, via: Any) -> Any:
         sender = offer(self, named, via)
         arrays: Any = sender.data
         byte = int(where * sum(map(len, arrays)))
@@ -62,7 +62,7 @@ def flip(where: float) -> None:
         flipped[byte if via == "shm" else byte % len(flipped)] ^= 1 << byte % 8
         return sender
 
-    Pusher._offer = damaged  # type: ignore[method-assign]
+    WeightSender._offer = damaged  # type: ignore[method-assign]
 
 
 def die(after: float) -> None:

@@ -8,10 +8,10 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from engine.types import Begun, Chunk, Limits, Refreshed, Sample, Sampling
+from engine.types import Limits, PartialSample, Refreshed, Sample, Sampling, TokenChunk
 from transport import messages as m
-from transport.begun import pack_begun
 from transport.frames import DTYPES, pack
+from transport.partial import pack_begun
 from transport.progress import pack_progress, pack_samples
 from transport.weights.cuda_ipc import CudaIpcOffer
 from transport.weights.delta import DeltaOffer
@@ -25,7 +25,7 @@ SAMPLING = Sampling(
 )
 
 BEGUN = [
-    Begun(
+    PartialSample(
         index=index,
         token_ids=np.array(tokens, np.int32),
         logprobs=np.full(len(tokens), -0.5, np.float32),
@@ -38,9 +38,9 @@ BEGUN = [
 ]
 
 
-def _chunk(index: int, first: int, tokens: list[int], spans: list[tuple[int, int]]) -> Chunk:
+def _chunk(index: int, first: int, tokens: list[int], spans: list[tuple[int, int]]) -> TokenChunk:
     values = np.full(len(tokens), -0.5, np.float32)
-    return Chunk(
+    return TokenChunk(
         index=index, first=first, token_ids=np.array(tokens, np.int32), logprobs=values, weight_versions=spans, seed=2**62
     )
 

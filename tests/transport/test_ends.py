@@ -253,7 +253,7 @@ import socket, struct, time, zmq
 from engine.types import Limits
 from transport import sockets
 from transport.keys.cookie import Cookie, require
-from transport.keys.door import Door
+from transport.keys.authenticator import Door
 
 sockets.CLIENT_HEARTBEAT_MS = 100
 context = zmq.Context()

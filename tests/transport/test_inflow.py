@@ -17,7 +17,7 @@ import zmq
 from engine.types import Limits
 from tests.support.by_hand import connected
 from tests.support.waiting import until
-from transport import inflow, sockets
+from transport import receive_limit, sockets
 from transport.keys.cookie import ClientCookie
 from transport.sockets import ClientEnd, ServiceEnd
 
@@ -29,7 +29,7 @@ MOST = 64 << 20
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceEnd]:
-    monkeypatch.setattr(inflow, "WAITING_BYTES", BOUND)
+    monkeypatch.setattr(receive_limit, "WAITING_BYTES", BOUND)
     end = ServiceEnd("tcp://127.0.0.1:*", LIMITS)
     yield end
     end.close()
@@ -65,7 +65,7 @@ def test_a_message_without_an_end_ends_its_connection(service: ServiceEnd, frame
 
 
 def test_without_the_watch_it_would_be_taken_in(service: ServiceEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflow.Inflow, "_judge", lambda self: None)
+    monkeypatch.setattr(receive_limit.Inflow, "_judge", lambda self: None)
     with connected(service.endpoint) as connection:
         assert sent_until_the_end(connection, b"\x03" + struct.pack(">Q", 50_000) + bytes(50_000)) >= MOST
 
@@ -101,7 +101,7 @@ def test_more_is_expected_by_agreement(service: ServiceEnd) -> None:
 
 def test_many_connections_share_a_bound(service: ServiceEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is within its own."""
-    monkeypatch.setattr(inflow, "TOTAL_BYTES", BOUND)
+    monkeypatch.setattr(receive_limit, "TOTAL_BYTES", BOUND)
     ended, quiet = 0, connect(service)
     connections = [connected(service.endpoint) for _ in range(4)]
     for connection in connections:
@@ -179,7 +179,7 @@ def test_a_peer_may_name_itself(service: ServiceEnd) -> None:
 @pytest.mark.parametrize("what", ["a file", "a socket that is no TCP", "nothing"])
 def test_a_number_that_is_of_something_else_by_now_leaves_no_descriptor(what: str, tmp_path: Path) -> None:
     """A connection that has ended before the watch heard of it: its number is another file's, or nobody's."""
-    watch = object.__new__(inflow.Inflow)
+    watch = object.__new__(receive_limit.Inflow)
     watch._lock, watch._connections, watch._early = threading.Lock(), {}, {}
     with open(tmp_path / "file", "w") as file, socket.socket(socket.AF_UNIX) as other:
         number = {"a file": file.fileno(), "a socket that is no TCP": other.fileno(), "nothing": 1 << 19}[what]

@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Begun, Chunk, Limits, Sample, Sampling
+from engine.types import Limits, PartialSample, Sample, Sampling, TokenChunk
 from tests.support.wire_fuzz import BEGUN, same
 from transport import errors
-from transport.begun import pack_begun, unpack_begun
 from transport.frames import Decoder, pack
 from transport.messages import DIGEST_BYTES, Ended, Progress, SamplesDone, Submit, digest
+from transport.partial import pack_begun, unpack_begun
 from transport.progress import columns_of, pack_progress, pack_samples, unpack_progress, unpack_samples
 
 SUBMIT = Submit("g", np.array([1, 2, 3], np.int32), Sampling(n=2, temperature=float("nan")), 4)
@@ -96,8 +96,8 @@ def test_begun_children_that_do_not_fit_are_refused(change: dict[str, np.ndarray
 
 
 CHUNKS = {
-    "g": [Chunk(**msgspec.structs.asdict(child), first=first, seed=7) for child, first in zip(BEGUN, (4, 0), strict=True)],
-    "h": [Chunk(**msgspec.structs.asdict(BEGUN[1]), first=9, seed=2**62)],
+    "g": [TokenChunk(**msgspec.structs.asdict(child), first=first, seed=7) for child, first in zip(BEGUN, (4, 0), strict=True)],
+    "h": [TokenChunk(**msgspec.structs.asdict(BEGUN[1]), first=9, seed=2**62)],
 }
 
 
@@ -148,7 +148,7 @@ def test_columns_of_progress_that_do_not_fit_are_refused(change: dict[str, objec
         unpack_progress(pack_progress(1, CHUNKS), 2)
 
 
-def done_of(child: Begun, **fields: Any) -> Sample:
+def done_of(child: PartialSample, **fields: Any) -> Sample:
     more = {"group_id": "", "finish_reason": "length", "prompt_tokens": 5, "seed": 7, "seconds": 0.5, **fields}
     return Sample(**msgspec.structs.asdict(child), **more)
 

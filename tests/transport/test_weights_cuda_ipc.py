@@ -14,7 +14,7 @@ import xxhash
 from engine.types import TensorInfo
 from tests.support.fake_gpu import MANIFEST, TENSORS, WHOLE, FakeGPU
 from transport.errors import InvalidRequest, SourceUnreachable
-from transport.weights.cuda_ipc import CudaIpcOffer, CudaIpcPayload, Exports, Memory
+from transport.weights.cuda_ipc import CudaIpcOffer, CudaIpcPayload, ExportedStorages, TrainerStorage
 from transport.weights.tensors import digest
 
 
@@ -28,7 +28,7 @@ def read_all(payload: CudaIpcPayload, piece: int) -> bytes:
 @pytest.mark.parametrize("piece", [1, 977, 100_000])
 def test_every_byte_in_the_manifest_s_order_and_each_storage_opened_once(piece: int) -> None:
     gpu = FakeGPU()
-    offer = Exports(gpu.export).offer(list(TENSORS.values()))
+    offer = ExportedStorages(gpu.export).offer(list(TENSORS.values()))
     assert len(gpu.storages) == 3 and offer.spans.tolist() == [
         [0, 4000, 20000],
         [1, 0, 1998],
@@ -45,7 +45,7 @@ def test_every_byte_in_the_manifest_s_order_and_each_storage_opened_once(piece: 
 
 def test_closing_lets_go_of_all_memory() -> None:
     gpu = FakeGPU()
-    payload = gpu.payload(Exports(gpu.export).offer(list(TENSORS.values())))
+    payload = gpu.payload(ExportedStorages(gpu.export).offer(list(TENSORS.values())))
     payload.read(np.empty(30_000, np.uint8))
     payload.read(np.empty(30_000, np.uint8))
     assert len(payload._opened) == 2
@@ -56,7 +56,7 @@ def test_closing_lets_go_of_all_memory() -> None:
 
 def test_a_storage_is_exported_once_in_its_life() -> None:
     gpu = FakeGPU()
-    exports = Exports(gpu.export)
+    exports = ExportedStorages(gpu.export)
     weights = [torch.randn(10), torch.randn(20)]
     first = exports.offer(weights)
     assert exports.offer(weights).memory.tobytes() == first.memory.tobytes() and len(gpu.storages) == 2
@@ -70,16 +70,16 @@ def test_a_storage_is_exported_once_in_its_life() -> None:
 
 
 def test_memory_that_cannot_be_shared_is_told() -> None:
-    def refuse(storage: Any) -> Memory:
+    def refuse(storage: Any) -> TrainerStorage:
         raise RuntimeError("CUDA error: operation not supported")
 
     with pytest.raises(SourceUnreachable, match="cannot share CUDA memory: CUDA error: operation not supported"):
-        Exports(refuse).offer([torch.ones(3)])
+        ExportedStorages(refuse).offer([torch.ones(3)])
 
 
 def test_a_handle_that_does_not_open() -> None:
     gpu = FakeGPU()
-    payload = gpu.payload(Exports(gpu.export).offer(list(TENSORS.values())))
+    payload = gpu.payload(ExportedStorages(gpu.export).offer(list(TENSORS.values())))
     gpu.refuse = b"handle 1"
     memory = np.empty(30_000, np.uint8)
     assert payload.read(memory) == 20_000
@@ -110,7 +110,7 @@ def changed(offer: CudaIpcOffer, row: int, column: int, value: int) -> CudaIpcOf
 def test_spans_outside_of_their_memory_are_refused(row: int, column: int, value: int, message: str) -> None:
     """torch itself would read whatever lies there."""
     gpu = FakeGPU()
-    offer = changed(Exports(gpu.export).offer(list(TENSORS.values())), row, column, value)
+    offer = changed(ExportedStorages(gpu.export).offer(list(TENSORS.values())), row, column, value)
     with pytest.raises(InvalidRequest, match=message):
         gpu.payload(offer)
     assert not gpu.opened
@@ -118,7 +118,7 @@ def test_spans_outside_of_their_memory_are_refused(row: int, column: int, value:
 
 def test_an_empty_tensor_needs_no_memory() -> None:
     gpu = FakeGPU()
-    offer = Exports(gpu.export).offer([TENSORS["empty"]])
+    offer = ExportedStorages(gpu.export).offer([TENSORS["empty"]])
     assert read_all(gpu.payload(offer, [MANIFEST[2]], 0), 10) == b"" and not gpu.opened
 
 
@@ -136,14 +136,14 @@ def test_an_empty_tensor_needs_no_memory() -> None:
 )
 def test_offers_that_are_none(fields: dict[str, np.ndarray]) -> None:
     gpu = FakeGPU()
-    offer = Exports(gpu.export).offer(list(TENSORS.values()))
+    offer = ExportedStorages(gpu.export).offer(list(TENSORS.values()))
     with pytest.raises(InvalidRequest):
         gpu.payload(msgspec.structs.replace(offer, **fields))
 
 
 def test_negative_sizes_are_refused() -> None:
     gpu = FakeGPU()
-    packed = np.frombuffer(msgspec.msgpack.encode([Memory("GPU-1", b"h", -5, 0)]), np.uint8)
+    packed = np.frombuffer(msgspec.msgpack.encode([TrainerStorage("GPU-1", b"h", -5, 0)]), np.uint8)
     with pytest.raises(InvalidRequest, match="'x': bytes 0 to 3"):
         gpu.payload(CudaIpcOffer(packed, np.array([[0, 0, 3]])), [TensorInfo("x", "float32", (3,), "")], 3)
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from engine.types import Limits, manifest_digest
 from tests.support.sent_tensors import ARRAYS, MANIFEST, TENSORS, WHOLE
 from transport.errors import InvalidRequest, SourceUnreachable
-from transport.weights import Offer, Payload, Via, Way, open_payload, ways
+from transport.weights import Offer, Payload, Via, WeightTransport, open_payload, ways
 from transport.weights.automatic import choose
 from transport.weights.ends import Sender
 from transport.weights.files import FilesOffer, describe_folder
@@ -63,7 +63,7 @@ def test_every_name_has_a_way_and_every_offer_opens() -> None:
     assert all(callable(offer.open) for offer in get_args(Offer))
 
 
-class Tried(Way):
+class Tried(WeightTransport):
     """A way that works, or does not."""
 
     def __init__(self, via: str, failure: str | None = None) -> None:

@@ -28,7 +28,7 @@ from urllib.parse import quote
 
 import zmq
 
-from transport.keys.door import DOMAIN
+from transport.keys.authenticator import DOMAIN
 from transport.keys.files import BadKeys
 
 FOLDER_VARIABLE = "ROLLOUT_COOKIES"

@@ -6,7 +6,7 @@ import secrets
 
 import zmq
 
-from transport.keys.door import DOMAIN
+from transport.keys.authenticator import DOMAIN
 from transport.keys.files import BadKeys, ClientKeys, ServiceKeys
 from transport.keys.ring import LEAST_NONCE_BYTES
 

@@ -28,12 +28,12 @@ from transport.weights.automatic import Automatic
 from transport.weights.cuda_ipc import CudaIpc, CudaIpcOffer, gpu_keys
 from transport.weights.delta import Delta, DeltaOffer
 from transport.weights.distributed import DistributedOffer, Gloo, Nccl, backends
-from transport.weights.ends import Channel, Expected, LiveWeights, Payload, Sender, Way
+from transport.weights.ends import Channel, Expected, LiveWeights, Payload, Sender, WeightTransport
 from transport.weights.files import Files, FilesOffer
 from transport.weights.inline import Inline, InlineOffer
 from transport.weights.shm import SegmentView, Shm, ShmOffer, host_key
 
-__all__ = ["Channel", "Offer", "Payload", "Sender", "Via", "Way", "capabilities", "open_payload", "ways"]
+__all__ = ["Channel", "Offer", "Payload", "Sender", "Via", "WeightTransport", "capabilities", "open_payload", "ways"]
 
 Via = Literal["auto", "shm", "inline", "files", "cuda_ipc", "gloo", "nccl", "delta"]
 """what a trainer may name; "auto": see `transport.weights.automatic`"""
@@ -41,7 +41,7 @@ Offer = InlineOffer | ShmOffer | FilesOffer | CudaIpcOffer | DistributedOffer | 
 """what may stand in Begin"""
 
 
-def ways(host: str) -> dict[str, Way]:
+def ways(host: str) -> dict[str, WeightTransport]:
     """Make the trainer's ends of all ways, by the names of `Via`. `host`: an address of this machine that the service can
     reach, for torch.distributed."""
     files, cuda_ipc, shm, inline = Files(), CudaIpc(), Shm(), Inline()

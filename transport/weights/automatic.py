@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 
 from transport.errors import SourceUnreachable
-from transport.weights.ends import Sender, Way
+from transport.weights.ends import Sender, WeightTransport
 from transport.weights.inline import Inline
 from transport.weights.shm import Shm
 from transport.weights.tensors import Tensors
 
 
-class Automatic(Way):
+class Automatic(WeightTransport):
     """Sends a folder by `files`, and tensors as `choose` says. Where the service turns out not to see what is offered, tensors
     travel by the next way that both ends have; at last by `inline`, which needs no more than the connection.
 
@@ -23,7 +23,7 @@ class Automatic(Way):
 
     via = "auto"
 
-    def __init__(self, files: Way, on_gpus: list[Way], shm: Shm, inline: Inline) -> None:
+    def __init__(self, files: WeightTransport, on_gpus: list[WeightTransport], shm: Shm, inline: Inline) -> None:
         self._files = files
         self._on_gpus = on_gpus
         self._shm = shm
@@ -47,7 +47,7 @@ class Automatic(Way):
         return sender
 
 
-def choose(ways: list[Way], tensors: Tensors, capabilities: Collection[str]) -> tuple[Way, Sender]:
+def choose(ways: list[WeightTransport], tensors: Tensors, capabilities: Collection[str]) -> tuple[WeightTransport, Sender]:
     """Offer tensors by the first way that both ends have, and say which that is. The sender's `reason` says what is wrong with
     those before it. Raises SourceUnreachable if none is left."""
     failures: list[str] = []

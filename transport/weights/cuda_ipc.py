@@ -23,7 +23,7 @@ import numpy as np
 from engine.types import TensorInfo
 from transport.errors import InvalidRequest, SourceUnreachable
 from transport.frames import MALFORMED
-from transport.weights.ends import Expected, Offered, Payload, Sender, Way
+from transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
 from transport.weights.tensors import Tensors
 
 EVENT_BYTES = 64
@@ -32,7 +32,7 @@ NO_COUNTER = b"/rollout-counts-no-readers"
 """names no shared memory, so torch has nothing to count down when the service closes a storage"""
 
 
-class Memory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class TrainerStorage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A storage of the trainer's."""
 
     gpu: str
@@ -45,7 +45,7 @@ class Memory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """in the allocation"""
 
 
-class CudaIpcOffer(Offered, frozen=True, eq=False, tag="cuda_ipc", forbid_unknown_fields=True):
+class CudaIpcOffer(WeightOffer, frozen=True, eq=False, tag="cuda_ipc", forbid_unknown_fields=True):
     """Memory on a GPU of this host."""
 
     memory: np.ndarray
@@ -78,11 +78,11 @@ def gpu_keys() -> list[str]:
 # the trainer's end
 
 
-class CudaIpc(Way):
+class CudaIpc(WeightTransport):
     via = "cuda_ipc"
 
     def __init__(self) -> None:
-        self._exports = Exports()
+        self._exports = ExportedStorages()
 
     def offer_tensors(self, tensors: Tensors, capabilities: Collection[str]) -> Sender:
         tensors.check_on_gpus(self.via)
@@ -92,28 +92,28 @@ class CudaIpc(Way):
         return Sender(self.via, self._exports.offer(data), tensors.manifest(tensors.digests()), data)
 
 
-def export(storage: Any) -> Memory:
+def export(storage: Any) -> TrainerStorage:
     """Export a torch.UntypedStorage on a CUDA device. Raises RuntimeError where the driver cannot share its memory."""
     import torch
 
     _, handle, size, offset, counter, place, _, _ = storage._share_cuda_()
     torch.UntypedStorage._release_ipc_counter(counter, place, device=storage.device)
-    return Memory(str(torch.cuda.get_device_properties(storage.device).uuid), handle, size, offset)
+    return TrainerStorage(str(torch.cuda.get_device_properties(storage.device).uuid), handle, size, offset)
 
 
 class _Known(NamedTuple):
     alive: Any
     """a weak reference"""
     address: int
-    memory: Memory
+    memory: TrainerStorage
 
 
-class Exports:
+class ExportedStorages:
     """Storages that were exported. `export` turns one into a Memory.
 
     A storage is exported once: torch wraps its memory anew each time, and keeps the wrappers as long as the storage."""
 
-    def __init__(self, export: Callable[[Any], Memory] = export) -> None:
+    def __init__(self, export: Callable[[Any], TrainerStorage] = export) -> None:
         self._export = export
         self._known: dict[int, _Known] = {}
         """by the storage's identity"""
@@ -122,7 +122,7 @@ class Exports:
         """Offer contiguous `tensors`, which the caller holds, and does not write, until the refresh is over; `Tensors.finished`
         gives such. Raises SourceUnreachable where their memory cannot be shared."""
         self._known = {key: known for key, known in self._known.items() if not known.alive.expired()}
-        memories: dict[int, tuple[int, Memory]] = {}
+        memories: dict[int, tuple[int, TrainerStorage]] = {}
         spans = np.zeros((len(tensors), 3), np.int64)
         for row, tensor in zip(spans, tensors, strict=True):
             assert tensor.is_contiguous()
@@ -133,7 +133,7 @@ class Exports:
         packed = msgspec.msgpack.encode([memory for _, memory in memories.values()])
         return CudaIpcOffer(np.frombuffer(packed, np.uint8), spans)
 
-    def _of(self, storage: Any) -> Memory:
+    def _of(self, storage: Any) -> TrainerStorage:
         from torch.multiprocessing.reductions import StorageWeakRef
 
         known = self._known.get(storage._cdata)
@@ -149,7 +149,7 @@ class Exports:
 # the service's end
 
 
-def open_memory(memory: Memory) -> Any:
+def open_memory(memory: TrainerStorage) -> Any:
     """Open a Memory as a [bytes] uint8 tensor on its device; it is closed with the last view. Raises SourceUnreachable."""
     import torch
 
@@ -198,7 +198,7 @@ class CudaIpcPayload(Payload):
         offer: CudaIpcOffer,
         manifest: Sequence[TensorInfo],
         total: int,
-        open_memory: Callable[[Memory], Any] = open_memory,
+        open_memory: Callable[[TrainerStorage], Any] = open_memory,
         copy: Callable[[Any, Any], None] | None = None,
     ) -> None:
         self._memories, spans = _checked(offer, manifest, total)
@@ -224,12 +224,12 @@ class CudaIpcPayload(Payload):
         self._spans.clear()
 
 
-_decoder = msgspec.msgpack.Decoder(list[Memory])
+_decoder = msgspec.msgpack.Decoder(list[TrainerStorage])
 
 
 def _checked(
     offer: CudaIpcOffer, manifest: Sequence[TensorInfo], total: int
-) -> tuple[list[Memory], list[tuple[int, int, int]]]:
+) -> tuple[list[TrainerStorage], list[tuple[int, int, int]]]:
     if offer.memory.dtype != np.uint8 or offer.memory.ndim != 1:
         raise InvalidRequest(f"the list of memories is {offer.memory.dtype} {offer.memory.shape}: must be uint8 [bytes]")
     try:

@@ -25,7 +25,7 @@ import numpy as np
 
 from engine.types import Refreshed, TensorInfo
 from transport.errors import InvalidRequest, SourceUnreachable, WrongBase
-from transport.weights.ends import Expected, LiveTensors, Offered, Payload, Sender, Way
+from transport.weights.ends import Expected, LiveTensors, Payload, Sender, WeightOffer, WeightTransport
 from transport.weights.files import FilesOffer, read_folder
 from transport.weights.inline import InlinePayload, InlineSender
 from transport.weights.tensors import Tensors, digest
@@ -40,7 +40,7 @@ MARK = -128
 """a narrow difference that stands for the next wide one"""
 
 
-class DeltaOffer(Offered, frozen=True, tag="delta", forbid_unknown_fields=True):
+class DeltaOffer(WeightOffer, frozen=True, tag="delta", forbid_unknown_fields=True):
     """Chunk messages with differences will follow."""
 
     version: int
@@ -136,7 +136,7 @@ def width(info: TensorInfo, size: int) -> int:
 # the trainer's end
 
 
-class Delta(Way):
+class Delta(WeightTransport):
     """Sends differences where it can, else whole tensors by `whole`, and says why in `Refreshed.reason`.
 
     Args:
@@ -144,7 +144,7 @@ class Delta(Way):
 
     via = "delta"
 
-    def __init__(self, whole: Way) -> None:
+    def __init__(self, whole: WeightTransport) -> None:
         self._whole = whole
         self._copies: dict[tuple[str, str, tuple[int, ...]], np.ndarray] = {}
         """by name, dtype and shape [bytes] uint8, as they were offered last"""

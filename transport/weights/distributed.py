@@ -41,7 +41,7 @@ import numpy as np
 
 from engine.types import TensorInfo
 from transport.errors import RequestTimeout, RolloutError, SourceUnreachable
-from transport.weights.ends import Expected, Offered, Payload, Sender, Way
+from transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
 from transport.weights.group import Backend, join, leave, leave_aside, listen
 from transport.weights.tensors import Tensors, digest
 
@@ -67,7 +67,7 @@ MOST_HUNG = 2
 """of NCCL's joins, which no time-out ends where the two ends do not find each other: each keeps a thread and its sockets"""
 
 
-class DistributedOffer(Offered, frozen=True, tag="distributed", forbid_unknown_fields=True):
+class DistributedOffer(WeightOffer, frozen=True, tag="distributed", forbid_unknown_fields=True):
     """Join this group as rank 1; rank 0 broadcasts the payload in pieces of SLOT_BYTES, by NCCL of NCCL_SLOT_BYTES."""
 
     backend: Backend
@@ -110,7 +110,7 @@ def backends(device: Any) -> list[Backend]:
 # the trainer's end
 
 
-class Gloo(Way):
+class Gloo(WeightTransport):
     """`host`: an address of this machine that the service can reach."""
 
     via = "gloo"
@@ -125,7 +125,7 @@ class Gloo(Way):
         return DistributedSender(Broadcaster("gloo", self._host, sum(map(len, arrays))), manifest, arrays)
 
 
-class Nccl(Way):
+class Nccl(WeightTransport):
     """`host`: an address of this machine that the service can reach."""
 
     via = "nccl"

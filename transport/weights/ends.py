@@ -1,4 +1,4 @@
-"""The two ends of a way to send weights, as client and service see them: `Way` and `Sender`, `Offered` and `Payload`."""
+"""Interfaces of a weight transport: `WeightTransport`, `Sender` at the client; `WeightOffer`, `Payload` at the service."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Sender:
         """Free what this refresh alone needed. May be repeated."""
 
 
-class Way:
+class WeightTransport:
     """The trainer's end of all its refreshes by one way: keeps what the next one can use again."""
 
     via: str
@@ -84,7 +84,7 @@ class Way:
         """Free what is kept from one refresh to the next."""
 
 
-class Offered(msgspec.Struct, frozen=True):
+class WeightOffer(msgspec.Struct, frozen=True):
     """What stands in Begin: base of the tagged Struct of each way, which opens itself."""
 
     @property
@@ -97,7 +97,7 @@ class Offered(msgspec.Struct, frozen=True):
         raise NotImplementedError
 
 
-class KeptMap(Protocol):
+class SharedMapping(Protocol):
     """What the service needs of `transport.weights.shm.SegmentView`."""
 
     def open(self, offer: Any) -> np.ndarray:
@@ -136,7 +136,7 @@ class Expected(NamedTuple):
     manifest: Sequence[TensorInfo]
     total: int
     """bytes"""
-    segment: KeptMap
+    segment: SharedMapping
     """keeps shared memory mapped from one refresh to the next"""
     device: Any
     """torch.device of the model; None: an engine without torch"""

@@ -21,7 +21,7 @@ import xxhash
 
 from engine.types import TensorInfo
 from transport.errors import InvalidRequest, SourceUnreachable
-from transport.weights.ends import Expected, Offered, Payload, Sender, Way
+from transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
 from transport.weights.tensors import Tensors
 
 DTYPES = {
@@ -43,7 +43,7 @@ MAX_HEADER_BYTES = 100_000_000
 READ_BYTES = 4 << 20
 
 
-class FilesOffer(Offered, frozen=True, tag="files", forbid_unknown_fields=True):
+class FilesOffer(WeightOffer, frozen=True, tag="files", forbid_unknown_fields=True):
     """A folder as the service sees it."""
 
     folder: str
@@ -119,7 +119,7 @@ def _open(path: Path) -> int:
 # the trainer's end
 
 
-class Files(Way):
+class Files(WeightTransport):
     via = "files"
 
     def offer_folder(self, folder: Path) -> Sender:

@@ -17,7 +17,7 @@ import numpy as np
 
 from engine.types import Limits
 from transport.errors import InvalidRequest, WeightsRefused
-from transport.weights.ends import Channel, Expected, Offered, Payload, Sender, Way
+from transport.weights.ends import Channel, Expected, Payload, Sender, WeightOffer, WeightTransport
 from transport.weights.tensors import Tensors, digest, on_host
 
 CHUNK_BYTES = 4 << 20
@@ -26,7 +26,7 @@ CHUNK_VIEWS = 32
 WINDOW_BYTES = 128 << 20
 
 
-class InlineOffer(Offered, frozen=True, tag="inline", forbid_unknown_fields=True):
+class InlineOffer(WeightOffer, frozen=True, tag="inline", forbid_unknown_fields=True):
     """Chunk messages will follow."""
 
     def open(self, expected: Expected) -> Payload:
@@ -36,7 +36,7 @@ class InlineOffer(Offered, frozen=True, tag="inline", forbid_unknown_fields=True
 # the trainer's end
 
 
-class Inline(Way):
+class Inline(WeightTransport):
     via = "inline"
 
     def offer_tensors(self, tensors: Tensors, capabilities: Collection[str]) -> Sender:

@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 
 from transport.errors import SourceUnreachable
-from transport.weights.ends import Expected, Offered, Payload, Sender, Way
+from transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
 from transport.weights.tensors import Tensors, on_host
 
 NONCE_BYTES = 64
@@ -32,7 +32,7 @@ SLICE_BYTES = 1 << 20
 SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 
 
-class ShmOffer(Offered, frozen=True, tag="shm", forbid_unknown_fields=True):
+class ShmOffer(WeightOffer, frozen=True, tag="shm", forbid_unknown_fields=True):
     """A segment of the trainer's."""
 
     pid: int
@@ -68,7 +68,7 @@ def check_host(capabilities: Collection[str]) -> None:
         raise SourceUnreachable("this process and the service share no memory: another host, user or container")
 
 
-class Shm(Way):
+class Shm(WeightTransport):
     """Keeps the segment of the first refresh for all others."""
 
     via = "shm"

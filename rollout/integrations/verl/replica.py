@@ -14,10 +14,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.utils.device import get_resource_name, get_visible_devices_keyword
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutput
 
-from rollout.integrations.verl.server import Options, Served
+from rollout.integrations.verl.server import VerlOptions, VerlService
 
 
-def options_of(config: Any) -> Options:
+def options_of(config: Any) -> VerlOptions:
     """Read `engine_kwargs.rollout`, with verl's own keys where it does not say. Raises ValueError naming what is wrong."""
     said: Mapping[str, Any] = dict(config.engine_kwargs or {}).get("rollout") or {}
     from omegaconf import DictConfig, OmegaConf
@@ -26,17 +26,17 @@ def options_of(config: Any) -> Options:
     assert isinstance(plain, dict)
     engine = {"dtype": config.dtype, "max_num_seqs": config.max_num_seqs, "max_batch_tokens": config.max_num_batched_tokens}
     try:
-        return msgspec.convert({**plain, "engine": {**engine, **plain.get("engine", {})}}, Options)
+        return msgspec.convert({**plain, "engine": {**engine, **plain.get("engine", {})}}, VerlOptions)
     except msgspec.ValidationError as error:
         raise ValueError(f"engine_kwargs.rollout: {error}") from None
 
 
 class Server:
-    """The actor. Its methods are those that verl calls; what they mean stands in `Served`."""
+    """The actor. Its methods are those that verl calls; what they mean stands in `VerlService`."""
 
     def __init__(self, config: Any, model: str, mode: RolloutMode) -> None:
         self._config, self._mode = config, mode
-        self._served = Served(
+        self._served = VerlService(
             options_of(config), model, config.response_length, config.prompt_length, max_model_len=config.max_model_len
         )
 

@@ -27,7 +27,7 @@ IGNORED = {"logprobs", "max_tokens", "max_new_tokens"}
 """of verl's sampling parameters, those that are served otherwise: log-probs always come"""
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class VerlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`engine_kwargs.rollout` of verl's configuration."""
 
     address: str | None = None
@@ -41,7 +41,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     start_timeout_s: float = 600.0
 
 
-class Ended(msgspec.Struct, frozen=True):
+class VerlOutput(msgspec.Struct, frozen=True):
     """What verl's TokenOutput is made of."""
 
     token_ids: list[int]
@@ -50,7 +50,7 @@ class Ended(msgspec.Struct, frozen=True):
     extra_fields: dict[str, Any]
 
 
-class Served:
+class VerlService:
     """A service and a client of it.
 
     Args:
@@ -61,7 +61,7 @@ class Served:
     """
 
     def __init__(
-        self, options: Options, model: str, response_length: int, prompt_length: int, max_model_len: int | None = None
+        self, options: VerlOptions, model: str, response_length: int, prompt_length: int, max_model_len: int | None = None
     ) -> None:
         self._opened = ExitStack()
         self._response, self._prompt, self.kv = response_length, prompt_length, options.kv
@@ -103,10 +103,12 @@ class Served:
         at = bisect_right(self._steps, version, key=lambda pair: pair[0]) - 1
         return self._steps[max(0, at)][1]
 
-    async def generate(self, prompt: Sequence[int], params: Mapping[str, Any], request_id: str, priority: int = 0) -> Ended:
+    async def generate(
+        self, prompt: Sequence[int], params: Mapping[str, Any], request_id: str, priority: int = 0
+    ) -> VerlOutput:
         """Sample one child. Raises InvalidRequest for parameters that are not served, what the service refuses, GroupFailed."""
         if self._rejects:
-            return Ended([], [], "aborted", {"global_steps": self.step})
+            return VerlOutput([], [], "aborted", {"global_steps": self.step})
         sampling = self.sampling_of(params, len(prompt), priority)
         handle = self.client.submit(list(prompt), sampling)
         self._running[request_id] = handle
@@ -143,7 +145,7 @@ class Served:
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"sampling parameters: {error}") from None
 
-    def _told(self, sample: Sample) -> Ended:
+    def _told(self, sample: Sample) -> VerlOutput:
         steps = [self.step_of(version) for _, version in sample.weight_versions] or [self.step]
         starts = [start for start, _ in sample.weight_versions]
         fields = {
@@ -154,7 +156,7 @@ class Served:
             "global_steps_spans": list(zip(starts, steps, strict=False)),
         }
         reason = "aborted" if sample.finish_reason in ("aborted", "cut", "deadline", "stale") else "completed"
-        return Ended(sample.token_ids.tolist(), sample.logprobs.tolist(), reason, fields)
+        return VerlOutput(sample.token_ids.tolist(), sample.logprobs.tolist(), reason, fields)
 
     def pause(self, reject: bool) -> int:
         """Stop between two steps; what runs goes on after `resume`, over a refresh as well. With `reject` it is ended instead,

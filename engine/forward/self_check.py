@@ -1,0 +1,294 @@
+"""The judge of the seam: does the engine compute what the module computes by itself?
+
+Once, when an engine is made, a few short texts go both ways:
+
+    the engine's way     a prompt in two chunks and behind another row, paged KV, the engine's own backend, the native decoder
+                         if there is one
+    the plain way        the whole text alone, transformers' own eager attention, masks and positions
+
+and the distributions of the next token must agree. Three texts, each for a kind of mistake that is silent otherwise:
+
+    short                positions that the module counts by itself instead of taking them, attention that is called otherwise
+                         than its probe saw, logits that are not those of the tokens asked for
+    at the end           the last positions of the context, where position scales queries or frequencies. The plain way has a
+                         cache that claims to hold all tokens before, and gives none of them back
+    narrowed windows     the same text with every window of the configuration and of the layers made narrower than it, so that
+                         a window of 4,096 is judged by a hundred tokens; a window that only the mask knows shows
+
+Where the two differ by more than rounding the model is refused: what is served wrong looks like a policy that does not learn.
+KV is in the model's dtype for that. Where it is kept in fp8, what that changes of the short text is told after it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from engine.forward.attention import Backend, CannotAttend
+from engine.forward.batch import MIN_ROWS, Batch, padded
+from engine.forward.model import Model, UnsupportedModel, in_one_line
+from engine.kv.pages import KVGeometry, PagedKV
+from engine.memory import DeviceMemory
+from engine.scheduling.plan import plan_by_hand
+
+log = logging.getLogger("rollout.engine")
+
+TOKENS = 96
+"""of a text"""
+BESIDE = 7
+"""tokens of the row in front of it"""
+LOOK_EVERY = 5
+"""positions from one whose logits are compared to the next"""
+NARROW = 16
+"""a window, in tokens, that these texts go far beyond"""
+TRIES = 3
+"""texts that may differ before a model is refused: rounding sends a token to another expert now and then, a mistake shows in
+every text"""
+SPREAD = 4.0
+"""× what rounding every input embedding the other way does: the noise of one rounding that passes through the whole model.
+An engine rounds in each layer what the module rounds elsewhere, so it may differ by the root of their number, and some"""
+LEAST = {torch.float32: 1e-6, torch.bfloat16: 2**-9, torch.float16: 2**-12}
+"""× the mean logit: a difference that is rounding, whatever the spread"""
+
+
+class ForwardPath(NamedTuple):
+    """How a text goes through the model: at which first position, through which forward of the engine."""
+
+    first: int
+    forward: Callable[[Batch, PagedKV, Backend], torch.Tensor]
+
+
+class LoadedModel(NamedTuple):
+    """A model as an engine runs it."""
+
+    model: Model
+    backend: Backend
+    block_size: int
+    most_tokens: int
+    """of one step"""
+    memory: DeviceMemory
+    kept: KVGeometry
+    """of the pools"""
+
+
+def judge(served: LoadedModel) -> None:
+    """Compare the engine's way with the plain one. Raises UnsupportedModel with the difference, or with the reason why the
+    comparison cannot be made."""
+    began, model = time.perf_counter(), served.model
+    windows = _windows(model.module)
+    try:
+        with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+            short = min(TOKENS, model.context)
+            _agree(served, ForwardPath(0, model.forward), "")
+            if model.context >= 2 * short:
+                where = f" at positions {model.context - short} to {model.context - 1}"
+                _agree(served, ForwardPath(model.context - short, model.forward), where)
+            if windows:
+                with _narrowed(windows):
+                    where = f" beyond a window (of {NARROW} tokens, for the comparison)"
+                    _agree(served, ForwardPath(0, model.forward_transformers), where)
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{model.name} ({model.module.config.model_type}): its own forward and the engine's cannot be compared: "
+            f"{in_one_line(error)}"
+        ) from error
+    log.info("computes what its plain forward does model=%s seconds=%.1f", model.name, time.perf_counter() - began)
+    if served.kept.fp8:
+        with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+            ids = _text(model, 0)
+            plain, kept = (_engine(served, ids, ForwardPath(0, model.forward), each) for each in (model.geometry, served.kept))
+        log.info("KV in fp8 model=%s mean_abs_logprob_difference=%.2g", model.name, _difference(plain, kept))
+
+
+def try_out(model: Model, kept: KVGeometry, block_size: int, memory: DeviceMemory, backend: Backend) -> None:
+    """Attend with rows of one and of some tokens, in the shapes of each kind of layer, to KV that is `kept` so. Raises
+    CannotAttend."""
+    geometry, rows = model.geometry, [(LOOK_EVERY, 1), (0, NARROW - 1)]
+    if geometry.head_dim != geometry.value_dim and backend.name != "reference":
+        raise CannotAttend(f"keys of {geometry.head_dim} and values of {geometry.value_dim} dimensions")
+    tables = np.arange(2 * -(-NARROW // block_size), dtype=np.int32).reshape(2, -1)
+    kv = PagedKV(kept, block_size, tables.size, 0, memory)
+    at = dict.fromkeys(asked["q_heads"] for asked in model.asked.values())
+    for q_heads in at:
+        served = LoadedModel(model, backend, block_size, NARROW, memory, kept)
+        batch = _batch(served, torch.zeros(NARROW, dtype=torch.int64), rows, 0, tables, torch.zeros(1, dtype=torch.int64))
+        shapes = ((q_heads, geometry.head_dim), (geometry.kv_heads, geometry.head_dim), (geometry.kv_heads, geometry.value_dim))
+        q, k, v = (torch.zeros(batch.input_ids.shape[1], *each, dtype=geometry.dtype, device=model.device) for each in shapes)
+        try:
+            batch = replace(batch, attention=backend.prepare(batch, kv))
+            backend.attend(0, q, k, v, batch, kv, 1.0, 0)
+        except Exception as error:
+            raise CannotAttend(
+                f"{q_heads} query heads over {geometry.kv_heads} of {geometry.head_dim} dimensions: {in_one_line(error)}"
+            ) from error
+
+
+def _agree(served: LoadedModel, way: ForwardPath, where: str) -> None:
+    """Raise UnsupportedModel unless one of TRIES texts comes out alike."""
+    model, worst = served.model, (0.0, 0.0)
+    for seed in range(TRIES):
+        ids = _text(model, seed)
+        plain = _plain(model, ids, way.first)
+        made = _engine(served, ids, way, model.geometry)
+        difference = _difference(plain, made)
+        allowed = LEAST.get(model.module.dtype, 1e-6) * float(plain.abs().mean())
+        if difference <= allowed:
+            return
+        with _rounded_otherwise(model.module, seed):
+            allowed = max(allowed, SPREAD * _difference(plain, _plain(model, ids, way.first)))
+        if difference <= allowed:
+            return
+        worst = difference, allowed
+    raise UnsupportedModel(
+        f"{model.name} ({model.module.config.model_type}): the engine computes something else than the model's own forward"
+        f"{where}: log-probs differ by {worst[0]:.1e} on average, where rounding explains {worst[1]:.1e}"
+    )
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Mean difference of log-probs; infinite where something is no number."""
+    difference = float((one - other).abs().mean())
+    return difference if np.isfinite(difference) else float("inf")
+
+
+def _text(model: Model, seed: int) -> torch.Tensor:
+    """[tokens] ids; from the middle of the vocabulary, as its ends hold what stands for images and padding."""
+    low, high = model.vocab_size // 8, max(model.vocab_size // 2, model.vocab_size // 8 + 1)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high, (min(TOKENS, model.context),), generator=generator)
+
+
+def _looked_at(tokens: int) -> torch.Tensor:
+    return torch.arange(tokens - 1, -1, -LOOK_EVERY).flip(0)
+
+
+class _Forgetful(DynamicCache):  # type: ignore[misc]
+    """A cache that claims to hold `first` tokens and gives back only what it is handed."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first = first
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.first
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.first
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, self.first
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return key_states, value_states
+
+
+def _plain(model: Model, ids: torch.Tensor, first: int) -> torch.Tensor:
+    """[looked at, vocabulary] fp32 log-probs by the module as it is, which counts positions itself."""
+    arguments = {"past_key_values": _Forgetful(first), "use_cache": True} if first else {"use_cache": False}
+    with _own_attention(model.module):
+        output = model.module(input_ids=ids[None].to(model.device), **arguments)
+    logits: torch.Tensor = output.logits[0, _looked_at(len(ids)).to(model.device)]
+    return logits.float().log_softmax(-1)
+
+
+def _engine(served: LoadedModel, ids: torch.Tensor, way: ForwardPath, kept: KVGeometry) -> torch.Tensor:
+    """[looked at, vocabulary] fp32 log-probs as the engine computes them: in two chunks or more, behind another row, from KV
+    that is `kept` so."""
+    backend, block_size = served.backend, served.block_size
+    blocks = -(-len(ids) // block_size)
+    kv = PagedKV(kept, block_size, 2 * blocks, 0, served.memory)
+    tables = np.random.default_rng(0).permutation(2 * blocks).astype(np.int32).reshape(2, blocks)
+    looked_at, parts = _looked_at(len(ids)), []
+    chunk = max(1, min(-(-len(ids) * 3 // 5), served.most_tokens - BESIDE))
+    for step, start in enumerate(range(0, len(ids), chunk)):
+        end = min(start + chunk, len(ids))
+        beside = (0, min(BESIDE, len(ids))) if step == 0 else (min(BESIDE + step, len(ids)) - 1, 1)
+        wanted = looked_at[(looked_at >= start) & (looked_at < end)] - start + beside[1]
+        batch = _batch(served, ids, [beside, (start, end - start)], way.first, tables, wanted)
+        batch = replace(batch, attention=backend.prepare(batch, kv))
+        parts.append(way.forward(batch, kv, backend).float().log_softmax(-1))
+    return torch.cat(parts)
+
+
+def _batch(
+    served: LoadedModel, ids: torch.Tensor, rows: list[tuple[int, int]], first: int, tables: np.ndarray, wanted: torch.Tensor
+) -> Batch:
+    """The batch of two rows (start, count) of this text, at positions from `first` on in the eyes of the model, that wants the
+    logits of the tokens `wanted`. The KV of what would stand before is not there, for either way."""
+    size, dtype = served.block_size, served.model.geometry.dtype
+    blocks = -(-max(start + count for start, count in rows) // size)
+    starts, counts = (np.array(each, np.int32) for each in zip(*rows, strict=True))
+    texts = [ids.numpy()[start : start + count] for start, count in rows]
+    plan = plan_by_hand(np.zeros((len(rows), 1)), starts, tables[:, :blocks])
+    plan = plan._replace(counts=counts, token_ids=np.concatenate(texts).astype(np.int32))
+    batch = Batch.build(plan, size, served.memory, dtype)
+    (logits_at,) = served.memory.send([padded(wanted.numpy(), MIN_ROWS.get(dtype, 16))])
+    return replace(batch, position_ids=batch.position_ids + first, logits_at=logits_at, num_logits=len(wanted))
+
+
+@contextmanager
+def _own_attention(module: Any) -> Iterator[None]:
+    """Meanwhile the module attends by itself. A model may be put together of others, of which some have our attention: so each
+    configuration gets its own back, the inner ones last, as the outer ones hand theirs down."""
+    configs = {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}
+    names = [(config, config._attn_implementation) for config in configs.values()]
+    for config, _ in names:
+        config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        for config, name in names:
+            config._attn_implementation = name
+
+
+@contextmanager
+def _rounded_otherwise(module: Any, seed: int) -> Iterator[None]:
+    """Meanwhile input embeddings are a rounding away from what they are."""
+
+    def disturb(embeddings: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        signs = torch.randint(2, output.shape, generator=generator).to(output.device, output.dtype) * 2 - 1
+        return output * (1 + signs * torch.finfo(output.dtype).eps)
+
+    hook = module.get_input_embeddings().register_forward_hook(disturb)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _windows(module: torch.nn.Module) -> list[tuple[Any, str, int]]:
+    """Where a window wider than NARROW is kept, in configurations and layers: (holder, attribute, width)."""
+    holders: dict[int, Any] = {}
+    for each in module.modules():
+        for holder in (each, getattr(each, "config", None)):
+            if holder is not None:
+                holders[id(holder)] = holder
+    found = []
+    for holder in holders.values():
+        for name in ("sliding_window", "window_size", "attention_window"):
+            width = getattr(holder, name, None)
+            if isinstance(width, int) and not isinstance(width, bool) and width > NARROW:
+                found.append((holder, name, width))
+    return found
+
+
+@contextmanager
+def _narrowed(windows: list[tuple[Any, str, int]]) -> Iterator[None]:
+    for holder, name, _ in windows:
+        setattr(holder, name, NARROW)
+    try:
+        yield
+    finally:
+        for holder, name, width in windows:
+            setattr(holder, name, width)

@@ -1,0 +1,161 @@
+"""Which tokens of a trainer's batch see which: sequences one to a row and padded, packed behind each other, or a tree of them.
+
+The kernel reads keys and values through block tables, as it does in the service. So every sequence, from the root to a leaf of
+the tree, becomes one row of a table, and blocks that sequences have in common are there once:
+
+    the batch     p p p p p p a a b b b         prompt p, completions a and b that do not see each other
+    blocks of 4   │p p p p│p p a a│             sequence p…a
+                  │   ″   │p p b b│b│           sequence p…b: the first block is that of p…a, the p p beside b are copied
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class BatchLayout:
+    """The real tokens of one batch [B, L] as the attention kernel takes them, the same for all layers."""
+
+    def __init__(self, paths: list[np.ndarray], shape: tuple[int, int], block_size: int, seen: torch.Tensor | None) -> None:
+        """paths: for each sequence its tokens' places in the flattened batch, in order. seen: [B, L, L] bool where sequences
+        share tokens, None where they do not."""
+        self.block_size, self.shape = block_size, shape
+        self._paths, self._seen = paths, seen
+        tokens, slots, tables, starts = [], [], [], [0]
+        block_that_ends_with: dict[int, int] = {}
+        blocks = 0
+        for path in paths:
+            ends = path[block_size - 1 :: block_size].tolist()
+            table = [block_that_ends_with[end] for end in ends if end in block_that_ends_with]
+            begin = len(table) * block_size
+            table += range(blocks, blocks - len(table) - (-len(path) // block_size))
+            blocks = max(blocks, table[-1] + 1)
+            block_that_ends_with.update(zip(ends, table, strict=False))
+            at = np.arange(begin, len(path))
+            tokens.append(path[begin:])
+            slots.append(np.array(table)[at // block_size] * block_size + at % block_size)
+            tables.append(table)
+            starts.append(starts[-1] + len(at))
+        self.blocks = blocks
+        self.context = np.array([len(path) for path in paths], np.int32)
+        """[R] tokens of a sequence"""
+        self.starts = np.array(starts, np.int32)
+        """[R + 1] tokens that are computed for row r: starts[r] … starts[r + 1] - 1"""
+        self.table = np.zeros((len(paths), max(map(len, tables))), np.int32)
+        """[R, M] blocks of a sequence"""
+        for row, table in zip(self.table, tables, strict=True):
+            row[: len(table)] = table
+        self.slots = np.concatenate(slots)
+        """[T] int64: block · block_size + offset"""
+        self.tokens = torch.from_numpy(np.concatenate(tokens))
+        """[T] int64: places in the flattened batch; one that comes twice gets the same output twice"""
+        self._there: dict[torch.device, DeviceLayout] = {}
+
+    @cached_property
+    def batch(self) -> Any:
+        """Make what an attention backend reads of a step (`engine.forward.batch.Batch`)."""
+        return SimpleNamespace(
+            num_tokens=len(self.tokens),
+            slots=torch.from_numpy(self.slots),
+            query_starts=self.starts,
+            context_lens=self.context,
+            block_table=self.table,
+            shared=np.zeros((0, 3), np.int32),
+            attention={},
+        )
+
+    def on(self, device: torch.device) -> DeviceLayout:
+        """Return what the model's forward and backward read of this, on its device; copied there once."""
+        if device not in self._there:
+            self._there[device] = DeviceLayout(self, device)
+        return self._there[device]
+
+    @cached_property
+    def depth(self) -> torch.Tensor:
+        """Return [B, L] int64: how many tokens stand before a token in its sequence; 0 for padding."""
+        depth = np.zeros(self.shape[0] * self.shape[1], np.int64)
+        for path in self._paths:
+            depth[path] = np.arange(len(path))
+        return torch.from_numpy(depth).view(self.shape)
+
+    @cached_property
+    def seen(self) -> torch.Tensor:
+        """Return [B, L, L] bool: [b, i, j] token i sees token j. Padding sees itself, or its softmax would be NaN."""
+        seen = self._seen
+        if seen is None:
+            owner = np.full(self.shape[0] * self.shape[1], -1, np.int64)
+            for number, path in enumerate(self._paths):
+                owner[path] = number
+            of = torch.from_numpy(owner).view(self.shape)
+            seen = ((of[:, :, None] == of[:, None, :]) & (of >= 0)[:, None, :]).tril()
+        return seen | torch.eye(self.shape[1], dtype=torch.bool)
+
+
+class DeviceLayout:
+    """Tensors of `BatchLayout` on a device."""
+
+    def __init__(self, rows: BatchLayout, device: torch.device) -> None:
+        self._rows, self._device = rows, device
+        self.tokens = rows.tokens.to(device)
+        self.depth = rows.depth.to(device)
+
+    @cached_property
+    def seen(self) -> torch.Tensor:
+        return self._rows.seen.to(self._device)
+
+
+def rows_of(
+    shape: tuple[int, int], mask: torch.Tensor | None, position_ids: torch.Tensor | None, block_size: int
+) -> BatchLayout:
+    """Find the rows of a batch [B, L].
+
+    mask: None; [B, L], 0 for padding; or [B or 1, 1, L, L], bool or added to the scores, in which a token sees itself and what
+    the token before it in its sequence sees. position_ids: [B or 1, L] or None; where they do not go up by one a new sequence
+    begins. Raises ValueError for other masks, and for positions that do not count from 0 in each sequence."""
+    position_ids = None if position_ids is None else position_ids.cpu()
+    if mask is not None and mask.ndim == 4:
+        rows = _tree(shape, mask.cpu(), block_size)
+    else:
+        real = torch.ones(shape, dtype=torch.bool) if mask is None else mask.bool().cpu()
+        if tuple(real.shape) != shape:
+            raise ValueError(f"attention_mask {tuple(real.shape)} for a batch {shape}: need the same shape, or [B, 1, L, L]")
+        rows = BatchLayout(_chains(real.numpy(), position_ids), shape, block_size, None)
+    if position_ids is not None:
+        given = position_ids.expand(shape).flatten()[rows.tokens]
+        if not torch.equal(given, rows.depth.flatten()[rows.tokens]):
+            raise ValueError("position_ids do not count each sequence from 0: leave them out, and they are counted")
+    return rows
+
+
+def _chains(real: np.ndarray, position_ids: torch.Tensor | None) -> list[np.ndarray]:
+    at = np.flatnonzero(real)
+    if not len(at):
+        raise ValueError("a batch of padding alone: need one token that attention_mask does not hide")
+    first = np.diff(at // real.shape[1], prepend=-1) != 0
+    if position_ids is not None:
+        position = position_ids.expand(real.shape).numpy().ravel()[at]
+        first |= np.diff(position, prepend=position[0]) != 1
+    return np.split(at, np.flatnonzero(first)[1:])
+
+
+def _tree(shape: tuple[int, int], mask: torch.Tensor, block_size: int) -> BatchLayout:
+    seen = (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2).expand(shape[0], -1, -1, -1)
+    if tuple(seen.shape) != (shape[0], 1, shape[1], shape[1]):
+        raise ValueError(f"attention_mask {tuple(mask.shape)} for a batch {shape}: need [B, 1, L, L], the same for all heads")
+    paths = []
+    for row, sees in enumerate(seen[:, 0].numpy()):
+        real = sees.any(1)
+        for leaf in np.flatnonzero(real & (sees[real].sum(0) == 1)):
+            path = np.flatnonzero(sees[leaf])
+            inside = sees[np.ix_(path, path)]
+            if not np.array_equal(inside, np.tri(len(path), dtype=bool)) or sees[path].sum() != inside.sum():
+                raise ValueError("attention_mask: a token must see itself and just what the token before it sees")
+            paths.append(path + row * shape[1])
+    if not paths or len(np.unique(np.concatenate(paths))) != int(seen.any(-1).sum()):
+        raise ValueError("attention_mask: there are tokens that are in no sequence")
+    return BatchLayout(paths, shape, block_size, seen[:, 0])

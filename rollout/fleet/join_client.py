@@ -1,0 +1,100 @@
+"""The replica's end of joining: reports its address each second until it leaves; `rollout.fleet.join_listener` answers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from engine.types import Limits
+from rollout.logs import logger
+from transport import messages as m
+from transport.errors import ProtocolError
+from transport.frames import Decoder, pack
+from transport.sockets import ClientEnd
+
+JOIN_S = 1.0
+"""between two Joins"""
+LEAVE_S = 0.5
+"""longest that the last word may take"""
+
+log = logger("rollout.fleet.join_client")
+
+
+class JoinClient:
+    """A thread that keeps this process joined to a front, whichever process is the front.
+
+    Args:
+        front: its address for replicas, or a connection file.
+        name: of this replica.
+        address: where the front reaches it.
+        server: public key of the service there, "" = it has no keys.
+        on_leave: called when the front wants this process to stop; `again`: for another one to take its place.
+
+    Raises ValueError for an address or file that cannot be used."""
+
+    def __init__(self, front: str, name: str, address: str, server: str, on_leave: Callable[[bool], None]) -> None:
+        self._end = ClientEnd(front, Limits())
+        self._join = m.Join(m.PROTOCOL, name, secrets.token_hex(16), address, server, os.getpid())
+        self._on_leave = on_leave
+        self._decoder: Decoder[m.FrontMessage] = Decoder(m.FrontMessage, Limits())
+        self._closing = False
+        self._asked = False
+        """to leave"""
+        self._said = ""
+        self._thread = threading.Thread(target=self._run, name="rollout-join", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say that this process has stopped."""
+        self._closing = True
+        self._end.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        due = 0.0
+        while not self._closing:
+            now = time.monotonic()
+            if self._end.connected and now >= due and self._end.send(pack(self._join)):
+                due = now + JOIN_S
+            self._note_link()
+            for frames in self._end.receive(0.2):
+                try:
+                    self._told(self._decoder.unpack(frames))
+                except ProtocolError as error:
+                    self._say(f"the front's answer cannot be read: {error}")
+        if self._end.connected:
+            self._end.send(pack(m.Leave(self._join.name, self._join.incarnation)))
+        self._end.close(LEAVE_S)
+
+    def _note_link(self) -> None:
+        if self._end.refusal:
+            self._say(self._end.refusal)
+        elif not self._end.connected:
+            self._say(f"no front at {self._end.address}")
+
+    def _told(self, answer: m.FrontMessage) -> None:
+        if isinstance(answer, m.Refused):
+            self._say(f"the front refuses: {answer.message}")
+            return
+        if not self._asked:
+            self._say("joined")
+        if answer.leave and not self._asked:
+            self._asked = True
+            self._say(f"the front wants this process to stop ({answer.leave}): {answer.why}")
+            self._on_leave(answer.leave == "restart")
+
+    def _say(self, what: str) -> None:
+        """Tell people what has changed."""
+        if what != self._said:
+            self._said = what
+            log.info("replica name=%s front=%s %s", self._join.name, self._end.address, what)
+
+
+def own_name() -> str:
+    """Name this process: HOST-PID."""
+    host = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in socket.gethostname())[:40]
+    return f"{host.lstrip('_.-') or 'host'}-{os.getpid()}"

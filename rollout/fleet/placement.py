@@ -1,0 +1,166 @@
+"""Groups of the front that have children left, and which of these are at which replica. Written by `Groups`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from engine.types import SEED_LIMIT, FinishReason, Group, PartialSample, Sample, Sampling, TokenChunk
+from rollout.client.handle import Handle
+from rollout.client.partials import beyond
+from rollout.fleet.replica import Replica
+from transport.partial import COLUMNS
+
+LEAST_DEADLINE_S = 1e-3
+
+
+class FinishedChild(NamedTuple):
+    """A child that was given out."""
+
+    sample: Sample
+    replica: str
+    """name of the one that made it"""
+
+
+@dataclass(slots=True, eq=False)
+class PlacedChildren:
+    """Children of a group at one replica."""
+
+    open: OpenGroup
+    replica: Replica
+    handle: Handle
+    left: set[int]
+    aborts: int
+    """refreshes that had ended all groups when it was sent"""
+    version: int
+    """of the live weights when it was sent"""
+    hedge: bool = False
+    """its children run elsewhere as well, and came there first"""
+
+
+@dataclass(slots=True, eq=False)
+class OpenGroup:
+    """A group that has children left."""
+
+    group: Group
+    """with its seed"""
+    client: str
+    arrived_at: float
+    left: set[int] = field(default_factory=set)
+    unplaced: set[int] = field(default_factory=set)
+    parts: set[PlacedChildren] = field(default_factory=set)
+    begun: dict[int, PartialSample] = field(default_factory=dict)
+    cancelled: set[int] = field(default_factory=set)
+    """children whose end was asked for"""
+    failed_on: set[str] = field(default_factory=set)
+    """names of replicas that are tried again only where there is no other"""
+    won: dict[int, FinishedChild] = field(default_factory=dict)
+    """children that came while they still ran elsewhere as well"""
+    finished: int = 0
+    """children that have ended by themselves"""
+    moves: int = 0
+    errors: Counter[int] = field(default_factory=Counter)
+    """times that each child has ended as "error", or was refused, by index"""
+
+    @classmethod
+    def of(cls, group: Group, client: str, now: float) -> OpenGroup:
+        """Take a group that has its seed; no replica has any of it."""
+        begun = {child.index: child for child in group.begun}
+        return cls(group, client, now, set(group.wanted), set(group.wanted), begun=begun)
+
+    @property
+    def cut(self) -> bool:
+        """Whether so many children have ended that the others are to end as well."""
+        enough = self.group.sampling.finish_after
+        return enough is not None and self.finished >= enough
+
+    def sampling(self, indices: Sequence[int], now: float) -> Sampling:
+        """Return how these children are sampled if they are sent at `now`: of what counts from the arrival, the rest."""
+        sampling, changes = self.group.sampling, {}
+        if sampling.deadline_s is not None:
+            changes["deadline_s"] = max(LEAST_DEADLINE_S, sampling.deadline_s - (now - self.arrived_at))
+        if sampling.finish_after is not None:
+            changes["finish_after"] = min(len(indices), sampling.finish_after - self.finished)
+        return msgspec.structs.replace(sampling, **changes) if changes else sampling
+
+    def at(self, name: str, indices: Sequence[int], after: tuple[str, int] | None, now: float) -> Group:
+        """Make the group of these children, with what they have, for a replica that is sent it at `now`. after: the child that
+        it continues, as that replica names it."""
+        begun = tuple(self.begun[index] for index in indices if index in self.begun)
+        fields = dict(id=name, sampling=self.sampling(indices, now), indices=tuple(indices), begun=begun, after=after)
+        return msgspec.structs.replace(self.group, **fields)
+
+    def unfinished(self, index: int, reason: FinishReason, error: str | None = None) -> Sample:
+        """Make the sample of a child that ends here, with what is known of it."""
+        child = nothing(index) if self.group.score else self.begun.get(index) or nothing(index)
+        return Sample(
+            group_id=self.group.id,
+            finish_reason=reason,
+            error=error,
+            prompt_tokens=len(self.group.prompt),
+            seed=self.group.sampling.seed or 0,
+            **{name: getattr(child, name) for name in child.__struct_fields__},
+        )
+
+    def rivals(self, part: PlacedChildren, index: int) -> list[PlacedChildren]:
+        """List the other parts in which this child runs as well."""
+        if len(self.parts) == 1 and part in self.parts:
+            return []
+        return [other for other in self.parts if other is not part and index in other.left]
+
+    def orphans(self, part: PlacedChildren) -> set[int]:
+        """Return which children of a part have not come and run nowhere else."""
+        return {index for index in part.left & self.left if not self.rivals(part, index)}
+
+    def take_back(self, part: PlacedChildren, orphans: set[int]) -> None:
+        """Have these children of a part run elsewhere, from the tokens that were streamed of them by a replica that is
+        believed."""
+        if part.replica.believed and not self.group.score:  # whose tokens are not drawn
+            self.begun |= {child.index: child for child in part.handle.begun() if child.index in orphans}
+        self.unplaced |= orphans
+
+
+def seeded(group: Group, text: str) -> Group:
+    """Give a group the seed that follows from a text."""
+    seed = xxhash.xxh3_64_intdigest(text.encode()) % SEED_LIMIT
+    return msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, seed=seed))
+
+
+def nothing(index: int) -> PartialSample:
+    """Return a child that has no tokens."""
+    return PartialSample(index=index, token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), weight_versions=[])
+
+
+def new_tokens(one: OpenGroup, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
+    """Return new tokens of children that run, as `Engine.chunks` does: of those that replicas have streamed. Of a child that
+    runs twice, what the one has that is ahead."""
+    known = one.begun.copy()
+    for child in (child for part in one.parts for child in part.handle.begun()):
+        if child.index not in known or len(child.token_ids) > len(known[child.index].token_ids):
+            known[child.index] = child
+    new = {index: len(known[index].token_ids) - since.get(index, 0) for index in one.left & known.keys()}
+    chunks = []
+    for index in sorted(new, key=lambda index: (-new[index], index)):
+        if new[index] >= max(1, least) and most > 0:
+            chunks.append(chunk_of(known[index], since.get(index, 0), most, one.group.sampling.seed or 0))
+            most -= len(chunks[-1].token_ids)
+    return chunks
+
+
+def chunk_of(child: PartialSample, first: int, most: int, seed: int) -> TokenChunk:
+    """Cut `most` tokens, from `first` on, out of what a child has."""
+    end = first + most
+    short = msgspec.structs.replace(
+        child,
+        weight_versions=[(start, version) for start, version in child.weight_versions if start < end],
+        **{name: None if (column := getattr(child, name)) is None else column[:end] for name in COLUMNS},
+    )
+    chunk = beyond(TokenChunk(**msgspec.structs.asdict(short), first=0, seed=seed), first)
+    assert chunk is not None
+    return chunk

@@ -1,0 +1,131 @@
+"""Pause, resume, drain, sleep and wake, asked by clients for the service as a whole.
+
+A client that holds the service and goes away lets go: nobody is left waiting for a resume or a wake that cannot come.
+"""
+
+from __future__ import annotations
+
+from engine.types import Mode, Tag
+from rollout.logs import logger
+from rollout.service.engine_api import EngineLike, HasReplicas
+from rollout.service.session import Session
+from transport import messages as m
+from transport.errors import Busy, InvalidRequest
+from transport.frames import pack
+
+MAX_WAITING = 1024
+"""requests that may wait for one event"""
+
+WAY_OUT = {Mode.PAUSED: "resume first", Mode.ASLEEP: "wake it first", Mode.WITHOUT_WEIGHTS: "refresh first"}
+
+log = logger("rollout.service.loop")
+
+
+class Lifecycle:
+    """Written by the service's loop only."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
+        self._holders: list[Session] = []
+        self._drains: list[tuple[Session, int]] = []
+        """(who waits, request)"""
+        self._aborts: list[tuple[Session, int]] = []
+        """(who waits for the end of all groups, request)"""
+        self._sleeper: Session | None = None
+        """who sent the service to sleep"""
+        self._asleep = m.Asleep(0, 0)
+        self._woken: tuple[Session, int] | None = None
+        """answers to the last sleep and wake, which are asked for again after a reconnect"""
+
+    def handle(self, session: Session, control: m.Control) -> None:
+        """Serve a request, or note who waits for its end. Raises Busy."""
+        if control.action == "resume":
+            self._resume()
+        elif control.action == "drain" and (way_out := WAY_OUT.get(mode := self._engine.mode)):
+            raise Busy(f"the service is {mode.value}, so nothing runs to its end: {way_out}")
+        elif control.action == "abort_all":
+            _wait(self._aborts, session, control.request_id)
+            return
+        else:
+            if session not in self._holders:
+                self._holders.append(session)
+            if control.action == "drain":
+                _wait(self._drains, session, control.request_id)
+                return
+            self._engine.pause()
+        session.reply(pack(m.Done(control.request_id)))
+
+    def change_replicas(self, session: Session, message: m.Replicas) -> None:
+        """Begin to change the replicas of a fleet. Raises InvalidRequest where there are none."""
+        if not isinstance(self._engine, HasReplicas):
+            raise InvalidRequest("this service has one engine: start it with `rollout serve --replicas N` to have several")
+        try:
+            self._engine.change_replicas(message.action, message.count, message.name)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
+        session.reply(pack(m.Done(message.request_id)))
+
+    def sleep(self, session: Session, message: m.Sleep, pushing: str | None) -> None:
+        """Send the engine to sleep. `pushing`: whose refresh is being staged. Raises Busy, InvalidRequest."""
+        if pushing is not None:
+            raise Busy(f"{pushing} is staging a refresh: sleep when it is done")
+        if self._engine.mode is not Mode.ASLEEP:
+            freed = self._engine.sleep(message.level)
+            log.info("engine asleep level=%d client=%d freed_gib=%.2f", message.level, session.number, freed / 2**30)
+            self._sleeper, self._asleep = session, m.Asleep(message.request_id, freed)
+        elif (self._sleeper, self._asleep.request_id) != (session, message.request_id):
+            raise InvalidRequest("the service is asleep already: wake it first")
+        session.reply(pack(self._asleep))
+
+    def wake(self, session: Session, message: m.Wake) -> None:
+        """Wake the engine, or a part of it. Raises InvalidRequest if that is not asleep."""
+        if self._woken != (session, message.request_id):
+            try:
+                self._wake(message.tags)
+            except ValueError as error:
+                raise InvalidRequest(str(error)) from None
+            self._woken = session, message.request_id
+        session.reply(pack(m.Done(message.request_id)))
+
+    def work(self) -> None:
+        """Tell those who wait for the end of all groups, and for the drain. Called when no group is left that is to end."""
+        for session, request_id in self._aborts:
+            session.reply(pack(m.Done(request_id)))
+        self._aborts.clear()
+        if self._drains and self._engine.drain():
+            for session, request_id in self._drains:
+                session.reply(pack(m.Done(request_id)))
+            self._drains.clear()
+
+    def forget(self, session: Session) -> None:
+        held = session in self._holders
+        self._holders = [holder for holder in self._holders if holder is not session]
+        for waiting in (self._drains, self._aborts):
+            waiting[:] = [(one, request_id) for one, request_id in waiting if one is not session]
+        if held and not self._holders:
+            self._resume()
+        if session is self._sleeper and self._engine.mode is Mode.ASLEEP:
+            self._wake(None)
+            if self._engine.weights.dropped:
+                log.warning("weights dropped, nothing is sampled before a refresh gone_client=%d", session.number)
+
+    def _wake(self, tags: tuple[Tag, ...] | None) -> None:
+        self._engine.wake(tags)
+        if self._engine.mode is not Mode.ASLEEP:
+            self._sleeper = None
+
+    def _resume(self) -> None:
+        self._holders.clear()
+        self._engine.resume()
+        for session, request_id in self._drains:
+            session.reply(pack(m.Refused(Busy.kind, "the service was resumed before it was drained", None, request_id)))
+        self._drains.clear()
+
+
+def _wait(waiting: list[tuple[Session, int]], session: Session, request_id: int) -> None:
+    """Note that the session waits; once, however often it asks. Raises Busy."""
+    if (session, request_id) in waiting:
+        return
+    if len(waiting) >= MAX_WAITING:
+        raise Busy(f"{len(waiting)} requests wait for this already")
+    waiting.append((session, request_id))

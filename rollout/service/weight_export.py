@@ -1,0 +1,134 @@
+"""A copy of the live weights in shared memory, for another service of this host that has not got them. Written in portions
+between the steps, kept until other weights are live or whoever asked is gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import xxhash
+
+from engine.types import Mode, TensorInfo, manifest_digest
+from rollout.logs import logger
+from rollout.service.as_json import to_json
+from rollout.service.engine_api import EngineLike, OwnTensors
+from rollout.service.session import Session
+from transport import messages as m
+from transport.errors import Busy, GroupFailed, InvalidRequest, RolloutError
+from transport.frames import pack
+from transport.weights.shm import Segment
+
+PORTION_BYTES = 8 << 20
+MAX_WAITING = 64
+"""requests that may wait for the copy"""
+NOTHING_THERE = (Mode.ASLEEP, Mode.WITHOUT_WEIGHTS, Mode.TORN)
+
+log = logger("rollout.service.loop")
+
+
+class WeightExport:
+    """Written by the service's loop only. True while somebody waits."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
+        self._segment = Segment()
+        self._waiting: list[tuple[Session, int]] = []
+        self._answered: list[Session] = []
+        """sessions that may read the copy"""
+        self._writing: Iterator[TensorInfo | None] | None = None
+        self._manifest: list[TensorInfo] = []
+        self._answer: dict[str, Any] | None = None
+        """to all who ask for it while these weights are live"""
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def ask(self, session: Session, request_id: int) -> None:
+        """Have the weights copied; the answer comes when they are. Raises Busy, InvalidRequest."""
+        if self._engine.weights.own is None:
+            raise InvalidRequest("this service has no weights of its own to share: it is a front, ask one of its replicas")
+        self._check()
+        if len(self._waiting) >= MAX_WAITING:
+            raise Busy(f"{len(self._waiting)} requests to share the weights wait; try again when they are answered")
+        if (session, request_id) not in self._waiting:
+            self._waiting.append((session, request_id))
+
+    def forget(self, session: Session) -> None:
+        self._waiting = [asker for asker in self._waiting if asker[0] is not session]
+        if session in self._answered:
+            self._answered.remove(session)
+            if not self._answered:
+                self.void()
+
+    def void(self) -> None:
+        """Let go of the copy: other weights are live, or nobody needs it. One that is being written begins again."""
+        self._writing = self._answer = None
+        self._answered.clear()
+        self._segment.close()
+
+    def work(self, end: float) -> None:
+        """Copy until `end` (time.perf_counter). Whoever asked is told if it fails."""
+        try:
+            while self._waiting and self._answer is None:
+                self._check()
+                self._copy()
+                if time.perf_counter() >= end:
+                    return
+        except Exception as error:
+            self._fail(error)
+        for session, request_id in self._waiting:
+            self._answered.append(session)
+            session.reply(pack(m.StatusReply(request_id, to_json(self._answer or {}))))
+        self._waiting.clear()
+
+    @property
+    def _own(self) -> OwnTensors:
+        own = self._engine.weights.own
+        assert own is not None, "whoever asks a front is refused"
+        return own
+
+    def _check(self) -> None:
+        if (mode := self._engine.mode) in NOTHING_THERE:
+            raise Busy(f"the service is {mode.value}: it has no weights to share")
+
+    def _copy(self) -> None:
+        """Copy one portion."""
+        if self._writing is None:
+            self._writing, self._manifest = self._portions(), []
+        for info in self._writing:
+            if info is None:
+                return
+            self._manifest.append(info)
+        total = sum(self._own.size(info.name)[0] for info in self._manifest)
+        self._answer = {
+            "version": self._engine.version,
+            "digest": manifest_digest(self._manifest),
+            "manifest": msgspec.to_builtins(self._manifest),
+            "offer": msgspec.to_builtins(self._segment.offer(total)),
+        }
+
+    def _portions(self) -> Iterator[TensorInfo | None]:
+        """Write all tensors, one after the other. Yields None after each portion, a tensor's entry at its end."""
+        own = self._own
+        infos = own.manifest()
+        memory, at = self._segment.reserve(sum(own.size(info.name)[0] for info in infos)), 0
+        for info in infos:
+            size, item_bytes = own.size(info.name)
+            portion, digest = max(1, PORTION_BYTES // item_bytes) * item_bytes, xxhash.xxh3_128()
+            for start in range(0, size, portion):
+                piece = own.read_slice(info.name, start, min(portion, size - start))
+                memory[at : at + len(piece)] = piece
+                digest.update(piece.data)
+                at += len(piece)
+                yield None
+            yield msgspec.structs.replace(info, digest=digest.hexdigest())
+
+    def _fail(self, error: Exception) -> None:
+        told = error if isinstance(error, RolloutError) else GroupFailed(f"weights not shared: {type(error).__name__}: {error}")
+        log.warning("weights not shared reason=%r", told.message)
+        for session, request_id in self._waiting:
+            session.reply(pack(m.Refused(told.kind, told.message, None, request_id)))
+        self._waiting.clear()
+        self.void()
