@@ -324,7 +324,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"seed={self.seed}: must be between 0 and 2**63 - 1, or None")
 
 
-class PartialSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class Begun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What a child already has: it goes on from there, as if it had never stopped.
 
     Example:
@@ -347,7 +347,7 @@ class PartialSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[tokens, k] float32, as many"""
 
     @classmethod
-    def of(cls, sample: Sample) -> PartialSample:
+    def of(cls, sample: Sample) -> Begun:
         """Make it of a sample that did not end by itself."""
         return cls(
             index=sample.index,
@@ -413,7 +413,7 @@ class PartialSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             )
 
 
-class TokenChunk(PartialSample, frozen=True, kw_only=True, eq=False):
+class TokenChunk(Begun, frozen=True, kw_only=True, eq=False):
     """Tokens of a child that runs, those that follow what was told of it before. Spans count from the chunk's first token.
 
     Example:
@@ -442,7 +442,7 @@ class Group(msgspec.Struct, frozen=True, eq=False):
     indices: tuple[int, ...] | None = None
     """which of the n children are wanted here, ascending; None = all. Another engine may have the others: a child's numbers
     depend on its own index only"""
-    begun: tuple[PartialSample, ...] = ()
+    begun: tuple[Begun, ...] = ()
     """children that have tokens already"""
     score: bool = False
     """nothing is drawn: the children come back as "scored" with the log-probs of the tokens in `begun`, those that they would

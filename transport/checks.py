@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.types import SEED_LIMIT, Group, PartialSample, Refreshed, Sample, Sampling, TokenChunk
+from engine.types import SEED_LIMIT, Begun, Group, Refreshed, Sample, Sampling, TokenChunk
 
 ROUNDING = 1e-4
 """by which the log-prob of a token that is nearly certain may be above 0: sums of float32"""
@@ -45,7 +45,7 @@ NOTHING = Bounds(0, frozenset())
 """may come of a group that was not sent"""
 
 
-def check_sample(sample: Sample, group: Group, begun: PartialSample | None, bounds: Bounds) -> None:
+def check_sample(sample: Sample, group: Group, begun: Begun | None, bounds: Bounds) -> None:
     """Raises ValueError naming the child, the field and what the group allows. begun: what the child had when it was sent."""
     if sample.index not in group.wanted:
         raise ValueError(f"sample {sample.index} of a group of {len(group.wanted)}")
@@ -68,7 +68,7 @@ def check_sample(sample: Sample, group: Group, begun: PartialSample | None, boun
 
 
 def check_chunk(chunk: TokenChunk, group: Group, bounds: Bounds) -> None:
-    """Raise ValueError for new tokens that a child of the group cannot have; `PartialSample.validate` checks the columns."""
+    """Raise ValueError for new tokens that a child of the group cannot have; `Begun.validate` checks the columns."""
     if not _is_seed(chunk.seed, group.sampling):
         raise _wrong(chunk, "seed", chunk.seed, f"{group.sampling.seed}")
     chunk.validate(group.sampling, bounds.vocab_size)
@@ -76,7 +76,7 @@ def check_chunk(chunk: TokenChunk, group: Group, bounds: Bounds) -> None:
     _check_versions(chunk, 0, bounds)
 
 
-def check_goes_on(sample: Sample, known: PartialSample) -> None:
+def check_goes_on(sample: Sample, known: Begun) -> None:
     """Raises ValueError for a sample that has other tokens than were streamed of it, as far as the same versions made both."""
     same = agreed(sample.weight_versions, known.weight_versions, min(len(sample.token_ids), len(known.token_ids)))
     for name in ("token_ids", "logprobs"):
@@ -165,7 +165,7 @@ def _check_values(child: Sample | TokenChunk, skip: int, vocab_size: int, given:
         raise _wrong(child, "top_logprobs", "that are none", "finite, not above 0, and -inf where top_ids is -1")
 
 
-def _check_begun(sample: Sample, begun: PartialSample | None, score: bool) -> None:
+def _check_begun(sample: Sample, begun: Begun | None, score: bool) -> None:
     """Check that what the child had comes back with it."""
     if begun is None:
         return
@@ -205,7 +205,7 @@ def _new_versions(child: Sample | TokenChunk, skip: int) -> list[int]:
     return [version_at(spans, skip), *(version for first, version in spans if first > skip)] if tokens > skip else []
 
 
-def _check_end(sample: Sample, group: Group, begun: PartialSample | None, eos: frozenset[int]) -> None:
+def _check_end(sample: Sample, group: Group, begun: Begun | None, eos: frozenset[int]) -> None:
     """Check that a child may have ended for this reason, with these tokens."""
     reason, sampling, tokens = sample.finish_reason, group.sampling, sample.token_ids
     most = sampling.most_tokens(sample.index) if begun is None or not group.score else len(begun.token_ids)

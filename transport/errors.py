@@ -2,7 +2,7 @@
 
 RolloutError                    kind on the wire
 ├── ProtocolError               protocol_error      bytes that are no message of this protocol
-│   └── NotBelieved             (does not travel)   the other end sent what cannot be: a sample that nobody can have asked for
+│   └── NotBelieved             not_believed        the other end sent what cannot be: a sample that nobody can have asked for
 ├── VersionMismatch             version_mismatch    the two ends speak different protocol versions
 ├── NoSession                   no_session          the service does not (or no longer) know the session; Hello again
 ├── InvalidRequest  (ValueError)   invalid_request     a field has a value that cannot be served
@@ -63,7 +63,9 @@ class ProtocolError(RolloutError):
 
 
 class NotBelieved(ProtocolError):
-    """Raised at the end that does not believe, so it has no kind of its own."""
+    """Raised where the message arrives; no service sends it."""
+
+    kind = "not_believed"
 
 
 class VersionMismatch(RolloutError):
@@ -139,6 +141,7 @@ KINDS: dict[str, type[RolloutError]] = {
     for error in (
         RolloutError,
         ProtocolError,
+        NotBelieved,
         VersionMismatch,
         NoSession,
         InvalidRequest,

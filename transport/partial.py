@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.types import PartialSample
+from engine.types import Begun
 from transport.errors import InvalidRequest
 
 COLUMNS = ("token_ids", "logprobs", "raw_logprobs", "top_ids", "top_logprobs")
-"""fields of `PartialSample` with a row for each token"""
+"""fields of `Begun` with a row for each token"""
 MAX_SPANS = 65_536
 """of all children of a message: what the service's loop can look at in one turn"""
 
@@ -50,7 +50,7 @@ class PartialColumns(msgspec.Struct, frozen=True, eq=False, forbid_unknown_field
                 yield value
 
 
-def pack_begun(children: Sequence[PartialSample]) -> PartialColumns | None:
+def pack_begun(children: Sequence[Begun]) -> PartialColumns | None:
     """Lay children end to end; None without any."""
     if not children:
         return None
@@ -73,7 +73,7 @@ def joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
     return np.concatenate(there) if len(there) == len(arrays) else None
 
 
-def unpack_begun(packed: PartialColumns | None, most: int) -> tuple[PartialSample, ...]:
+def unpack_begun(packed: PartialColumns | None, most: int) -> tuple[Begun, ...]:
     """The children of a message, at most `most`. Raises InvalidRequest where the arrays do not fit each other; what a child may
     have is checked with its group."""
     if packed is None:
@@ -87,7 +87,7 @@ def unpack_begun(packed: PartialColumns | None, most: int) -> tuple[PartialSampl
     for i, (index, length, end) in enumerate(zip(packed.indices.tolist(), packed.lengths.tolist(), ends.tolist(), strict=True)):
         mine = slice(end - length, end)
         columns: dict[str, Any] = {name: None if (array := getattr(packed, name)) is None else array[mine] for name in COLUMNS}
-        children.append(PartialSample(index=index, weight_versions=spans[i], **columns))
+        children.append(Begun(index=index, weight_versions=spans[i], **columns))
     return tuple(children)
 
 

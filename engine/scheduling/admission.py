@@ -12,7 +12,7 @@ from engine.scheduling.counters import Counters
 from engine.scheduling.fairness import Fairness
 from engine.scheduling.order import is_due
 from engine.scheduling.pinned import PinnedKV
-from engine.scheduling.preemption import PreemptionPolicy, is_absent
+from engine.scheduling.preemption import Pressure, is_absent
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import Sequence, lead_of, work_of
@@ -40,7 +40,7 @@ class Admission:
         self.waiting = waiting
         self.shares = shares
         self.counters = counters
-        self.pressure = PreemptionPolicy(config, store, counters, kept)
+        self.pressure = Pressure(config, store, counters, kept)
         self.admitting = True
         """False: groups that have not begun stay where they are"""
         self.clients: Collection[str] = ()

@@ -28,7 +28,7 @@ COMPUTED_PER_DRAWN = 8
 """tokens of KV that could be lost, for each token that is drawn before they are: what bounds the work of soft resets"""
 
 
-class PreemptionPolicy:
+class Pressure:
     """Policy over the scheduler's `BlockStore`; keeps no state of its own."""
 
     def __init__(self, config: EngineConfig, store: BlockStore, counters: Counters, kept: PinnedKV) -> None:

@@ -12,7 +12,7 @@ from engine.scheduling.ngrams import NgramIndex
 from engine.scheduling.order import Candidate, Order, Rank, first_come, longest_last
 from engine.scheduling.stops import Stops
 from engine.scheduling.tracked import LogitRules, TokenCounts
-from engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk
+from engine.types import Begun, FinishReason, Group, Sample, TokenChunk
 
 
 class GroupState:
@@ -102,7 +102,7 @@ class GroupState:
         begun = {child.index: child for child in group.begun}
         self.complete = {index: how for index, child in begun.items() if (how := _ended_as(child, group, eos, stops))}
         """how children ended that were complete when the group came"""
-        self.resumed: dict[int, PartialSample] = {index: child for index, child in begun.items() if index not in self.complete}
+        self.resumed: dict[int, Begun] = {index: child for index, child in begun.items() if index not in self.complete}
         """what the other children had that had begun"""
         left = _tokens_left(group, begun, self.complete)
         self.last = _beyond_most(group, left, len(self.complete))
@@ -160,7 +160,7 @@ class GroupState:
         return max(self.oldest_kv, version - self.group.sampling.max_kv_lag)
 
 
-def _tokens_left(group: Group, begun: Mapping[int, PartialSample], complete: Collection[int]) -> dict[int, int]:
+def _tokens_left(group: Group, begun: Mapping[int, Begun], complete: Collection[int]) -> dict[int, int]:
     """Return the tokens that each wanted child may still draw which is not complete."""
     had = {index: len(child.token_ids) for index, child in begun.items()}
     return {index: group.sampling.most_tokens(index) - had.get(index, 0) for index in group.wanted if index not in complete}
@@ -185,7 +185,7 @@ def _in_turn(group: Group, fresh: dict[int, int], last: Collection[int]) -> list
     return sorted(fresh, key=lambda index: (index in last, -fresh[index]))
 
 
-def _ended_as(child: PartialSample, group: Group, eos: frozenset[int], stops: Stops | None) -> FinishReason | None:
+def _ended_as(child: Begun, group: Group, eos: frozenset[int], stops: Stops | None) -> FinishReason | None:
     """How a child had ended when its group came, if it had. Raises ValueError if it goes on behind a stop string."""
     if stops is not None and stops.completes(child, group.sampling.min_tokens):
         return "stop"
@@ -237,7 +237,7 @@ class Sequence:
         "table",
     )
 
-    def __init__(self, state: GroupState, index: int, begun: PartialSample | None = None) -> None:
+    def __init__(self, state: GroupState, index: int, begun: Begun | None = None) -> None:
         """`begun`: what the child has, if that is not what its group says."""
         self.state = state
         self.index = index
@@ -346,7 +346,7 @@ class Sequence:
         """given tokens that are not scored and whose KV is of use: all but the last"""
         return 0 if self.given is None else len(self.given) - len(self.output) - 1
 
-    def _take_over(self, begun: PartialSample | None) -> None:
+    def _take_over(self, begun: Begun | None) -> None:
         """Start with what the child had, if it had begun: tokens to compute, none of them to draw again; or tokens to score."""
         score = self.state.group.score
         self.tracked = TokenCounts.of(self.state.group.sampling, self.state.rules, self.state.stops, None if score else begun)

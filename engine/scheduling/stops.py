@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from engine.types import Group, PartialSample
+from engine.types import Begun, Group
 
 
 class NoVocabulary(ValueError):
@@ -132,7 +132,7 @@ class Stops:
                 return at
         return None
 
-    def completes(self, child: PartialSample, min_tokens: int) -> bool:
+    def completes(self, child: Begun, min_tokens: int) -> bool:
         """Tell whether the last token that a child has ends it. Raises ValueError if an earlier one does."""
         at = self.ending(child.token_ids.tolist(), min_tokens)
         if at is not None and at < len(child.token_ids) - 1:

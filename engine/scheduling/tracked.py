@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.scheduling.plan import LogitAdjustment, Penalties, TopLogprobs
 from engine.scheduling.stops import Stops
-from engine.types import FinishReason, Group, PartialSample, Sampling
+from engine.types import Begun, FinishReason, Group, Sampling
 
 
 class LogitRules(NamedTuple):
@@ -51,11 +51,11 @@ def penalties_of(sampling: Sampling) -> Penalties | None:
 
 
 class TokenCounts:
-    """Of one sequence. A function of its own tokens and draws, so it outlives preemption and goes on from `PartialSample`."""
+    """Of one sequence. A function of its own tokens and draws, so it outlives preemption and goes on from `Begun`."""
 
     __slots__ = ("k", "top_ids", "top_logprobs", "rules", "counts", "new", "stops", "tail", "found")
 
-    def __init__(self, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: PartialSample | None) -> None:
+    def __init__(self, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: Begun | None) -> None:
         self.k = sampling.top_logprobs
         self.top_ids, self.top_logprobs = bytearray(), bytearray()
         """[tokens, k] int32 and float32"""
@@ -77,9 +77,7 @@ class TokenCounts:
             self.append(token)
 
     @classmethod
-    def of(
-        cls, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: PartialSample | None
-    ) -> TokenCounts | None:
+    def of(cls, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: Begun | None) -> TokenCounts | None:
         """None: the group asks for nothing that must be kept."""
         asks = sampling.top_logprobs or rules is not None or stops is not None
         return cls(sampling, rules, stops, begun) if asks else None

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.forward.model import module_of
-from engine.types import Group, PartialSample, Sample, Sampling
+from engine.types import Begun, Group, Sample, Sampling
 from rollout.bench.errors import BenchFailed
 from rollout.bench.longer import of_vocabulary
 from rollout.bench.text import PromptText
@@ -129,10 +129,10 @@ def as_given(name: str, prompts: list[np.ndarray], completions: list[np.ndarray]
     return groups
 
 
-def given(index: int, tokens: np.ndarray) -> PartialSample:
+def given(index: int, tokens: np.ndarray) -> Begun:
     """Make a child whose tokens are to be scored."""
     zeros = np.zeros(len(tokens), np.float32)
-    return PartialSample(index=index, token_ids=tokens, logprobs=zeros, weight_versions=[(0, 0)])
+    return Begun(index=index, token_ids=tokens, logprobs=zeros, weight_versions=[(0, 0)])
 
 
 def largest_difference(engine: Engine, prompts: list[np.ndarray], tokens: int) -> float:

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-from engine.types import Group, Limits, PartialSample, Refreshed, Sample, Sampling, Served
+from engine.types import Begun, Group, Limits, Refreshed, Sample, Sampling, Served
 from rollout.client.generation import Generation
 from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
@@ -26,7 +26,7 @@ from transport.messages import DIGESTS, Control, Welcome
 from transport.sockets import ClientEnd, ClientTransport
 from transport.weights.group import own_address
 
-__all__ = ["PartialSample", "Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
+__all__ = ["Begun", "Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
 
 
 class RolloutClient(WeightCalls):
@@ -114,7 +114,7 @@ class RolloutClient(WeightCalls):
         group_id: str | None = None,
         *,
         indices: Sequence[int] | None = None,
-        begun: Sequence[PartialSample] = (),
+        begun: Sequence[Begun] = (),
     ) -> Handle:
         """Send one group; returns at once.
 

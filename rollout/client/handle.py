@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from engine.types import Group, PartialSample, Sample, Served, TokenChunk
+from engine.types import Begun, Group, Sample, Served, TokenChunk
 from rollout.client.partials import PartialOutputs
 from transport.checks import NOTHING, any_version, check_goes_on, check_sample
 from transport.errors import InvalidRequest, RequestTimeout, RolloutError
@@ -142,7 +142,7 @@ class Handle:
             for child in known:  # under the lock: what comes later is told later
                 tell(self, TokenChunk(**msgspec.structs.asdict(child), first=0, seed=seed))
 
-    def begun(self) -> list[PartialSample]:
+    def begun(self) -> list[Begun]:
         """Return what the unfinished children have as far as this client knows: what they began with and what was streamed
         since. Also of a group that failed. `client.resume(handle)` goes on from there."""
         with self._changed:
@@ -255,10 +255,10 @@ class Handle:
         begun = {} if self.group.score else {child.index: child for child in self.group.begun}
         none = np.zeros(0, np.int32), np.zeros(0, np.float32)
         for index in self.group.wanted:
-            fresh = PartialSample(index=index, token_ids=none[0], logprobs=none[1], weight_versions=[])
+            fresh = Begun(index=index, token_ids=none[0], logprobs=none[1], weight_versions=[])
             self.add_sample(self._aborted(begun.get(index, fresh)))
 
-    def _aborted(self, child: PartialSample) -> Sample:
+    def _aborted(self, child: Begun) -> Sample:
         return Sample(
             group_id=self.group_id,
             finish_reason="aborted",

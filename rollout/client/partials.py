@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.types import Group, PartialSample, Sampling, TokenChunk
+from engine.types import Begun, Group, Sampling, TokenChunk
 from transport.checks import Bounds, check_chunk
 from transport.partial import COLUMNS, joined
 
@@ -19,7 +19,7 @@ class PartialOutputs:
         self._group = group
         self.seed = group.sampling.seed
         """None: the engine chose it, and has not told"""
-        self._pieces: dict[int, list[PartialSample]] = {}
+        self._pieces: dict[int, list[Begun]] = {}
         """of each child, in order"""
         self._known: dict[int, int] = {}
         """tokens of each child"""
@@ -56,7 +56,7 @@ class PartialOutputs:
         self._known[index] = known + len(new.token_ids)
         return new
 
-    def streamed(self, index: int) -> PartialSample | None:
+    def streamed(self, index: int) -> Begun | None:
         """Return what a child has, if tokens of it were streamed."""
         pieces = self._pieces.get(index, [])
         return _joined(index, pieces) if any(isinstance(piece, TokenChunk) for piece in pieces) else None
@@ -66,7 +66,7 @@ class PartialOutputs:
         self._ended.add(index)
         self._pieces.pop(index, None)
 
-    def begun(self) -> list[PartialSample]:
+    def begun(self) -> list[Begun]:
         """Return what the children have of which anything is known, by index."""
         return [_joined(index, pieces) for index, pieces in sorted(self._pieces.items())]
 
@@ -96,13 +96,13 @@ def beyond(chunk: TokenChunk, known: int) -> TokenChunk | None:
     )
 
 
-def _joined(index: int, pieces: list[PartialSample]) -> PartialSample:
+def _joined(index: int, pieces: list[Begun]) -> Begun:
     firsts = np.cumsum([0, *(len(piece.token_ids) for piece in pieces)]).tolist()
     spans = [
         (at + first, version) for at, piece in zip(firsts, pieces, strict=False) for first, version in piece.weight_versions
     ]
     columns: dict[str, Any] = {name: joined([getattr(piece, name) for piece in pieces]) for name in COLUMNS}
-    return PartialSample(index=index, weight_versions=_merged(spans), **columns)
+    return Begun(index=index, weight_versions=_merged(spans), **columns)
 
 
 def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from engine.types import Group, PartialSample, Sample, Sampling
+from engine.types import Begun, Group, Sample, Sampling
 from rollout.client.generation import Generation
 from rollout.client.submission import Prompt, plain, token_array
 from transport.errors import GroupFailed, InvalidRequest
@@ -28,7 +28,7 @@ def scored_group(group_id: str, prompt: Prompt, completions: Sequence[Prompt], s
     begun = []
     for index, each in enumerate(tokens):
         zeros = np.zeros(len(each), np.float32)  # the service does not look at them
-        begun.append(PartialSample(index=index, token_ids=each, logprobs=zeros, weight_versions=[(0, 0)]))
+        begun.append(Begun(index=index, token_ids=each, logprobs=zeros, weight_versions=[(0, 0)]))
     return Group(group_id, token_array(prompt), sampling, None, tuple(begun), score=True)
 
 

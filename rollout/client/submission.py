@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.types import SEED_LIMIT, Group, Limits, PartialSample, Sample, Sampling
+from engine.types import SEED_LIMIT, Begun, Group, Limits, Sample, Sampling
 from rollout.client.handle import Handle
 from transport.errors import InvalidRequest, LimitExceeded
 from transport.frames import Frame, pack
@@ -28,7 +28,7 @@ def group_of(
     prompt: Prompt,
     sampling: Sampling | None,
     indices: Iterable[int] | None = None,
-    begun: Iterable[PartialSample] = (),
+    begun: Iterable[Begun] = (),
 ) -> Group:
     """Make a group of what a trainer gives, in the types that it travels in. Raises InvalidRequest."""
     sampling = Sampling() if sampling is None else sampling
@@ -53,7 +53,7 @@ def resumed_group(group_id: str, samples: Sample | Sequence[Sample], prompt: Pro
     if len(seeds) > 1 or sampling.seed not in (None, *seeds):
         raise InvalidRequest(f"samples of seeds {sorted(seeds)}, sampling.seed={sampling.seed}: all must be of one group")
     samples = sorted(samples, key=lambda sample: sample.index)
-    begun = [PartialSample.of(sample) for sample in samples if len(sample.token_ids)]
+    begun = [Begun.of(sample) for sample in samples if len(sample.token_ids)]
     seeded = msgspec.structs.replace(plain(sampling), seed=seeds.pop())
     return group_of(group_id, prompt, seeded, [sample.index for sample in samples], begun)
 
@@ -182,9 +182,9 @@ def _plain_value(value: Any) -> Any:
     return tuple(map(_plain_value, value)) if isinstance(value, list | tuple) else value
 
 
-def _plain_begun(child: PartialSample) -> PartialSample:
+def _plain_begun(child: Begun) -> Begun:
     """Return a child with plain arrays. Raises InvalidRequest for anything that is no Begun of arrays of numbers."""
-    if not isinstance(child, PartialSample):
+    if not isinstance(child, Begun):
         raise InvalidRequest(f"begun has a {type(child).__name__}: give Begun.of(sample)")
     try:
         logprobs = np.asarray(child.logprobs, np.float32)

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from engine.types import SEED_LIMIT, FinishReason, Group, PartialSample, Sample, Sampling, TokenChunk
+from engine.types import SEED_LIMIT, Begun, FinishReason, Group, Sample, Sampling, TokenChunk
 from rollout.client.handle import Handle
 from rollout.client.partials import beyond
 from rollout.fleet.replica import Replica
@@ -55,7 +55,7 @@ class OpenGroup:
     left: set[int] = field(default_factory=set)
     unplaced: set[int] = field(default_factory=set)
     parts: set[PlacedChildren] = field(default_factory=set)
-    begun: dict[int, PartialSample] = field(default_factory=dict)
+    begun: dict[int, Begun] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
     """children whose end was asked for"""
     failed_on: set[str] = field(default_factory=set)
@@ -132,9 +132,9 @@ def seeded(group: Group, text: str) -> Group:
     return msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, seed=seed))
 
 
-def nothing(index: int) -> PartialSample:
+def nothing(index: int) -> Begun:
     """Return a child that has no tokens."""
-    return PartialSample(index=index, token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), weight_versions=[])
+    return Begun(index=index, token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), weight_versions=[])
 
 
 def new_tokens(one: OpenGroup, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
@@ -153,7 +153,7 @@ def new_tokens(one: OpenGroup, since: Mapping[int, int], least: int, most: int) 
     return chunks
 
 
-def chunk_of(child: PartialSample, first: int, most: int, seed: int) -> TokenChunk:
+def chunk_of(child: Begun, first: int, most: int, seed: int) -> TokenChunk:
     """Cut `most` tokens, from `first` on, out of what a child has."""
     end = first + most
     short = msgspec.structs.replace(

@@ -16,7 +16,7 @@ from engine.cpu.kernels import choose
 from engine.forward.adjust import NOT_ALLOWED, Adjust
 from engine.forward.sampling import DrawKernel, SamplingBatch, launch_draws, sample
 from engine.scheduling.tracked import LogitRules, TokenCounts
-from engine.types import Group, PartialSample, Sampling
+from engine.types import Begun, Group, Sampling
 from tests.support.draws import CUTS, batch
 from tests.support.equivalence import assert_same
 from tests.support.toy import VOCAB, engine, group, run, toy_logits
@@ -62,9 +62,7 @@ def by_hand(logits: np.ndarray, sampling: Sampling, prompt: list[int], output: l
 
 def adjust_of(samplings: list[Sampling], prompt: list[int], output: list[int], plain: SamplingBatch) -> tuple[Adjust, ...]:
     """One draw for each, of a child that has this output."""
-    begun = PartialSample(
-        index=0, token_ids=np.array(output, np.int32), logprobs=np.zeros(len(output)), weight_versions=[(0, 0)]
-    )
+    begun = Begun(index=0, token_ids=np.array(output, np.int32), logprobs=np.zeros(len(output)), weight_versions=[(0, 0)])
     each = []
     for draw, sampling in enumerate(samplings):
         if sampling.changes_logits:
@@ -211,7 +209,7 @@ def test_children_that_go_on_count_what_they_had(rule: dict[str, Any], overlap: 
             "top_ids": sample_.top_ids[:have], "top_logprobs": sample_.top_logprobs[:have]
         }  # fmt: skip
         columns = {"token_ids": sample_.token_ids[:have], "logprobs": sample_.logprobs[:have], **top}
-        begun.append(PartialSample(index=index, weight_versions=[(0, 0)], **columns))
+        begun.append(Begun(index=index, weight_versions=[(0, 0)], **columns))
     assert_same(whole, run(engine(overlap_steps=overlap), [msgspec.structs.replace(asked, begun=tuple(begun))]))
 
 

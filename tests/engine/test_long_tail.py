@@ -14,7 +14,7 @@ from engine.config import OrderName
 from engine.engine import Engine
 from engine.scheduling import admission, cohorts
 from engine.scheduling.invariants import check
-from engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
+from engine.types import Begun, Group, Limits, Sample, Sampling, TokenChunk
 from rollout.client.partials import PartialOutputs
 from tests.support.equivalence import assert_same
 from tests.support.plans import commit, launch, rows, small_scheduler, step, submit
@@ -27,7 +27,7 @@ Samples = dict[tuple[str, int], Sample]
 
 
 def only(each: Group, indices: list[int], begun: list[Sample]) -> Group:
-    return msgspec.structs.replace(each, indices=tuple(sorted(indices)), begun=tuple(map(PartialSample.of, begun)))
+    return msgspec.structs.replace(each, indices=tuple(sorted(indices)), begun=tuple(map(Begun.of, begun)))
 
 
 def interrupted(engine: Engine, each: Group, steps: int) -> list[Sample]:
@@ -46,7 +46,7 @@ def test_children_go_on_from_what_they_have(have: list[int]) -> None:
     asked = group("g", range(5, 16), n=3, max_tokens=8, ignore_eos=True)
     whole = run(toy_engine(), [asked])
     begun = tuple(
-        PartialSample(index=i, token_ids=s.token_ids[:k], logprobs=s.logprobs[:k], weight_versions=[(0, 0)])
+        Begun(index=i, token_ids=s.token_ids[:k], logprobs=s.logprobs[:k], weight_versions=[(0, 0)])
         for i, k in enumerate(have)
         if (s := whole["g", i]) and k
     )
@@ -62,7 +62,7 @@ def stale_engine(indices: tuple[int, ...] | None, lag: int | None, cancelled: in
     asked = group("g", [5 + i % 17 for i in range(80)], n=3, max_tokens=8, ignore_eos=True, max_version_lag=lag)
     whole = run(toy_engine(), [asked])
     begun = tuple(
-        msgspec.structs.replace(PartialSample.of(whole["g", i]), token_ids=whole["g", i].token_ids[:3],
+        msgspec.structs.replace(Begun.of(whole["g", i]), token_ids=whole["g", i].token_ids[:3],
                                 logprobs=whole["g", i].logprobs[:3], weight_versions=[(0, max(i - 1, oldest))]) for i in (1, 2)
         if indices is None or i in indices
     )  # fmt: skip
@@ -173,7 +173,7 @@ def crashed(engine: Engine, each: Group, steps: int) -> list[Sample]:
     return samples + [unfinished(each, begun.get(index), index) for index in each.wanted if index not in gone]
 
 
-def unfinished(each: Group, begun: PartialSample | None, index: int) -> Sample:
+def unfinished(each: Group, begun: Begun | None, index: int) -> Sample:
     """A child as far as it is known."""
     return Sample(
         group_id=each.id,
@@ -286,9 +286,9 @@ def test_children_that_go_on_share_the_prompt() -> None:
     assert engine.counters.prefill_tokens <= 16 + had
 
 
-def begun_with(**changed: Any) -> PartialSample:
+def begun_with(**changed: Any) -> Begun:
     fields = {"token_ids": np.array([5, 6], np.int32), "logprobs": np.zeros(2, np.float32), "weight_versions": [(0, 0)]}
-    return PartialSample(**{"index": 0, **fields, **changed})
+    return Begun(**{"index": 0, **fields, **changed})
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_children_cancelled_before_the_fork_end_there(cancelled: list[int], over
     whole = run(toy_engine(), [asked])
     begun = msgspec.structs.replace(whole["g", 3], token_ids=whole["g", 3].token_ids[:2], logprobs=whole["g", 3].logprobs[:2])
     engine = toy_engine(overlap_steps=overlap)
-    engine.submit(msgspec.structs.replace(asked, begun=(PartialSample.of(begun),)))
+    engine.submit(msgspec.structs.replace(asked, begun=(Begun.of(begun),)))
     for index in cancelled:
         assert engine.abort("g", index) == []
     got = run(engine)
@@ -533,7 +533,7 @@ def test_each_child_may_have_a_length_of_its_own() -> None:
     for (id, index), sample in got.items():
         assert sample.finish_reason == "length" and len(sample.token_ids) == own[index]
         assert sample.token_ids.tolist() == whole[id, index].token_ids[: own[index]].tolist()
-    begun = tuple(PartialSample.of(msgspec.structs.replace(got["g", index], token_ids=got["g", index].token_ids[:some],
+    begun = tuple(Begun.of(msgspec.structs.replace(got["g", index], token_ids=got["g", index].token_ids[:some],
                   logprobs=got["g", index].logprobs[:some])) for index, some in ((0, 3), (1, 2)))  # fmt: skip
     again = run(toy_engine(), [msgspec.structs.replace(cut, indices=(0, 1, 3), begun=begun)])
     assert_same({key: sample for key, sample in got.items() if key[1] != 2}, again)

@@ -11,7 +11,7 @@ from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
 from engine.scheduling.pinned import PinnedKV
-from engine.scheduling.preemption import PreemptionPolicy
+from engine.scheduling.preemption import Pressure
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.types import Group, Sampling
 
@@ -24,7 +24,7 @@ class Setting:
         self.store = BlockStore(device_blocks, host_blocks)
         config, counters = EngineConfig(**options), Counters()  # type: ignore[arg-type]
         kept = PinnedKV(self.store, BlockTables(config, self.store, counters))
-        self.pressure = PreemptionPolicy(config, self.store, counters, kept)
+        self.pressure = Pressure(config, self.store, counters, kept)
         self.running = [self._sequence(number, clients[number : number + 1]) for number in range(sequences)]
 
     def _sequence(self, number: int, client: str) -> Sequence:

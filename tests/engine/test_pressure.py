@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.scheduling.counters import Counters
 from engine.scheduling.fairness import LEVELS
 from engine.scheduling.plan import SampledTokens
-from engine.scheduling.preemption import COMPUTED_PER_DRAWN, PreemptionPolicy
+from engine.scheduling.preemption import COMPUTED_PER_DRAWN, Pressure
 from engine.scheduling.scheduler import Scheduler
 from engine.types import Group, Sampling
 
@@ -176,12 +176,12 @@ def test_host_memory_makes_room_at_once() -> None:
 
 def next_chunk_only(patch: pytest.MonkeyPatch) -> None:
     """a sequence returns when its next chunk fits"""
-    patch.setattr(PreemptionPolicy, "_could_be_lost", lambda self, seq: False)
+    patch.setattr(Pressure, "_could_be_lost", lambda self, seq: False)
 
 
 def turn_by_child(patch: pytest.MonkeyPatch) -> None:
     """clients take turns child by child where only one prompt fits"""
-    patch.setattr(PreemptionPolicy, "first_alone", lambda self, seq, waiting: seq)
+    patch.setattr(Pressure, "first_alone", lambda self, seq, waiting: seq)
 
 
 MUTANTS = [next_chunk_only, turn_by_child]

@@ -28,7 +28,7 @@ from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.scheduling.stops import Stops
 from engine.scheduling.tracked import LogitRules, TokenCounts
-from engine.types import FinishReason, Group, PartialSample, Sample, Sampling
+from engine.types import Begun, FinishReason, Group, Sample, Sampling
 from tests.support.harness import Harness, conversations, random_schedule, tight_schedule
 
 
@@ -247,7 +247,7 @@ def patch_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """a child that goes on computes another token than the last one that it had"""
     take_over = Sequence._take_over
 
-    def wrong(self: Sequence, begun: PartialSample | None) -> None:
+    def wrong(self: Sequence, begun: Begun | None) -> None:
         take_over(self, begun)
         if begun is not None:
             self.last_token = begun.token_ids[-1] + 1
@@ -403,9 +403,7 @@ def patch_begun_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     """what a child had is not looked at for the beginning of a stop string"""
     of = TokenCounts.of
 
-    def blind(
-        sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: PartialSample | None
-    ) -> TokenCounts | None:
+    def blind(sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: Begun | None) -> TokenCounts | None:
         made = of(sampling, rules, stops, begun)
         if made is not None:
             made.tail = b""

@@ -15,7 +15,7 @@ import engine.scheduling.scheduler
 from engine.engine import Engine
 from engine.forward.batch import Batch
 from engine.forward.sampling import SamplingBatch, launch_draws
-from engine.types import Group, PartialSample, Sample, Sampling
+from engine.types import Begun, Group, Sample, Sampling
 from tests.support.tiny import tiny_engine
 from tests.support.toy import engine as toy_engine
 from tests.support.toy import group, run
@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def to_score(asked: Group, samples: Samples) -> Group:
     """The same group, whose children's tokens are given."""
-    begun = [PartialSample.of(samples[asked.id, index]) for index in asked.wanted]
+    begun = [Begun.of(samples[asked.id, index]) for index in asked.wanted]
     asked_for = {"raw_logprobs": None, "top_ids": None, "top_logprobs": None}
     blank = [msgspec.structs.replace(child, logprobs=np.zeros_like(child.logprobs), **asked_for) for child in begun]
     return msgspec.structs.replace(asked, begun=tuple(blank), score=True)
@@ -42,9 +42,7 @@ def to_score(asked: Group, samples: Samples) -> Group:
 def given(id: str, prompt: list[int], *completions: list[int], **sampling: Any) -> Group:
     """A group to score."""
     begun = [
-        PartialSample(
-            index=i, token_ids=np.array(each, np.int32), logprobs=np.zeros(len(each), np.float32), weight_versions=[(0, 0)]
-        )
+        Begun(index=i, token_ids=np.array(each, np.int32), logprobs=np.zeros(len(each), np.float32), weight_versions=[(0, 0)])
         for i, each in enumerate(completions)
     ]
     options = {"n": len(completions), "max_tokens": max(map(len, completions)), "seed": 1, **sampling}

@@ -295,7 +295,7 @@ def test_bench_tail_runs_with_drafts_and_without(tiny_model: Path, tmp_path: Pat
     assert summary["tokens_per_step"] >= summary["tokens_per_step_plain"] == 1 and summary["tail_tokens_per_step"] >= 1
     assert summary["step_ms"] and all(ms > 0 for ms in summary["step_ms"].values())
     assert 0 < summary["counted_to_most"] <= summary["counted_to_all"] and summary["steps"] <= summary["steps_plain"] + 2
-    assert summary["bound_to_most"] > summary["bound_to_all"] > 0 and summary["ratio_counted_to_most"] > 0
+    assert summary["bound_to_most"] >= summary["bound_to_all"] > 0 and summary["ratio_counted_to_most"] > 0
 
 
 def test_bench_without_drafts_in_turn_at_another_temperature(tiny_model: Path) -> None:

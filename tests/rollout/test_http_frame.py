@@ -418,7 +418,7 @@ def test_a_log_prob_that_is_no_number_is_never_sent(tiny_model: Path, monkeypatc
         wrong = lambda child, reason: msgspec.structs.replace(end_of(child, reason), logprobs=end_of_nan(child))  # noqa: E731
         monkeypatch.setattr(stack.engine, "_end", wrong)
         response = stack.generate()
-        assert response.status_code == 500 and "not finite" in response.json()["error"]["message"]
+        assert response.status_code == 500 and "must be finite" in response.json()["error"]["message"]
 
 
 def end_of_nan(child: Any) -> Any:

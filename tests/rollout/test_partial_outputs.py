@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
+from engine.types import Begun, Group, Limits, Sample, Sampling, TokenChunk
 from rollout import RolloutClient
 from rollout.client.handle import Handle
 from rollout.client.partials import PartialOutputs
@@ -65,7 +65,7 @@ def children_of(*chunks: TokenChunk) -> PartialColumns:
     return packed
 
 
-def assert_begins(sample: Sample, begun: PartialSample) -> None:
+def assert_begins(sample: Sample, begun: Begun) -> None:
     """The child's tokens so far are those of its sample, with what belongs to them."""
     count = len(begun.token_ids)
     assert begun.token_ids.tolist() == sample.token_ids[:count].tolist()
@@ -196,9 +196,7 @@ def test_on_a_new_connection_all_of_it_comes_again() -> None:
     """But not what children had when their group came."""
     bench = Bench()
     peer, asked = bench.client(), submit("g", n=2, max_tokens=500, stream_every=4)
-    begun = PartialSample(
-        index=1, token_ids=np.array([8, 9], np.int32), logprobs=np.zeros(2, np.float32), weight_versions=[(0, 0)]
-    )
+    begun = Begun(index=1, token_ids=np.array([8, 9], np.int32), logprobs=np.zeros(2, np.float32), weight_versions=[(0, 0)])
     asked = msgspec.structs.replace(asked, begun=pack_begun([begun]))
     peer.send(asked)
     bench.turn(20)
@@ -295,7 +293,7 @@ def test_a_child_that_came_back_may_run_again() -> None:
         known.add(chunk(0, 4, [199]), BOUNDS)
 
 
-def handle_of(sampling: Sampling, begun: tuple[PartialSample, ...] = ()) -> Handle:
+def handle_of(sampling: Sampling, begun: tuple[Begun, ...] = ()) -> Handle:
     group = Group("g", np.array([5], np.int32), sampling, None, begun)
     handle = sendable(group, serial=1, require_version=0, limits=Limits())
     handle.bounds = BOUNDS

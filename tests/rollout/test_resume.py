@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Group, PartialSample, Sample, Sampling
+from engine.types import Begun, Group, Sample, Sampling
 from rollout import RolloutClient, SampleStream
 from tests.support.equivalence import assert_same
 from tests.support.fake_engine import FakeEngine, expected
@@ -159,9 +159,7 @@ def test_cancelled_before_it_was_sent_a_child_that_has_begun_keeps_its_tokens(
     client, engine = scripted
     limits = client.info.limits
     large = [client.submit([5], Sampling(n=1024, max_tokens=40_000)) for _ in range(limits.max_samples_per_client // 1024)]
-    begun = PartialSample(
-        index=1, token_ids=np.array([8, 9], np.int32), logprobs=np.zeros(2, np.float32), weight_versions=[(0, 0)]
-    )
+    begun = Begun(index=1, token_ids=np.array([8, 9], np.int32), logprobs=np.zeros(2, np.float32), weight_versions=[(0, 0)])
     waits = client.submit([5], Sampling(n=2, max_tokens=10), begun=[begun])
     waits.cancel()
     ended = waits.result(WAIT)

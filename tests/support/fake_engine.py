@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from engine.types import Group, Limits, PartialSample, Sample, Served, TokenChunk
+from engine.types import Begun, Group, Limits, Sample, Served, TokenChunk
 
 VOCAB = 1000
 
@@ -29,7 +29,7 @@ class Child:
     group: Group
     index: int
     tokens: list[int] = field(default_factory=list)
-    begun: PartialSample | None = None
+    begun: Begun | None = None
 
 
 def token(prompt: np.ndarray, index: int, position: int) -> int:

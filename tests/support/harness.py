@@ -24,7 +24,7 @@ from engine.scheduling.invariants import check
 from engine.scheduling.plan import Plan, SampledTokens, TopLogprobs
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stops import Vocabulary, stops_of
-from engine.types import Group, Limits, PartialSample, Sample, Sampling
+from engine.types import Begun, Group, Limits, Sample, Sampling
 from tests.support.plans import sent
 
 VOCAB = 97
@@ -437,9 +437,7 @@ def with_begun(group: Group, begun: dict[int, int], version: int) -> Group:
             ids, logprobs = np.array(tokens[:have], np.int32), np.array(had, np.float32)
             top = top_of(tokens[:have], group.sampling.top_logprobs)
             columns = {"top_ids": top, "top_logprobs": -top.astype(np.float32)} if top.size else {}
-            children.append(
-                PartialSample(index=index, token_ids=ids, logprobs=logprobs, weight_versions=[(0, version)], **columns)
-            )
+            children.append(Begun(index=index, token_ids=ids, logprobs=logprobs, weight_versions=[(0, version)], **columns))
     return msgspec.structs.replace(group, begun=tuple(children))
 
 
@@ -450,7 +448,7 @@ def with_given(group: Group) -> Group:
         length = 1 + hash((seed, index)) % group.sampling.max_tokens
         ids = np.array([hash((seed, index, at)) % VOCAB for at in range(length)], np.int32)
         zeros = np.zeros(length, np.float32)
-        children.append(PartialSample(index=index, token_ids=ids, logprobs=zeros, weight_versions=[(0, 0)]))
+        children.append(Begun(index=index, token_ids=ids, logprobs=zeros, weight_versions=[(0, 0)]))
     return msgspec.structs.replace(group, begun=tuple(children), score=True)
 
 

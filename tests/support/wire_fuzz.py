@@ -8,7 +8,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from engine.types import Limits, PartialSample, Refreshed, Sample, Sampling, TokenChunk
+from engine.types import Begun, Limits, Refreshed, Sample, Sampling, TokenChunk
 from transport import messages as m
 from transport.frames import DTYPES, pack
 from transport.partial import pack_begun
@@ -25,7 +25,7 @@ SAMPLING = Sampling(
 )
 
 BEGUN = [
-    PartialSample(
+    Begun(
         index=index,
         token_ids=np.array(tokens, np.int32),
         logprobs=np.full(len(tokens), -0.5, np.float32),

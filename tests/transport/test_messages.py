@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Limits, PartialSample, Sample, Sampling, TokenChunk
+from engine.types import Begun, Limits, Sample, Sampling, TokenChunk
 from tests.support.wire_fuzz import BEGUN, same
 from transport import errors
 from transport.frames import Decoder, pack
@@ -148,7 +148,7 @@ def test_columns_of_progress_that_do_not_fit_are_refused(change: dict[str, objec
         unpack_progress(pack_progress(1, CHUNKS), 2)
 
 
-def done_of(child: PartialSample, **fields: Any) -> Sample:
+def done_of(child: Begun, **fields: Any) -> Sample:
     more = {"group_id": "", "finish_reason": "length", "prompt_tokens": 5, "seed": 7, "seconds": 0.5, **fields}
     return Sample(**msgspec.structs.asdict(child), **more)
 
