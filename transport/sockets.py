@@ -452,15 +452,17 @@ class ClientEnd:
                 self._connect_anew()
             self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.connections += self.connected
+            if self.connected and self._cookie is not None:
+                self._cookie.let_in()
 
     def _refused(self) -> None:
-        """Note why, unless another service has the address by now, with another secret. libzmq does not try again."""
+        """Note why, or connect again where the address may have another secret by now. libzmq does not try again by itself."""
         if self._cookie is None:
             self.refusal = f"{self.address} does not know this key: it was revoked, or is another service's"
-        elif self._cookie.is_old:
-            self._connect_anew()
-        else:
+        elif self._cookie.refused():
             self.refusal = self._cookie.refusal
+        else:
+            self._connect_anew()
 
     def _connect_anew(self) -> None:
         """Connect with what holds now: another routing id, which libzmq would keep, or another secret."""

@@ -183,6 +183,21 @@ def test_clients_find_the_next_service_of_an_address() -> None:
     second.close()
 
 
+def test_a_refusal_that_is_reported_late_ends_nothing(service: ServiceEnd) -> None:
+    """What libzmq reports of the connection before comes when the new secret is shown already; twice would be a refusal."""
+    client = ClientEnd(service.endpoint, LIMITS)
+    try:
+        assert arrives(service, client)
+        client.connected = False
+        client._refused()
+        assert not client.refusal and arrives(service, client)
+        client._refused()
+        client._refused()
+        assert "is not its secret" in client.refusal
+    finally:
+        client.close()
+
+
 def test_a_client_may_be_there_first() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

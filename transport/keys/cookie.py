@@ -207,12 +207,27 @@ class ClientCookie:
         self._path = cookie_file(address)
         self._shown = ""
         self._why = ""
+        self._refused = 0
+        """refusals since this secret was first shown, or let in"""
 
     def show(self, sock: zmq.Socket[bytes]) -> None:
         """Have the next connection of a socket show what is in the file now."""
+        before = self._shown
         self._shown, self._why = read(self._path)
+        if self._shown != before:
+            self._refused = 0
         sock.setsockopt(zmq.PLAIN_USERNAME, USER)
         sock.setsockopt(zmq.PLAIN_PASSWORD, (self._shown or NOTHING).encode())
+
+    def let_in(self) -> None:
+        """Note that the service has let this client in."""
+        self._refused = 0
+
+    def refused(self) -> bool:
+        """Note a refusal. Returns whether it is final: libzmq reports refusals late, so that the first one may be about a
+        secret that was shown before."""
+        self._refused += not self.is_old
+        return self._refused > 1
 
     @property
     def is_old(self) -> bool:
