@@ -50,7 +50,7 @@ from transport.sockets import ClientTransport
 POLL_S = 0.25
 GOODBYE_S = 0.5
 
-log = logger("rollout.client.api")
+log = logger(__name__)
 
 
 def unreadable(error: Exception) -> NotBelieved:

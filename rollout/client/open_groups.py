@@ -24,7 +24,7 @@ from transport.frames import Frame
 from transport.messages import Abort, Progress, Welcome, digests
 from transport.progress import unpack_progress
 
-log = logger("rollout.client.api")
+log = logger(__name__)
 
 
 class OpenGroups:

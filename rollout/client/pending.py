@@ -13,7 +13,7 @@ from rollout.logs import logger
 from transport.errors import RolloutError, ServiceLost, ServiceRestarted, copy_of
 from transport.messages import Applied, Welcome
 
-log = logger("rollout.client.api")
+log = logger(__name__)
 
 
 class PendingRequests:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 NamedTensors = Union["torch.nn.Module", Mapping[str, Any], Iterable[tuple[str, Any]], str, os.PathLike[str]]
 
-log = logger("rollout.client.refresh")
+log = logger(__name__)
 
 
 class RefreshHandle:

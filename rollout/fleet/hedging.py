@@ -24,7 +24,7 @@ OLD_S = 1.0
 """a group that came later is no straggler"""
 BY_THEMSELVES = ("stop", "length")
 
-log = logger("rollout.fleet.hedging")
+log = logger(__name__)
 
 
 class Hedging:

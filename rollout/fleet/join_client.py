@@ -21,7 +21,7 @@ JOIN_S = 1.0
 LEAVE_S = 0.5
 """longest that the last word may take"""
 
-log = logger("rollout.fleet.join_client")
+log = logger(__name__)
 
 
 class JoinClient:

@@ -30,7 +30,7 @@ SILENT_S = 4.0
 GONE_S = 60.0
 """a replica that is lost, and silent for so long, is forgotten"""
 
-log = logger("rollout.fleet.join_listener")
+log = logger(__name__)
 
 
 @dataclass(slots=True)

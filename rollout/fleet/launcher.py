@@ -32,7 +32,7 @@ START_S = 600.0
 """longest that a process may take to listen"""
 STOP_S = 15.0
 
-log = logger("rollout.fleet.launcher")
+log = logger(__name__)
 
 
 class ReplicaEvent(NamedTuple):

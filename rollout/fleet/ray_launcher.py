@@ -33,7 +33,7 @@ PLACE_S = 60.0
 OBJECT_STORE_BYTES = 80 << 20
 """of a Ray that is started here, the least that it takes: nothing of ours is put there"""
 
-log = logger("rollout.fleet.ray")
+log = logger(__name__)
 
 
 @dataclass(slots=True)

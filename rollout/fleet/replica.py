@@ -29,7 +29,7 @@ STALL_S = 300.0
 OVERDUE_S = 600.0
 """longest that an answer may take, of staging all weights as well"""
 
-log = logger("rollout.fleet.replica")
+log = logger(__name__)
 
 
 class State(enum.Enum):

@@ -44,7 +44,7 @@ MOST_UPDATES = 3
 Make = Callable[[int], Any]
 """builds a message for the id of a request"""
 
-log = logger("rollout.fleet.replica_set")
+log = logger(__name__)
 
 
 class ReplicaFacts(msgspec.Struct, frozen=True):

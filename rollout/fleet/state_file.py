@@ -24,7 +24,7 @@ SAME_S = 2.0
 """by which two readings of when a process began may differ: the clock of the host is put right now and then"""
 POLL_S = 0.05
 
-log = logger("rollout.fleet.launcher")
+log = logger(__name__)
 
 
 class SavedReplica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -29,7 +29,7 @@ from transport.weights.shm import host_key
 REPEAT_S = 5.0
 """Prepare is asked again, which keeps a lease from running out while other replicas stage"""
 
-log = logger("rollout.fleet.weights")
+log = logger(__name__)
 
 
 class ReplicaTransaction:

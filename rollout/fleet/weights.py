@@ -36,7 +36,7 @@ LOOK_S = 0.02
 Told = Callable[[Replica, Exception | None], None]
 """called with a replica that has the live weights, or with why it has not"""
 
-log = logger("rollout.fleet.weights")
+log = logger(__name__)
 
 
 class Shared(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ from transport.errors import (
     WeightsRefused,
 )
 
-log = logger("rollout.http")
+log = logger(__name__)
 
 STATUS: dict[type[RolloutError], int] = {
     InvalidRequest: 400,

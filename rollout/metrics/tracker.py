@@ -20,7 +20,7 @@ from rollout.logs import logger
 from rollout.metrics.meters import EngineMeter, Row, SampleMeter
 from rollout.metrics.sinks import TIME_AXIS, Sink
 
-log = logger("rollout.metrics.tracker")
+log = logger(__name__)
 
 Status = Callable[[], dict[str, Any]]
 

@@ -53,7 +53,7 @@ WAY_OUT = (
     "submit it again"
 )
 
-log = logger("rollout.service.loop")
+log = logger(__name__)
 
 
 class Meta(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ MAX_WAITING = 1024
 
 WAY_OUT = {Mode.PAUSED: "resume first", Mode.ASLEEP: "wake it first", Mode.WITHOUT_WEIGHTS: "refresh first"}
 
-log = logger("rollout.service.loop")
+log = logger(__name__)
 
 
 class Lifecycle:

@@ -49,7 +49,7 @@ TAKE_S = 0.04
 TAKE_SHARE, TAKE_LEAST_S = 0.25, 0.002
 """of the time of a step, while groups run"""
 
-log = logger("rollout.service.loop")
+log = logger(__name__)
 
 
 class Service:

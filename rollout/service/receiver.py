@@ -15,7 +15,7 @@ from transport.errors import GroupFailed, RolloutError
 from transport.frames import Decoder, Frame, frame_bytes, pack
 from transport.sockets import ServiceTransport
 
-log = logger("rollout.service.loop")
+log = logger(__name__)
 
 Handle = Callable[[bytes, m.ClientMessage], None]
 """serves a message of a peer, or raises the typed error that goes back to it"""

@@ -48,7 +48,7 @@ GONE_S = 1.0
 LOOK_S = 0.25
 """between two looks at the connection of who has a refresh open"""
 
-log = logger("rollout.service.loop")
+log = logger(__name__)
 
 
 class OngoingRefresh:

@@ -21,7 +21,7 @@ from transport import messages as m
 from transport.errors import RolloutError
 from transport.frames import Decoder, Frame
 
-log = logger("rollout.service.loop")
+log = logger(__name__)
 
 LEAST_DEADLINE_S = 1e-3
 TAKEN_BEFORE = Limits(max_header_bytes=1 << 40, max_frame_bytes=1 << 40, max_frames=1 << 20)

@@ -24,7 +24,7 @@ from transport import messages as m
 from transport.errors import GroupFailed, IdConflict, InvalidRequest, RolloutError, StaleWeights
 from transport.frames import pack
 
-log = logger("rollout.service.loop")
+log = logger(__name__)
 
 
 class Running:

@@ -28,7 +28,7 @@ from transport.frames import Frame, frame_bytes, pack
 from transport.messages import BATCHES, DIGESTS, GATHERS, TAKEN, Alive, SampleDone
 from transport.progress import columns_of, pack_samples, sample_bytes
 
-log = logger("rollout.service.loop")
+log = logger(__name__)
 
 MAX_REPLY_BYTES = 1 << 24
 """of replies (refusals, status, heartbeats) that may wait for a client that does not read"""

@@ -14,7 +14,7 @@ from transport.sockets import ServiceTransport
 
 POLL_S = 0.005
 
-log = logger("rollout.service.loop")
+log = logger(__name__)
 
 
 def end_groups(running: Running, sessions: Sessions, transport: ServiceTransport, deadline: float) -> None:

@@ -28,7 +28,7 @@ MODELS: frozenset[Part] = frozenset({"commit", "step"})
 LOOKS_A_STALL = 4
 """so many times in `stall_s` the watchdog looks"""
 
-log = logger("rollout.service.watchdog")
+log = logger(__name__)
 
 
 class LoopPhase:

@@ -25,7 +25,7 @@ MAX_WAITING = 64
 """requests that may wait for the copy"""
 NOTHING_THERE = (Mode.ASLEEP, Mode.WITHOUT_WEIGHTS, Mode.TORN)
 
-log = logger("rollout.service.loop")
+log = logger(__name__)
 
 
 class WeightExport:

@@ -18,7 +18,7 @@ from transport.frames import pack
 MAX_WAITING = 256
 """requests that may wait for a pass"""
 
-log = logger("rollout.service.loop")
+log = logger(__name__)
 
 Asker = tuple[Session, int, Callable[[str], None]]
 """(who, request, what is called with the digest)"""

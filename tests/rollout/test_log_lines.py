@@ -64,6 +64,19 @@ def test_log_lines_are_a_message_and_key_value() -> None:
     assert seen > 15
 
 
+def unnamed_loggers(source: str) -> list[str]:
+    """List the calls of `logger` whose name is not the module's."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and ast.unparse(node.func) == "logger"]
+    return [ast.unparse(call) for call in calls if ast.unparse(call.args[0]) != "__name__"]
+
+
+def test_a_module_logs_under_its_own_name() -> None:
+    paths = [path for path in sorted((ROOT / "rollout").rglob("*.py")) if path.name != "logs.py"]
+    assert sum("logger(__name__)" in path.read_text() for path in paths) > 20
+    assert not {path: found for path in paths if (found := unnamed_loggers(path.read_text()))}
+    assert unnamed_loggers('log = logger("rollout.service.loop")') == ["logger('rollout.service.loop')"]
+
+
 def test_the_transport_logs_under_its_own_names() -> None:
     """And what peers have sent is escaped there, as in all that `rollout.logs.logger` makes."""
     made = {

@@ -819,7 +819,7 @@ def test_a_client_is_told_what_was_taken_when_it_understands_that() -> None:
 
 
 def test_what_a_peer_calls_itself_does_not_reach_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "rollout.service.loop")
+    caplog.set_level("INFO", "rollout.service")
     bench = Bench()
     peer = bench.connect()
     peer.send(m.Hello(m.PROTOCOL, peer.session, 1, "\x1b[2J\nfake line"))
