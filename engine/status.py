@@ -1,4 +1,4 @@
-"""What an engine says about itself; the metrics of docs/metrics.md are made of it (`rollout.metrics.meters`)."""
+"""Builds the status report of an engine; the metrics of docs/metrics.md are made of it (`rollout.metrics.meters`)."""
 
 from __future__ import annotations
 
@@ -6,55 +6,46 @@ from typing import Any, Protocol
 
 import msgspec
 
-from engine.kv.store import BlockStore
 from engine.scheduling.counters import Counters, stale_token_frac
 from engine.scheduling.scheduler import Scheduler
-from engine.types import Mode, Refreshed, Tag
+from engine.types import Mode, Refreshed
+from engine.worker import ModelKernels, Worker
 
 
 class StatusSources(Protocol):
-    """What an engine shows; the status only reads it."""
+    """An engine, as the status report reads it."""
 
-    model: Any
-    device: Any
-    backend: Any
-    computes: Any
-    arithmetic: str
-    overlap: bool
+    worker: Worker
     scheduler: Scheduler
     counters: Counters
-    weights: Any
-    kv: Any
+    overlap: bool
     refreshes: int
     refreshed: Refreshed | None
 
     @property
     def version(self) -> int: ...
     @property
-    def graphs(self) -> Any: ...
-    @property
     def mode(self) -> Mode: ...
-    @property
-    def asleep(self) -> set[Tag]: ...
 
 
 def status(engine: StatusSources) -> dict[str, Any]:
-    """Collect everything there is to know about an engine, JSON-able."""
-    scheduler, version, size = engine.scheduler, engine.version, engine.kv.block_size
+    """Return the status report of an engine, JSON-able."""
+    scheduler, version, worker = engine.scheduler, engine.version, engine.worker
+    size = worker.kv.block_size
     sequences = [seq for state in scheduler.groups.values() for seq in state.sequences.values()]
     return {
-        "model": engine.model.name,
+        "model": worker.model.name,
         "version": version,
-        "attention": engine.backend.name,
-        "arithmetic": engine.arithmetic,
-        "isa": engine.device.isa,
-        "isa_reason": engine.device.isa_reason,
-        **_computes(engine),
-        "dtype": str(engine.model.geometry.dtype).removeprefix("torch."),
+        "attention": worker.backend.name,
+        "arithmetic": worker.kernels.arithmetic,
+        "isa": worker.device.isa,
+        "isa_reason": worker.device.isa_reason,
+        **_computes(worker.kernels),
+        "dtype": str(worker.model.geometry.dtype).removeprefix("torch."),
         "overlap": engine.overlap,
-        "graphs": engine.graphs is not None,
+        "graphs": worker.graphs is not None,
         "state": engine.mode.value,
-        "asleep": sorted(engine.asleep),
+        "asleep": sorted(worker.asleep),
         "groups": len(scheduler.groups),
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
@@ -64,10 +55,10 @@ def status(engine: StatusSources) -> dict[str, Any]:
         "weights": _weights(engine),
         "kv": {
             "block_size": size,
-            "block_bytes": engine.kv.block_bytes,
-            "dtype": engine.kv.dtype_name,
+            "block_bytes": worker.kv.block_bytes,
+            "dtype": worker.kv.dtype_name,
             "stale_token_frac": stale_token_frac(sequences, size, version),
-            **_block_counts(scheduler.store),
+            **_block_counts(scheduler),
             "kept_children": len(scheduler.children.kept),
             "kept_blocks": len(scheduler.children.kept.blocks),
         },
@@ -75,10 +66,10 @@ def status(engine: StatusSources) -> dict[str, Any]:
     }
 
 
-def _computes(engine: StatusSources) -> dict[str, Any]:
-    """Tell who runs the layers, whether plain torch has the same bits and a token has them whatever stands beside it (None:
-    nobody looked), and why nothing better."""
-    computes = engine.computes
+def _computes(kernels: ModelKernels) -> dict[str, Any]:
+    """Return what computes the layers, whether plain torch has the same bits and whether a token's bits are the same in every
+    batch (None: not compared), and why nothing better computes them."""
+    computes = kernels.path
     if computes is None:
         return {"computed_by": "module", "torch_bits": None, "batch_invariant": None, "computed_by_reason": ""}
     return {
@@ -90,21 +81,22 @@ def _computes(engine: StatusSources) -> dict[str, Any]:
 
 
 def _weights(engine: StatusSources) -> dict[str, Any]:
-    last = engine.refreshed
+    last, weights = engine.refreshed, engine.worker.weights
     return {
         "version": engine.version,
         "refreshes": engine.refreshes,
         "stage_s": last.staged_seconds if last else 0.0,
         "pause_s": last.paused_seconds if last else 0.0,
         "bytes": last.bytes if last else 0,
-        "base_bytes": engine.weights.base.nbytes,
-        "resident_bytes": engine.weights.resident_bytes,
-        "offloaded_bytes": engine.weights.offloaded_bytes,
+        "base_bytes": weights.base.nbytes,
+        "resident_bytes": weights.resident_bytes,
+        "offloaded_bytes": weights.offloaded_bytes,
     }
 
 
-def _block_counts(store: BlockStore) -> dict[str, int]:
+def _block_counts(scheduler: Scheduler) -> dict[str, int]:
     """Count blocks. total = free + used + cached in each pool."""
+    store = scheduler.store
     mirrored = sum(block is not None and block.device is not None for block in store.host.holder)
     host_cached = sum(block is not None and block.owners == 0 for block in store.host.holder)
     return {

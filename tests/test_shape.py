@@ -105,7 +105,7 @@ def circle(found: set[tuple[str, str]]) -> set[str]:
     return set()
 
 
-MOST = {"engine": (15, 45), "transport": (10, 15), "rollout": (16, 35)}
+MOST = {"engine": (15, 49), "transport": (10, 15), "rollout": (16, 35)}
 """rooms, and arrows between them"""
 
 
@@ -286,7 +286,7 @@ RECEIVERS = {
     "self.scheduler": "Scheduler", "self.kv": "PagedKV", "Batch": "Batch", "self.backend": "Backend", "run": "Model",
     "self.device": "Device",
 }  # fmt: skip
-"""what the names in `engine.pipeline.Pipeline` stand for in the picture"""
+"""what the names in `engine.pipeline.Pipeline` and `engine.worker.Worker` stand for in the picture"""
 BESIDE_THE_PICTURE = {"Device.mark", "Scheduler.moved", "Scheduler.fail_stuck", "Scheduler.step_failed"}
 """clocks, notes and failures"""
 
@@ -312,15 +312,62 @@ def picture() -> tuple[dict[str, list[str]], list[str]]:
     return lines, re.findall(r'\["([A-Z]\w+\.\w+)', text.split("```mermaid")[1].split("```")[0])
 
 
+def calls_with_the_worker_s(line: str) -> list[str]:
+    """Dotted names that a method of the pipeline calls, those of the worker's methods that it calls in their place."""
+    made = []
+    for name in calls("engine/pipeline.py", "Pipeline", line):
+        owner, _, method = name.rpartition(".")
+        made += calls("engine/worker.py", "Worker", method) if owner == "self.worker" else [name]
+    return made
+
+
 def test_a_step_reads_as_the_picture() -> None:
     lines, boxes = picture()
-    step = [name.removeprefix("steps.") for name in calls("engine/engine.py", "Engine", "step")]
-    assert [name for name in step if name in lines] == list(lines) == ["plan", "move", "launch", "commit"]
+    step = [name.removeprefix("pipeline.") for name in calls("engine/engine.py", "Engine", "step")]
+    assert [name for name in step if name in lines] == list(lines) == ["plan", "move", "execute", "commit"]
     for line, want in lines.items():
-        made = [name.rpartition(".") for name in calls("engine/pipeline.py", "Pipeline", line)]
+        made = [name.rpartition(".") for name in calls_with_the_worker_s(line)]
         known = [f"{RECEIVERS[owner]}.{name}" for owner, _, name in made if owner in RECEIVERS]
         assert [name for name in known if name not in BESIDE_THE_PICTURE] == want
     assert boxes == [name for names in lines.values() for name in names]
+
+
+def collaborators(path: str, owner: str) -> list[str]:
+    """Names of what a class is given when it is made."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            (made,) = (each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__")
+            return [each.arg for each in [*made.args.args, *made.args.kwonlyargs] if each.arg != "self"]
+    raise AssertionError(f"{path} has no {owner}")
+
+
+HEART = {"engine/engine.py": "Engine", "engine/pipeline.py": "Pipeline", "engine/worker.py": "Worker"}
+
+
+@pytest.mark.parametrize(("path", "owner"), HEART.items())
+def test_the_heart_is_made_of_few_parts(path: str, owner: str) -> None:
+    assert 1 < len(collaborators(path, owner)) <= 5
+
+
+def of_the_scheduler(source: str) -> set[str]:
+    """Modules of `engine.scheduling` that a module imports, other than the plan."""
+    names = {
+        name
+        for name in imported(source, "engine.x")
+        if name.startswith(("engine.scheduling", "engine.engine", "engine.pipeline"))
+    }
+    return {name for name in names if not name.startswith("engine.scheduling.plan")}
+
+
+def test_a_worker_knows_no_scheduler() -> None:
+    """What several devices replicate gets plans, and nothing else of who made them."""
+    assert not of_the_scheduler((ROOT / "engine/worker.py").read_text())
+    assert of_the_scheduler((ROOT / "engine/pipeline.py").read_text()), "the negative control"
+
+
+def test_one_class_writes_the_samples_that_ended() -> None:
+    writers = {str(path.relative_to(ROOT)) for path in modules() if re.search(r"\._ended\b.*[^=!<>]=[^=]", path.read_text())}
+    assert writers & {"engine/engine.py", "engine/pipeline.py", "engine/worker.py"} == {"engine/pipeline.py"}
 
 
 def test_the_engine_is_short() -> None:

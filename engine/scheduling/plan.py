@@ -1,10 +1,11 @@
 """The plan of one step, a value: what the scheduler decided, in ints and arrays. `Batch.build` turns it into tensors, in this
-process or in another one; `Scheduler.commit` knows by its number which sequences it was made for."""
+process or in another one (`Plan.encode`); `Scheduler.commit` knows by its number which sequences it was made for."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from engine.kv.block import BlockCopies, Spans
@@ -132,6 +133,44 @@ class Plan(NamedTuple):
     def followed(self) -> bool:
         """Tokens were drafted or are given, so that it is known only with the draws how far a row has come."""
         return bool((self.logits > 1).any() or (self.given >= 0).any())
+
+    def encode(self) -> bytes:
+        """Write the plan as msgpack, arrays as raw bytes in this machine's byte order. Raises TypeError for a field that holds
+        another kind of object, or an array of another dtype than DTYPES."""
+        return msgspec.msgpack.encode(self, enc_hook=array_fields)
+
+    @staticmethod
+    def decode(data: bytes) -> Plan:
+        """Read a plan that `encode` wrote; its arrays are its own. Raises msgspec.ValidationError for anything else."""
+        return msgspec.msgpack.decode(data, type=Plan, dec_hook=array_of)
+
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    **{name: np.dtype(name) for name in ("int32", "int64", "float32")},
+    "sampling": SAMPLING,
+}
+"""of the arrays of a plan, by the name that they are sent under"""
+
+
+def array_fields(value: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """Return an array as (name in DTYPES, shape, bytes in C order), for msgspec's `enc_hook`. Raises TypeError."""
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"a plan holds a {type(value).__name__}, and only ints and arrays can be sent")
+    for name, dtype in DTYPES.items():
+        if value.dtype == dtype:
+            return name, value.shape, value.tobytes()
+    raise TypeError(f"a plan holds an array of {value.dtype}, and only {', '.join(DTYPES)} can be sent")
+
+
+def array_of(kind: Any, fields: Any) -> np.ndarray:
+    """Undo `array_fields`, for msgspec's `dec_hook`. Raises ValueError for an unknown dtype, or for bytes that do not fit the
+    shape."""
+    assert kind is np.ndarray
+    name, shape, data = msgspec.convert(fields, tuple[str, tuple[int, ...], bytes])
+    if name not in DTYPES:
+        raise ValueError(f"a plan has an array of {name!r}, and only {', '.join(DTYPES)} can be sent")
+    flat: np.ndarray = np.frombuffer(data, DTYPES[name])
+    return flat.reshape(shape).copy()
 
 
 def copies_only(step: int, moves: BlockCopies) -> Plan:

@@ -48,7 +48,7 @@ def batch_of(
     plan = plan_by_hand(ids, contexts - counts, table, groups, seed)
     computed = ids[np.arange(ids.shape[1]) < counts[:, None]].astype(np.int32)
     plan = plan._replace(counts=counts.astype(np.int32), token_ids=computed)
-    return Batch.build(plan, size, engine.device.memory, engine.model.geometry.dtype)
+    return Batch.build(plan, size, engine.worker.device.memory, engine.model.geometry.dtype)
 
 
 def own_blocks(rows: int, context: int | np.ndarray, block_size: int) -> np.ndarray:
@@ -63,16 +63,16 @@ def own_blocks(rows: int, context: int | np.ndarray, block_size: int) -> np.ndar
 @torch.inference_mode()
 def prepared(engine: Engine, batch: Batch) -> Batch:
     """Return a batch with what the attention wants. On a device the arrays lie where the next batch's will lie."""
-    return replace(batch, attention=engine.backend.prepare(batch, engine.kv))
+    return replace(batch, attention=engine.worker.backend.prepare(batch, engine.worker.kv))
 
 
 @torch.inference_mode()
 def forward_of(engine: Engine, batch: Batch) -> torch.Tensor:
     """Compute the logits [S, vocabulary] of a prepared batch as a step of the engine does: replayed where that would be. The
     next call may write over them."""
-    run = engine.graphs if replayed(engine, batch) else engine.model
+    run = engine.worker.graphs if replayed(engine, batch) else engine.model
     assert run is not None
-    return run.forward(batch, engine.kv, engine.backend)
+    return run.forward(batch, engine.worker.kv, engine.worker.backend)
 
 
 def forward(engine: Engine, batch: Batch) -> torch.Tensor:
@@ -81,7 +81,7 @@ def forward(engine: Engine, batch: Batch) -> torch.Tensor:
 
 def replayed(engine: Engine, batch: Batch) -> bool:
     """Whether the forward of a batch runs from a CUDA graph."""
-    return engine.graphs is not None and engine.graphs.covers(batch)
+    return engine.worker.graphs is not None and engine.worker.graphs.covers(batch)
 
 
 @torch.inference_mode()
@@ -97,10 +97,10 @@ def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Ten
 
     def layers(batch: Batch) -> torch.Tensor:
         for layer in range(geometry.layers):
-            out = engine.backend.attend(layer, query, key, value, batch, engine.kv, geometry.head_dim**-0.5, 0)
+            out = engine.worker.backend.attend(layer, query, key, value, batch, engine.worker.kv, geometry.head_dim**-0.5, 0)
         return out
 
-    if engine.graphs is None:
+    if engine.worker.graphs is None:
         return torch.inference_mode()(layers)
     first = prepared(engine, batch)
     replay = cuda_capture(torch.cuda.Stream())(lambda: layers(first))

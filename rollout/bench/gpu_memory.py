@@ -69,4 +69,4 @@ def naps(bench: Bench) -> Rows:
             }
         )
     for number in sorted({0, 1, len(taken) - 1}):
-        yield {"nap": number, "stays": engine.weights.stays and engine.kv.stays, **taken[number]}
+        yield {"nap": number, "stays": engine.weights.stays and engine.worker.kv.stays, **taken[number]}

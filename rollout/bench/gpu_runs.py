@@ -119,9 +119,9 @@ def offloaded(bench: Bench, workload: Workload, variants: tuple[str, ...]) -> Ro
 
 def without_copies(engine: Engine) -> None:
     """Let the pools move nothing but the copies of forks; what is drawn means nothing."""
-    move = engine.kv.move
+    move = engine.worker.kv.move
 
     def some(moves: BlockCopies, spans: Spans | None = None) -> Copied:
         return move(BlockCopies(copies=moves.copies), spans)
 
-    engine.kv.move = some  # type: ignore[method-assign]
+    engine.worker.kv.move = some  # type: ignore[method-assign]

@@ -55,7 +55,7 @@ def blocks_of(contexts: np.ndarray, block_size: int) -> np.ndarray:
 
 def forwards(bench: Bench, engine: Engine) -> Rows:
     rows, size = bench.sizes.rows, engine.config.block_size
-    fill(engine.kv)
+    fill(engine.worker.kv)
     for name, contexts in contexts_of(bench).items():
         batch = prepared(engine, batch_of(engine, own_blocks(rows, contexts, size), contexts))
         logits = forward_of(engine, batch)
@@ -71,7 +71,7 @@ def forwards(bench: Bench, engine: Engine) -> Rows:
             "sample_ms": median_ms(bench.device, partial(sample_of, engine, logits, batch), bench.sizes.turns),
             "rows": rows,
             "tokens": int(contexts.sum()),
-            "attention": engine.backend.name,
+            "attention": engine.worker.backend.name,
             "graphs": replayed(engine, batch),
         }
 
@@ -107,7 +107,7 @@ def exact(bench: Bench) -> Rows:
 
 def sample_of(engine: Engine, logits: torch.Tensor, batch: Batch) -> object:
     """Draw as a step does, and wait for the draws."""
-    return engine.device.sample(logits, batch.sampling).read()
+    return engine.worker.device.sample(logits, batch.sampling).read()
 
 
 def whole_steps(bench: Bench, engine: Engine) -> Rows:
@@ -182,7 +182,7 @@ def prefill(bench: Bench) -> Rows:
 
 def prefills(bench: Bench, prompts: dict[str, np.ndarray], options: dict[str, Any]) -> Rows:
     engine = bench.engine(**options)
-    fill(engine.kv)
+    fill(engine.worker.kv)
     for name, lengths in prompts.items():
         table = own_blocks(len(lengths), lengths, engine.config.block_size)
         batch = prepared(engine, batch_of(engine, table, lengths, count=lengths))

@@ -93,7 +93,7 @@ def weights(bench: Bench) -> Rows:
         return np.ones(rows, np.int32) if name in decodes else prompts[name]
 
     def times(engine: Engine) -> dict[str, tuple[float, torch.Tensor]]:
-        fill(engine.kv)
+        fill(engine.worker.kv)
         timed: dict[str, tuple[float, torch.Tensor]] = {}
         for name, each in contexts.items():
             batch = batch_of(engine, own_blocks(len(each), each, 32), each, count=counts(name))

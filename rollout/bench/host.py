@@ -84,8 +84,8 @@ class BesideDevice:
 
 def beside_device(config: EngineConfig) -> Engine:
     engine = Engine(config, NoModel())
-    slow: Any = BesideDevice(engine.device)
-    engine.steps.device = slow
+    slow: Any = BesideDevice(engine.worker.device)
+    engine.worker.device = slow
     return engine
 
 
@@ -106,7 +106,7 @@ def measure(sequences: int, scale: float = 1.0, threads: int | None = None) -> d
         "sequences": sequences,
         "steps": len(alone),
         **{f"{name}_ms": _median_ms(alone, name) for name in ("host", *PARTS)},
-        "attention": engine.backend.name,
+        "attention": engine.worker.backend.name,
         "device_ms": DEVICE_MS,
         "step_ms": _median_ms(beside[False], "step"),
         "overlapped_step_ms": _median_ms(beside[True], "step"),

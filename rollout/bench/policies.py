@@ -177,10 +177,10 @@ def prompt_seconds(engine: Engine, tokens: int) -> float:
 def copy_seconds(engine: Engine, blocks: int = 16) -> float:
     """Return the seconds for which a block is copied from one pool to the other, while nothing runs."""
     pairs = [(slot, slot) for slot in range(blocks)]
-    engine.kv.move(BlockCopies(offloads=pairs))
+    engine.worker.kv.move(BlockCopies(offloads=pairs))
     started = time.perf_counter()
-    engine.kv.move(BlockCopies(offloads=pairs))
-    engine.kv.move(BlockCopies(restores=pairs))
+    engine.worker.kv.move(BlockCopies(offloads=pairs))
+    engine.worker.kv.move(BlockCopies(restores=pairs))
     return (time.perf_counter() - started) / (2 * blocks)
 
 

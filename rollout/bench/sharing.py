@@ -119,7 +119,7 @@ def measure(model: ModelLike, config: EngineConfig, shape: PrefixShape, repeat: 
         ),
         model,
     )
-    fill(engine.kv)
+    fill(engine.worker.kv)
     if "copies" in variants:
         copy_prefixes(engine, shape, variants["copies"])
     groups = [(group * shape.children, shape.children, blocks) for group, blocks in enumerate(prefix_blocks.tolist())]
@@ -154,7 +154,7 @@ def tables(shape: PrefixShape, block_size: int, copies: bool) -> dict[str, np.nd
 
 def copy_prefixes(engine: Engine, shape: PrefixShape, own: np.ndarray) -> None:
     """Fill every child's copy with what the group's first one holds."""
-    data, (prefixes, _) = engine.kv.data, shape.lengths(engine.config.block_size)
+    data, (prefixes, _) = engine.worker.kv.data, shape.lengths(engine.config.block_size)
     for row, blocks in enumerate(prefixes.repeat(shape.children).tolist()):
         first = row - row % shape.children
         if row != first:
@@ -191,8 +191,8 @@ def figures(
             summary[f"attention_ratio_to_{name}"] = round(attention[name] / attention["shared"], 4)
     yield summary | {
         **about,
-        "kv_bytes": engine.kv.data.nbytes,
-        "attention": engine.backend.name,
+        "kv_bytes": engine.worker.kv.data.nbytes,
+        "attention": engine.worker.backend.name,
         "dtype": engine.config.dtype,
         "device": engine.config.device,
     }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import engine.pipeline
+import engine.worker
 from engine.forward.batch import Batch
 from engine.forward.sampling import uniform
 from engine.scheduling.plan import Plan
@@ -107,7 +107,7 @@ def run_checked(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
         assert_plain(batch, plain(e.scheduler, plan, block_size, rest[-1]))
         return batch
 
-    monkeypatch.setattr(engine.pipeline.Batch, "build", staticmethod(checked))
+    monkeypatch.setattr(engine.worker.Batch, "build", staticmethod(checked))
     e = toy_engine(
         block_size=size,
         kv_tokens=r.choice([96, 256]),
@@ -125,7 +125,7 @@ def run_checked(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
             e.step()
         e.refresh({}, kv=kv)
     run(e)
-    monkeypatch.setattr(engine.pipeline.Batch, "build", staticmethod(build))
+    monkeypatch.setattr(engine.worker.Batch, "build", staticmethod(build))
     assert e.counters.failed_steps == 0, "a batch was not the plain one: see the log"
     return compared
 

@@ -167,7 +167,7 @@ def test_what_is_parked_is_copied_if_that_is_faster(copy: float, prefill: float,
 
 def assert_mended(e: Engine, broken: Callable[..., Any]) -> None:
     """Under pressure, with `broken` in place of the copies: some fail, and every sample is what it should be."""
-    e.kv.move = broken  # type: ignore[method-assign]
+    e.worker.kv.move = broken  # type: ignore[method-assign]
     groups = [group(f"g{i}", range(1, 9), n=4, max_tokens=16, seed=i, ignore_eos=True) for i in range(4)]
     samples = run(e, groups)
     assert e.counters.failed_moves > 0
@@ -177,7 +177,7 @@ def assert_mended(e: Engine, broken: Callable[..., Any]) -> None:
 
 def test_a_failed_copy_is_mended() -> None:
     e = engine(kv_tokens=60, cpu_offload_gib=0.0001)
-    move, calls = e.kv.move, [0]
+    move, calls = e.worker.kv.move, [0]
 
     def broken(moves: Any, *spans: Any) -> Any:
         calls[0] += bool(moves)
@@ -200,7 +200,7 @@ def test_nan_ends_its_child_only() -> None:
     for _ in range(3):
         e.step()
     child = next(seq for seq in e.scheduler.running if seq.state.group.id == "v" and seq.index == 1)
-    e.kv.data[child.blocks[-1].device] = torch.nan
+    e.worker.kv.data[child.blocks[-1].device] = torch.nan
     samples = run(e)
     assert samples["v", 1].finish_reason == "error" and "NaN" in (samples["v", 1].error or "")
     assert samples["v", 0].finish_reason == "length"

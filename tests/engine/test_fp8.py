@@ -155,7 +155,7 @@ def test_triton_s_samples_are_the_reference_s_up_to_rounding(monkeypatch: pytest
     """A whole engine in the interpreter: a prompt in chunks, a fork in the middle of a block, a partial block written on."""
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setattr("engine.cuda.tiles.CHUNK_TOKENS", 16)
-    monkeypatch.setattr("engine.engine.judge", lambda *_: None)
+    monkeypatch.setattr("engine.worker.judge", lambda *_: None)
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     asked = group("one", range(3, 24), n=2, max_tokens=4, ignore_eos=True)
     samples = []
@@ -164,7 +164,7 @@ def test_triton_s_samples_are_the_reference_s_up_to_rounding(monkeypatch: pytest
         engine = tiny_engine(
             model=model, attention=attention, kv_dtype="fp8_e4m3", kv_tokens=128, max_num_seqs=16, max_batch_tokens=18
         )
-        assert engine.backend.name == attention and engine.kv.data.dtype == torch.uint8
+        assert engine.worker.backend.name == attention and engine.worker.kv.data.dtype == torch.uint8
         samples.append(run(engine, [asked]))
     for key, sample in samples[0].items():
         np.testing.assert_array_equal(sample.token_ids, samples[1][key].token_ids)
@@ -173,7 +173,7 @@ def test_triton_s_samples_are_the_reference_s_up_to_rounding(monkeypatch: pytest
 
 def test_without_it_nothing_changes() -> None:
     engine = tiny_engine()
-    assert engine.kv.data.dtype == torch.float32 and engine.kv.data.dim() == 6 and FP8 not in engine.arithmetic
+    assert engine.worker.kv.data.dtype == torch.float32 and engine.worker.kv.data.dim() == 6 and FP8 not in engine.arithmetic
     assert EngineConfig().kv_dtype == "auto"
 
 

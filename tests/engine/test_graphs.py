@@ -24,8 +24,8 @@ from engine.cuda.graphs import MOST_TOKENS, Run, StepGraphs, mixed_sizes, sizes 
 from engine.engine import Engine  # noqa: E402
 from engine.forward.batch import padded  # noqa: E402
 from engine.memory import HostMemory, anonymous  # noqa: E402
-from engine.pipeline import warmed_up  # noqa: E402
 from engine.types import Sample  # noqa: E402
+from engine.worker import ModelKernels, Worker  # noqa: E402
 from tests.support.fake_device import FakeDeviceMemory  # noqa: E402
 from tests.support.fake_regions import HostDriver  # noqa: E402
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine  # noqa: E402
@@ -40,8 +40,8 @@ def small_chunks() -> Iterator[None]:
     """And no trial or comparison at each start, which takes as long as a test here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "CHUNK_TOKENS", 8)
-        patch.setattr("engine.engine.try_out", lambda *_: None)
-        patch.setattr("engine.engine.judge", lambda *_: None)
+        patch.setattr("engine.worker.try_out", lambda *_: None)
+        patch.setattr("engine.worker.judge", lambda *_: None)
         yield
 
 
@@ -53,8 +53,8 @@ class Captured:
         self.captures = self.replays = 0
 
     def addresses(self) -> list[int]:
-        module, attention = self.engine.model.module, self.engine.backend
-        tensors = [*module.parameters(), self.engine.kv.data, attention._arrays, attention.partial, attention.sums]
+        module, attention = self.engine.model.module, self.engine.worker.backend
+        tensors = [*module.parameters(), self.engine.worker.kv.data, attention._arrays, attention.partial, attention.sums]
         return [tensor.data_ptr() for tensor in tensors]
 
     def __call__(self, forward: Run) -> Run:
@@ -91,7 +91,7 @@ def small_engine(capture: type[Captured] | None) -> tuple[Engine, Captured | Non
     if capture is None:
         return engine, None
     stub = capture(engine)
-    engine.steps.graphs = StepGraphs(engine.model.forward, 24, 64, engine.model.device, lambda: stub)
+    engine.worker.graphs = StepGraphs(engine.model.forward, 24, 64, engine.model.device, lambda: stub)
     return engine, stub
 
 
@@ -143,7 +143,7 @@ def test_replayed_steps_make_the_same_samples_and_follow_refresh_and_sleep(monke
     )
     assert same(want, some(graphed))
     first = stub.captures
-    assert stub.replays > first and {shape.logits > 0 for shape in graphed.steps.graphs._replays} == {False, True}  # type: ignore[union-attr]
+    assert stub.replays > first and {shape.logits > 0 for shape in graphed.worker.graphs._replays} == {False, True}  # type: ignore[union-attr]
     new = {name: tensor * 1.5 for name, tensor in graphed.model.module.state_dict().items()}
     for engine in (eager, graphed):
         engine.refresh(new)
@@ -160,7 +160,7 @@ def test_replayed_steps_make_the_same_samples_and_follow_refresh_and_sleep(monke
 
 def test_graphs_of_all_sizes_leave_their_logits_in_one_place() -> None:
     engine, stub = small_engine(Captured)
-    assert stub is not None and engine.graphs is not None
+    assert stub is not None and engine.worker.graphs is not None
     places = set()
     replayed = stub.result
 
@@ -278,15 +278,17 @@ def test_a_failed_capture_ends_the_graphs_of_its_kind_alone() -> None:
     assert not graphs.mixed and graphs.sizes and graphs.covers(by_hand([1], [0], 0))
 
 
-def steps_by_hand(graphs: StepGraphs | None, forward: Any, **config: Any) -> Any:
-    """As much of `Steps` as warming up takes."""
+def worker_by_hand(graphs: StepGraphs | None, forward: Any, **config: Any) -> Worker:
+    """Make a worker with as much in it as warming up takes."""
     draws = SimpleNamespace(read=lambda: None)
-    return SimpleNamespace(
-        device=SimpleNamespace(warms_up=True, memory=HostMemory(), sample=lambda logits, sampling: draws),
-        graphs=graphs, scheduler=SimpleNamespace(config=EngineConfig(**config)), kv=SimpleNamespace(block_size=4),
-        model=SimpleNamespace(context=100, geometry=SimpleNamespace(dtype=torch.bfloat16), forward=forward),
-        backend=SimpleNamespace(prepare=lambda batch, kv: Noted((True, False, True))),
-    )  # fmt: skip
+    device: Any = SimpleNamespace(
+        warms_up=True, memory=HostMemory(), sample=lambda logits, sampling: draws, graphs=lambda *_: graphs
+    )
+    model: Any = SimpleNamespace(context=100, geometry=SimpleNamespace(dtype=torch.bfloat16), forward=forward)
+    backend: Any = SimpleNamespace(prepare=lambda batch, kv: Noted((True, False, True)))
+    kv: Any = SimpleNamespace(block_size=4)
+    weights: Any = None
+    return Worker(EngineConfig(**config), device, ModelKernels(model, backend, None, ""), kv, weights)
 
 
 def test_no_decode_is_captured_after_the_start(caplog: pytest.LogCaptureFixture) -> None:
@@ -300,9 +302,9 @@ def test_no_decode_is_captured_after_the_start(caplog: pytest.LogCaptureFixture)
         return ids_and_positions(batch, kv, backend)
 
     graphs, captured = by_hand_graphs(40, 4096)
-    steps = steps_by_hand(graphs, forward, **config)
+    worker = worker_by_hand(graphs, forward, **config)
     with caplog.at_level("INFO", "rollout.engine"):
-        assert warmed_up(steps) is steps
+        worker.warm_up()
     assert eager == [(40, 4000)] * 2, (
         "as many rows of the model's context as there may be; a draw that cuts, and one that does not"
     )
@@ -313,10 +315,11 @@ def test_no_decode_is_captured_after_the_start(caplog: pytest.LogCaptureFixture)
             graphs.forward(by_hand([1] * rows, [*range(rows)], 0, large=rows % 2 > 0), None, None)  # type: ignore[arg-type]
     assert len(captured) == 2 * len(sizes(40)) - 2
     eager.clear()
-    warmed_up(steps_by_hand(None, forward, **config))
+    worker_by_hand(None, forward, **config).warm_up()
     assert eager == [(40, 4000)] * 2 + [(40, 40)] * 2, "without graphs decode compiles all the same"
-    steps.device.warms_up = False
-    assert warmed_up(steps) is steps and len(eager) == 4
+    worker.device.warms_up = False
+    worker.warm_up()
+    assert len(eager) == 4
 
 
 def test_a_step_that_finds_no_memory_is_refused_at_the_start() -> None:
@@ -324,8 +327,8 @@ def test_a_step_that_finds_no_memory_is_refused_at_the_start() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(ValueError, match="max_batch_tokens=64 or max_num_seqs=2"):
-        warmed_up(steps_by_hand(None, full, max_num_seqs=2, max_batch_tokens=64))
-    warmed_up(steps_by_hand(None, full, warm_up=False))
+        worker_by_hand(None, full, max_num_seqs=2, max_batch_tokens=64).warm_up()
+    worker_by_hand(None, full, warm_up=False).warm_up()
 
 
 def test_a_replay_that_does_not_see_its_inputs_is_seen(wanted: dict[tuple[str, int], Sample]) -> None:
@@ -361,11 +364,11 @@ def test_without_memory_for_a_graph_smaller_steps_keep_theirs(
 ) -> None:
     """A pool of memory whose only graph has failed is not used again."""
     full, stub = small_engine(Full)
-    assert isinstance(stub, Full) and full.graphs is not None
-    full.graphs.mixed.clear()
+    assert isinstance(stub, Full) and full.worker.graphs is not None
+    full.worker.graphs.mixed.clear()
     pools: list[Full] = []
-    full.graphs._new_capture = lambda: pools.append(stub) or stub  # type: ignore[func-returns-value]
+    full.worker.graphs._new_capture = lambda: pools.append(stub) or stub  # type: ignore[func-returns-value]
     stub.room = room
     assert same(wanted, some(full))
     assert same(wide(eager), wide(full)) and stub.captures == room
-    assert len(pools) == 1 - room and all(size < 24 for size in full.graphs.sizes)
+    assert len(pools) == 1 - room and all(size < 24 for size in full.worker.graphs.sizes)

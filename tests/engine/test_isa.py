@@ -90,7 +90,7 @@ def test_two_engines_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has kernels of its own, in turn and step by step: no scratch, no choice is shared."""
     names = [name for name in here() if name in ISAS][:2]
     engines = [toy_engine(isa=name) for name in names]
-    assert len({id(each.device.chosen.kernels) for each in engines}) == len(engines)
+    assert len({id(each.worker.device.chosen.kernels) for each in engines}) == len(engines)
     groups = [group(f"g{i}", range(5, 9 + i), n=3, max_tokens=9, ignore_eos=True, seed=i, top_k=7) for i in range(3)]
     alone = [run(toy_engine(isa=name), groups) for name in names]
     for each in engines:

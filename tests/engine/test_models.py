@@ -133,7 +133,7 @@ def test_shapes_that_the_kernel_lacks_take_the_reference(overrides: dict, caplog
     model = tiny("llama", **overrides)
     trainer = copy.deepcopy(model)
     engine = tiny_engine(model=model)
-    assert engine.backend.name == "reference" and "attention in plain torch" in caplog.text
+    assert engine.worker.backend.name == "reference" and "attention in plain torch" in caplog.text
     each = prompts((40,), n=1)[0]
     sample = run(engine, [each])[each.id, 0]
     np.testing.assert_allclose(sample.logprobs, plain_logprobs(trainer, each.prompt, sample), atol=1e-5, rtol=0)
@@ -184,14 +184,14 @@ def test_positions_near_the_end_of_the_context_are_judged(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(engine.model, "forward", wrong_from_400_on)
     with pytest.raises(UnsupportedModel, match="at positions 416 to 511"):
-        judge(LoadedModel(engine.model, engine.backend, 8, 128, HostMemory(), engine.model.geometry))
+        judge(LoadedModel(engine.model, engine.worker.backend, 8, 128, HostMemory(), engine.model.geometry))
 
 
 def test_what_goes_wrong_while_judging_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine("llama")
-    monkeypatch.setattr(engine.backend, "attend", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine.worker.backend, "attend", lambda *_: 1 / 0)
     with pytest.raises(UnsupportedModel, match="cannot be compared: ZeroDivisionError: division by zero"):
-        judge(LoadedModel(engine.model, engine.backend, 8, 128, HostMemory(), engine.model.geometry))
+        judge(LoadedModel(engine.model, engine.worker.backend, 8, 128, HostMemory(), engine.model.geometry))
 
 
 def test_the_judge_leaves_a_model_as_it_was() -> None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import engine.devices
 import engine.engine
 import engine.pipeline
+import engine.worker
 from engine.cuda.memory import to_device, to_host
 from engine.engine import Engine
 from engine.forward.batch import Batch
@@ -120,7 +121,7 @@ def in_flight(e: Engine, *groups: Group, steps: int = 6) -> list[Sample]:
     for each in groups:
         e.submit(each)
     samples = [sample for _ in range(steps) for sample in e.step()]
-    assert e.steps.in_flight
+    assert e.pipeline.in_flight
     return samples
 
 
@@ -129,7 +130,7 @@ def finish(e: Engine) -> list[Sample]:
     while e.has_work:
         samples += e.step()
         e.check()
-    assert not e.steps.in_flight and not e.scheduler.store.used
+    assert not e.pipeline.in_flight and not e.scheduler.store.used
     return samples
 
 
@@ -180,7 +181,7 @@ def test_what_stops_the_engine_lands_the_step_first(rest: str) -> None:
     else:
         assert not e.drain() and e.has_work
     if rest != "drain":
-        assert not e.steps.in_flight and e.counters.generated_tokens == drawn + 5
+        assert not e.pipeline.in_flight and e.counters.generated_tokens == drawn + 5
     e.check()
     got = {(sample.group_id, sample.index): sample for sample in finish(e)}
     for each in some:
@@ -288,7 +289,7 @@ def test_seconds_are_those_of_the_step_that_was_read(monkeypatch: pytest.MonkeyP
             return PendingTokens(draws.tokens, read)
 
     Slow(monkeypatch)
-    for module in (engine.engine, engine.pipeline):
+    for module in (engine.engine, engine.pipeline, engine.worker):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=perf_counter))
     e = overlapped()
     run(e, [group("g", range(1, 20), n=4, max_tokens=5, ignore_eos=True)])
@@ -311,17 +312,17 @@ def test_a_forward_that_fails_does_not_take_the_step_before_with_it() -> None:
 
 def test_a_copy_that_fails_with_a_step_in_flight() -> None:
     e = overlapped(kv_tokens=60, cpu_offload_gib=0.0001)
-    move, calls, flying = e.kv.move, [0], [0]
+    move, calls, flying = e.worker.kv.move, [0], [0]
 
     def broken(moves: Any, *spans: Any) -> Any:
         calls[0] += bool(moves)
         if moves and calls[0] % 3 == 0:
-            flying[0] += len(e.steps.in_flight)
+            flying[0] += len(e.pipeline.in_flight)
             move(type(moves)(offloads=moves.offloads))
             raise MemoryError("injected failure of a copy")
         return move(moves, *spans)
 
-    e.kv.move = broken  # type: ignore[method-assign]
+    e.worker.kv.move = broken  # type: ignore[method-assign]
     groups = [group(f"g{i}", range(1, 9), n=4, max_tokens=16, seed=i, ignore_eos=True) for i in range(4)]
     samples = run(e, groups)
     assert e.counters.failed_moves > 2 and flying[0] > 0
@@ -373,11 +374,11 @@ def test_the_forward_of_a_decode_step_asks_for_no_value(name: str, monkeypatch: 
     model: Any = e.model
     monkeypatch.setattr(model, "forward", lambda batch, kv, _: model.forward_transformers(batch, kv, NoAttention()))
     with Waits() as waits:
-        e.steps.launch(e.scheduler.plan())
-    flight = e.steps.in_flight[-1]
-    assert waits.seen == [] and len(flight.draws.tokens) == 4
+        e.pipeline.execute(e.scheduler.plan())
+    flight = e.pipeline.in_flight[-1]
+    assert waits.seen == [] and len(flight.result.draws.tokens) == 4
     with Waits() as waits:
-        assert (flight.draws.tokens.float().mean() > 1e9).item() is False
+        assert (flight.result.draws.tokens.float().mean() > 1e9).item() is False
     assert waits.seen == ["_local_scalar_dense"]
 
 

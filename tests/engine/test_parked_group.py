@@ -26,14 +26,14 @@ class Travels:
     def __init__(self, engine: Engine) -> None:
         self.to_host: Counter[int] = Counter()
         self.to_device: Counter[int] = Counter()
-        move = engine.kv.move
+        move = engine.worker.kv.move
 
         def counted(moves: BlockCopies, *spans: Any) -> Copied:
             self.to_host.update(host for _, host in [*moves.offloads, *moves.mirrors])
             self.to_device.update(host for host, _ in moves.restores)
             return move(moves, *spans)
 
-        engine.kv.move = counted  # type: ignore[method-assign]
+        engine.worker.kv.move = counted  # type: ignore[method-assign]
 
 
 def parked_group() -> tuple[Engine, list[Any], Travels]:
@@ -62,7 +62,7 @@ def test_the_prefix_of_a_parked_group_travels_once_each_way() -> None:
     prefix = [block.host for block in children[0].blocks[:PREFIX_BLOCKS]]
     assert len(children) == N and None not in prefix
     assert [travels.to_host[host] for host in prefix] == [1] * PREFIX_BLOCKS
-    moved, size = engine.counters.offloaded_blocks, engine.kv.block_bytes
+    moved, size = engine.counters.offloaded_blocks, engine.worker.kv.block_bytes
     assert engine.counters.offloads >= N and engine.counters.bytes_to_host == moved * size
     with_each = moved + (N - 1) * PREFIX_BLOCKS
     assert moved < with_each / 8
@@ -81,5 +81,5 @@ def test_a_second_copy_of_the_prefix_would_be_seen() -> None:
     block = children[0].blocks[0]
     moves = BlockCopies()
     moves.offloads.append((0, block.host))
-    engine.kv.move(moves)
+    engine.worker.kv.move(moves)
     assert travels.to_host[block.host] == 2

@@ -133,7 +133,7 @@ def test_an_engine_forgets_its_graphs_where_memory_moves(driver: HostDriver | No
         def forget(self) -> None:
             forgotten.append("all")
 
-    made.steps.graphs = Graphs()
+    made.worker.graphs = Graphs()
     for engine in (made, plain):
         engine.submit(group("g", range(5, 40), n=4, max_tokens=12, ignore_eos=True))
     for _ in range(5):

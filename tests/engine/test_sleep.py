@@ -100,7 +100,7 @@ def test_a_copy_that_fails_on_the_way_to_bed() -> None:
     """What was to be preempted is prefilled again."""
     want = run(tiny_engine(), groups())
     engine = tiny_engine(cpu_offload_gib=0.01)
-    move = engine.kv.move
+    move = engine.worker.kv.move
     for each in groups():
         engine.submit(each)
     for _ in range(5):
@@ -110,9 +110,9 @@ def test_a_copy_that_fails_on_the_way_to_bed() -> None:
         move(type(moves)(offloads=moves.offloads[:1]))
         raise MemoryError("injected failure of a copy")
 
-    engine.kv.move = broken  # type: ignore[method-assign]
+    engine.worker.kv.move = broken  # type: ignore[method-assign]
     engine.sleep()
-    engine.kv.move = move  # type: ignore[method-assign]
+    engine.worker.kv.move = move  # type: ignore[method-assign]
     engine.check()
     engine.wake()
     got = run(engine)
@@ -239,7 +239,7 @@ def test_a_part_that_finds_no_memory_sleeps_on(monkeypatch: pytest.MonkeyPatch) 
     engine.submit(groups(1)[0])
     engine.sleep()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.kv, "take_back", lambda: (_ for _ in ()).throw(MemoryError("the trainer has it")))
+        patch.setattr(engine.worker.kv, "take_back", lambda: (_ for _ in ()).throw(MemoryError("the trainer has it")))
         with pytest.raises(MemoryError):
             engine.wake()
     assert engine.status()["asleep"] == ["kv"] and not engine.has_work

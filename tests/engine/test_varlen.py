@@ -37,8 +37,8 @@ def small_chunks() -> Iterator[None]:
     """And no comparison at each start, which takes as long as a test here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "CHUNK_TOKENS", 16)
-        patch.setattr("engine.engine.try_out", lambda *_: None)
-        patch.setattr("engine.engine.judge", lambda *_: None)
+        patch.setattr("engine.worker.try_out", lambda *_: None)
+        patch.setattr("engine.worker.judge", lambda *_: None)
         yield
 
 

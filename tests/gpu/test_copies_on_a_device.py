@@ -27,7 +27,7 @@ def test_under_pressure_as_with_room(ahead: bool) -> None:
     counters = tight.counters
     assert counters.offloads > 0 and counters.restored_blocks > 0 and counters.recomputed_tokens == 0
     assert counters.move_seconds > 0 and counters.copy_blocks_per_second > 0
-    assert isinstance(tight.kv.lane, StreamCopies) == (DEVICE == "cuda")
+    assert isinstance(tight.worker.kv.lane, StreamCopies) == (DEVICE == "cuda")
 
 
 def wrong_blocks(kv: PagedKV, rounds: int = 12) -> int:

@@ -10,7 +10,7 @@ import torch
 from engine.config import WeightOffload
 from engine.engine import Engine
 from tests.support.equivalence import assert_same
-from tests.support.on_device import agree, engine, lockstep, module_of, needs_cuda
+from tests.support.on_device import agree, captured_of, engine, lockstep, module_of, needs_cuda
 from tests.support.tiny import tiny
 from tests.support.toy import group, run
 
@@ -23,17 +23,17 @@ def sizes_of(replays: dict[Any, Any]) -> list[int]:
 
 
 def addresses(made: Engine) -> list[int]:
-    attention: Any = made.backend
-    tensors = [*module_of(made).parameters(), made.kv.data, attention._arrays, attention.partial, attention.sums]
+    attention: Any = made.worker.backend
+    tensors = [*module_of(made).parameters(), made.worker.kv.data, attention._arrays, attention.partial, attention.sums]
     return [tensor.data_ptr() for tensor in tensors]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replayed_is_eager(dtype: str) -> None:
     eager, graphed = engine(dtype=dtype, cuda_graphs=False), engine(dtype=dtype)
-    assert eager.graphs is None and graphed.graphs is not None
+    assert eager.worker.graphs is None and graphed.worker.graphs is not None
     assert_same(run(eager, lockstep()), run(graphed, lockstep()))
-    assert sizes_of(graphed.graphs._replays) == [16]
+    assert sizes_of(captured_of(graphed)) == [16]
     assert_same(run(eager, lockstep("again", 1)), run(graphed, lockstep("again", 1)))
     with pytest.raises(AssertionError):
         assert_same(run(eager, lockstep("other", 2)), run(graphed, lockstep("other", 3)))
@@ -44,7 +44,7 @@ def test_padded_sizes_agree() -> None:
     some = [group(f"g{i}", range(5, 15 + 7 * i), n=3, max_tokens=6 + 5 * i, seed=i, ignore_eos=True) for i in range(7)]
     graphed = engine(max_num_seqs=24)
     agree(run(engine(cuda_graphs=False, max_num_seqs=24), some), run(graphed, some))
-    assert graphed.graphs is not None and len(graphed.graphs._replays) > 1
+    assert graphed.worker.graphs is not None and len(captured_of(graphed)) > 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -55,12 +55,12 @@ def test_a_refresh_keeps_the_graphs_and_they_follow_it(dtype: str) -> None:
         each.submit(lockstep()[0])
         for _ in range(8):
             each.step()
-        before, replays = addresses(each), dict(each.graphs._replays) if each.graphs else {}
+        before, replays = addresses(each), dict(captured_of(each)) if each.worker.graphs else {}
         each.refresh({name: tensor * 1.5 for name, tensor in module_of(each).state_dict().items()})
         samples.append(run(each))
         assert addresses(each) == before, "a refresh in place moved something"
-        if each.graphs is not None:
-            assert each.graphs._replays == replays and sizes_of(replays) == [16], "a refresh captured anew"
+        if each.worker.graphs is not None:
+            assert captured_of(each) == replays and sizes_of(replays) == [16], "a refresh captured anew"
     assert_same(*samples)
     assert all([version for _, version in sample.weight_versions] == [0, 1] for sample in samples[1].values())
     with pytest.raises(AssertionError):

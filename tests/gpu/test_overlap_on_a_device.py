@@ -49,7 +49,7 @@ def slow_engine(graphs: bool, overlap: bool) -> Engine:
     made.submit(lockstep()[0])
     for _ in range(6):
         made.step()  # kernels are compiled and graphs captured
-    run_of: Any = made.graphs if made.graphs is not None else made.model
+    run_of: Any = made.worker.graphs if made.worker.graphs is not None else made.model
     forward = run_of.forward
 
     def slow(*args: Any) -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_a_launch_waits_for_nothing(graphs: bool) -> None:
     """torch raises where it knows that the host would wait for the device. (It does not know of copies from pageable memory
     that are told not to wait, nor of events: what the test above sees.)"""
     made = slow_engine(graphs, True)
-    launch: Any = made.steps.launch
+    launch: Any = made.worker.execute
 
     def strict(*args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
@@ -90,7 +90,7 @@ def test_a_launch_waits_for_nothing(graphs: bool) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    vars(made.steps)["launch"] = strict
+    vars(made.worker)["execute"] = strict
     for _ in range(5):
         made.step()
     assert made.counters.failed_steps == 0, "a launch waited: see the log"

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from engine.config import EngineConfig
 from engine.engine import Engine
 from tests.support.equivalence import CLASSES, ROOMY, assert_same, groups
-from tests.support.on_device import DEVICE, Samples, agree, engine
+from tests.support.on_device import DEVICE, Samples, agree, captured_of, engine
 from tests.support.tiny import MODELS, plain_logprobs, tiny, tiny_engine
 from tests.support.toy import group, run
 
@@ -72,7 +72,7 @@ def test_families_have_the_log_probs_of_the_trainers_forward(family: str) -> Non
     made = engine(name=family, cuda_graphs="moe" not in family and family != "mixtral")
     prompt = np.arange(5, 64, dtype=np.int32)
     samples = run(made, [group("g", prompt, n=4, max_tokens=12, ignore_eos=True)])
-    assert made.graphs is None or made.graphs._replays, "its forward could not be captured"
+    assert made.worker.graphs is None or captured_of(made), "its forward could not be captured"
     trainer = tiny(family).to(DEVICE)
     for sample in samples.values():
         np.testing.assert_allclose(sample.logprobs, plain_logprobs(trainer, prompt, sample), atol=1e-4, rtol=0)

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.engine import Engine
-from tests.support.on_device import DEVICE, Samples, agree, engine, lockstep, needs_cuda
+from tests.support.on_device import DEVICE, Samples, agree, captured_of, engine, lockstep, needs_cuda
 from tests.support.tiny import tiny
 from tests.support.toy import group, run
 
@@ -60,21 +60,21 @@ def test_the_memory_goes_and_comes_back(level: int) -> None:
     weights = made.weights.resident_bytes
     assert weights > 200 * MIB
     first = run(made, lockstep())
-    assert made.graphs is not None and made.graphs._replays
+    assert made.worker.graphs is not None and captured_of(made)
     before = free()
     freed = made.sleep(level)
     gone = free() - before
     assert gone > 1024 * MIB + 0.95 * weights and freed > 1024 * MIB + 0.95 * weights, "it is still held"
-    assert made.weights.stays and made.kv.stays and made.graphs._replays, "graphs stay, as addresses do"
-    captured = dict(made.graphs._replays)
+    assert made.weights.stays and made.worker.kv.stays and captured_of(made), "graphs stay, as addresses do"
+    captured = dict(captured_of(made))
     made.wake()
     if level == 2:
         assert made.status()["state"] == "without weights" and not made.has_work
         made.refresh(dict(large().named_parameters()))
     assert abs(free() - before) < 256 * MIB, "more or less than it was before"
-    assert not made.kv.data.count_nonzero()
+    assert not made.worker.kv.data.count_nonzero()
     again = run(made, lockstep("2"))
-    assert made.graphs._replays == captured, "none was captured anew"
+    assert captured_of(made) == captured, "none was captured anew"
     for (_, index), sample in first.items():
         assert sample.logprobs.tobytes() == again["lockstep2", index].logprobs.tobytes()
     made.sleep(level)

@@ -40,7 +40,8 @@ def test_bench_host_prints_the_parts(
 def test_what_a_part_takes_shows_in_it(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part, made slow, is the one that grows."""
     import engine.devices as devices
-    import engine.pipeline as module
+    import engine.pipeline as pipeline
+    import engine.worker as worker
 
     quick = host.measure(16, 0.1)
     spin = 0.01
@@ -53,10 +54,10 @@ def test_what_a_part_takes_shows_in_it(clock: Clock, monkeypatch: pytest.MonkeyP
         return slowly
 
     targets = {
-        "plan": (module.Scheduler, "plan"),
-        "build": (module.Batch, "build"),
+        "plan": (pipeline.Scheduler, "plan"),
+        "build": (worker.Batch, "build"),
         "sample": (devices, "launch_draws"),
-        "commit": (module.Scheduler, "commit"),
+        "commit": (pipeline.Scheduler, "commit"),
     }
     for name, (owner, attribute) in targets.items():
         with monkeypatch.context() as patched:

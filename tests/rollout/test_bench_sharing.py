@@ -108,12 +108,12 @@ def test_the_pool_is_filled_to_the_end(model: Model, kv_dtype: KVName) -> None:
     engine = sharing.Engine(
         EngineConfig(dtype="float32", threads=1, kv_dtype=kv_dtype, kv_tokens=32 * 70, cpu_offload_gib=0), model
     )
-    by_hand.fill(engine.kv)
+    by_hand.fill(engine.worker.kv)
     every = torch.arange(70)
-    for cells in (each for layer in range(2) for each in keys_and_values(engine.kv, layer)):
+    for cells in (each for layer in range(2) for each in keys_and_values(engine.worker.kv, layer)):
         assert (cells.read(every).abs().flatten(1).sum(1) > 0).all() and cells.read(every).std() == pytest.approx(1, abs=0.02)
-    assert torch.equal(engine.kv.data[0], engine.kv.data[by_hand.PATTERN])
-    assert not torch.equal(engine.kv.data[0], engine.kv.data[1])
+    assert torch.equal(engine.worker.kv.data[0], engine.worker.kv.data[by_hand.PATTERN])
+    assert not torch.equal(engine.worker.kv.data[0], engine.worker.kv.data[1])
 
 
 def test_a_step_by_hand_is_a_step_of_the_engine(model: Model) -> None:

@@ -147,16 +147,18 @@ def outcome(model: PreTrainedModel, name: str, prompts: tuple[int, ...] = PROMPT
     if dtype == "float32":
         worst = max(float(np.abs(s.logprobs - want).max()) for (_, s), want in zip(pairs, rounded, strict=True))
         if worst <= FP32_BOUND:
-            return Outcome("right", engine.backend.name, worst)
+            return Outcome("right", engine.worker.backend.name, worst)
     finer = plain.to(torch.float64 if dtype == "float32" else torch.float32)
     try:
         exact = [plain_logprobs(finer, prompt, sample) for prompt, sample in pairs]
     except RuntimeError as error:  # torch has no grouped products in fp64, so experts have 1e-5 to keep to
-        return Outcome("wrong", f"{engine.backend.name}: {str(error)[:80]}", worst)
+        return Outcome("wrong", f"{engine.worker.backend.name}: {str(error)[:80]}", worst)
     mine = float(np.mean([np.abs(s.logprobs - want).mean() for (_, s), want in zip(pairs, exact, strict=True)]))
     theirs = float(np.mean([np.abs(one - want).mean() for one, want in zip(rounded, exact, strict=True)]))
     least = 0 if dtype == "float32" else 2**-9
-    return Outcome("right" if mine <= 3 * theirs + least else "wrong", f"{engine.backend.name}, plain {theirs:.1e}", mine)
+    return Outcome(
+        "right" if mine <= 3 * theirs + least else "wrong", f"{engine.worker.backend.name}, plain {theirs:.1e}", mine
+    )
 
 
 def both(name: str) -> dict[str, Outcome]:

@@ -25,7 +25,7 @@ def run_with_naps(engine: Engine, naps: set[int], level: int = 1) -> dict[tuple[
         if step in naps:
             engine.sleep(level)
             assert not engine.has_work and engine.step() == [] and engine.status()["state"] == "asleep"
-            assert not engine.kv.data.count_nonzero() and not engine.scheduler.store.device.used
+            assert not engine.worker.kv.data.count_nonzero() and not engine.scheduler.store.device.used
             engine.check()
             engine.wake()
         for sample in engine.step():

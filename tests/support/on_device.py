@@ -29,6 +29,13 @@ def module_of(engine: Engine) -> torch.nn.Module:
     return model.module
 
 
+def captured_of(engine: Engine) -> dict[Any, Any]:
+    """Return the forwards that an engine's graphs have captured."""
+    graphs: Any = engine.worker.graphs
+    captured: dict[Any, Any] = graphs._replays
+    return captured
+
+
 def lockstep(tag: str = "", seed: int = 0) -> list[Group]:
     """Make sixteen children of one prompt that all draw as many tokens. Every decode step has sixteen rows, a batch size that
     is captured and that nobody pads: whatever else differs, the matrix products are the same, and so must the bits be."""

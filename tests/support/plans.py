@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from engine.config import EngineConfig
@@ -32,31 +31,9 @@ def rows(scheduler: Scheduler, plan: Plan) -> list[PlanRow]:
     return [PlanRow(*child, *row) for child, row in zip(children, numbers, strict=True)]
 
 
-def encoded(plan: Plan) -> bytes:
-    """Write a plan as msgpack. Raises TypeError for whatever is neither a value of msgpack nor an array."""
-    return msgspec.msgpack.encode(plan, enc_hook=_array_fields)
-
-
-def decoded(data: bytes) -> Plan:
-    return msgspec.msgpack.decode(data, type=Plan, dec_hook=_array)
-
-
 def sent(plan: Plan) -> Plan:
     """Return a plan as another process gets it."""
-    return decoded(encoded(plan))
-
-
-def _array_fields(value: Any) -> Any:
-    if not isinstance(value, np.ndarray):
-        raise TypeError(f"a plan holds a {type(value).__name__}")
-    return np.lib.format.dtype_to_descr(value.dtype), value.shape, value.tobytes()
-
-
-def _array(kind: Any, fields: Any) -> Any:
-    assert kind is np.ndarray
-    descr, shape, data = fields
-    dtype = np.dtype(descr if isinstance(descr, str) else [tuple(field) for field in descr])
-    return np.frombuffer(data, dtype).reshape(shape).copy()
+    return Plan.decode(plan.encode())
 
 
 def small_scheduler(device_blocks: int = 16, host_blocks: int = 0, **config: Any) -> Scheduler:

@@ -1,0 +1,251 @@
+"""The worker: all that one device holds (model, KV pages, graphs, weights) and does. It executes plans and decides nothing.
+
+    Engine ── Plan: ints and arrays ──► Worker ── InFlight: draws, read when they are there ──► Engine
+
+A plan and what the worker did before are all that a step needs. So a second worker with the same configuration and model, given
+the same plans (`Plan.encode`), refreshes and sleeps, draws the same tokens, to the bit: what several devices need is one worker
+each, and one scheduler that sends every plan to all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple, get_args
+
+import numpy as np
+import torch
+
+from engine.config import EngineConfig
+from engine.devices import Device, StepCapacity, choose_backend, device_of, resolved
+from engine.forward.arithmetic import arithmetic
+from engine.forward.attention import Backend
+from engine.forward.batch import Batch
+from engine.forward.model import ExecutionPath, Model, ModelLike, module_of, open_model, streamed_of, weights_moved
+from engine.forward.sampling import PendingTokens
+from engine.forward.self_check import LoadedModel, judge, try_out
+from engine.kv.copies import Copied
+from engine.kv.pages import PagedKV
+from engine.kv.sizing import blocks_in_host_memory, blocks_on_device, check_tables
+from engine.scheduling.plan import Plan, SampledTokens, plan_by_hand
+from engine.types import Adapter, Tag, TensorInfo
+from engine.weights.live import Weights
+from engine.weights.staging import Staging
+
+log = logging.getLogger("rollout.engine")
+CUT = 0.9
+"""`top_p` of a draw that truncates"""
+
+
+class ModelKernels(NamedTuple):
+    """A model, and the kernels that were chosen for it."""
+
+    model: ModelLike
+    backend: Backend
+    path: ExecutionPath | None
+    """computes the layers; None: the module as it comes"""
+    arithmetic: str
+    """names what all of it computes: `engine.forward.arithmetic`"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InFlight:
+    """A step that was launched and whose draws are not read yet."""
+
+    draws: PendingTokens
+    prefill_seconds: Callable[[], float] | None
+    """waits for the forward and returns the seconds that it took; None unless nearly all tokens of the step were prefill"""
+    build_seconds: float
+    """for the batch, and for what the attention prepares"""
+    model_seconds: float
+    """to launch the forward"""
+    sample_seconds: float
+    """to launch the draws"""
+
+    def read(self) -> SampledTokens:
+        """Wait for the draws and return them. Raises what went wrong on the device."""
+        return self.draws.read()
+
+
+class Worker:
+    """Executes plans on one device. Writes KV pages, graphs and, through `Weights`, parameters; knows no scheduler."""
+
+    def __init__(self, config: EngineConfig, device: Device, kernels: ModelKernels, kv: PagedKV, weights: Weights) -> None:
+        self.config, self.device, self.kernels, self.kv, self.weights = config, device, kernels, kv, weights
+        self.model, self.backend = kernels.model, kernels.backend
+        self.graphs = device.graphs(kernels.model, config, kernels.backend)
+        """captured steps; None: every step is launched kernel by kernel"""
+        self.asleep: set[Tag] = set()
+        """parts of the memory that were given back"""
+        self._drawn: torch.Tensor | None = None
+        """[D] int32 on the device, drawn by the step that was executed last: the next plan may name them as pending"""
+
+    # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def move(self, plan: Plan) -> Copied:
+        """Run the copies of KV of a plan; called for every plan, copies or none. Returns the copies that have ended."""
+        return self.kv.move(plan.moves, plan.spans)
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan) -> InFlight:
+        """Launch the forward and the draws of a plan of at least one row, behind its copies (`move`), and wait for neither.
+        Pending tokens are taken from the draws of the plan that was executed before."""
+        started = time.perf_counter()
+        batch = Batch.build(plan, self.kv.block_size, self.device.memory, self.model.geometry.dtype, self._drawn)
+        batch = replace(batch, attention=self.backend.prepare(batch, self.kv))
+        built = time.perf_counter()
+        began = self.device.mark() if batch.num_tokens > 4 * max(plan.num_rows, batch.num_logits) else None
+        run = self.graphs if self.graphs is not None and self.graphs.covers(batch) else self.model
+        logits = run.forward(batch, self.kv, self.backend)
+        prefill_seconds = None if began is None else partial(self.device.seconds, began, self.device.mark())
+        launched = time.perf_counter()
+        draws = self.device.sample(logits, batch.sampling)
+        self._drawn = draws.tokens
+        return InFlight(draws, prefill_seconds, built - started, launched - built, time.perf_counter() - launched)
+
+    # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def stage(
+        self,
+        manifest: Sequence[TensorInfo],
+        *,
+        version: int | None = None,
+        partial: bool = False,
+        adapter: Adapter | None = None,
+        on_device: bool = False,
+    ) -> Staging:
+        """Begin a refresh: see `Weights.begin`. Raises ValueError while the weights are asleep."""
+        if "weights" in self.asleep:
+            raise ValueError('the weights are asleep: wake all, or tags=("weights",) alone, then refresh')
+        return self.weights.begin(manifest, version=version, partial=partial, adapter=adapter, on_device=on_device)
+
+    def commit(self, staging: Staging) -> None:
+        """Make the staged weights live, in place, with no step in flight: see `Weights.commit`."""
+        self.weights.commit(staging)
+
+    # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def check_may_sleep(self, level: int) -> None:
+        """Raise ValueError where `sleep` may not be called: for another level, while asleep, while a refresh is staged."""
+        if level not in (1, 2):
+            raise ValueError(f"level={level!r}: must be 1 (weights to host memory) or 2 (weights dropped)")
+        if self.asleep:
+            raise ValueError(f"the engine is asleep already ({', '.join(sorted(self.asleep))}); wake it first")
+        if self.weights.staging:
+            raise ValueError("a refresh is being staged; finish or abandon it first")
+
+    def sleep(self, level: int) -> None:
+        """Give the memory of the KV pool and of the weights back, with no step in flight and no block in use on the device.
+        level: see `Engine.sleep`."""
+        self._drawn = None
+        self.kv.release()
+        if self.graphs is not None and not (self.weights.stays and self.kv.stays):
+            self.graphs.forget()
+        self.weights.release_memory(keep=level == 1)
+        self.device.memory.trim()
+        self.asleep = set(get_args(Tag))
+
+    def wake(self, tags: Collection[Tag] | None = None) -> None:
+        """Undo `sleep` for the named parts, None = for all that is asleep. Raises ValueError where one of them is awake, and
+        what taking the memory raises: that part sleeps on then."""
+        for tag in parts_to_wake(tags, self.asleep):
+            (self.weights.restore_memory if tag == "weights" else self.kv.take_back)()
+            self.asleep.remove(tag)
+
+    # ── warm-up ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def warm_up(self) -> None:
+        """Run a step of each size that is captured, and the largest one of all, on a device that compiles and captures on first
+        use. The largest goes first: the others find room in its memory. They write into the first KV block, which no sequence
+        has yet. Raises ValueError where the device's memory does not hold one."""
+        config = self.config
+        if not (config.warm_up and self.device.warms_up):
+            return
+        shapes = list(self._warm_up_shapes())
+        for number, (rows, count) in enumerate(shapes, 1):
+            log.info("warming up step=%d of=%d sequences=%d tokens=%d", number, len(shapes), rows, rows * count)
+            try:
+                self._warm_up_step(rows, count)
+            except torch.OutOfMemoryError as error:
+                raise ValueError(
+                    f"a step of {rows * count} tokens finds no memory beside the weights and the KV pool: lower kv_gib, "
+                    f"max_batch_tokens={config.most_tokens} or max_num_seqs={config.most_seqs}"
+                ) from error
+
+    def _warm_up_shapes(self) -> Iterator[tuple[int, int]]:
+        """Yield (rows, tokens of each row)."""
+        config = self.config
+        count = min(config.most_tokens, self.model.context)
+        yield min(config.most_tokens // count, config.most_seqs), count
+        decode = [config.most_seqs] if self.graphs is None else [*self.graphs.sizes]
+        yield from ((rows, 1) for rows in reversed(decode))
+
+    @torch.inference_mode()
+    def _warm_up_step(self, rows: int, count: int) -> None:
+        """Run a step twice: with draws from whole distributions, and with draws that truncate them."""
+        size, dtype = self.kv.block_size, self.model.geometry.dtype
+        table = np.zeros((rows, -(-count // size)), np.int32)
+        plan = plan_by_hand(np.zeros((rows, count), np.int32), np.zeros(rows, np.int32), table)
+        cut = plan._replace(sampling=plan.sampling.copy())
+        cut.sampling["top_p"] = CUT
+        for each in (plan, cut):
+            batch = Batch.build(each, size, self.device.memory, dtype)
+            batch = replace(batch, attention=self.backend.prepare(batch, self.kv))
+            if self.graphs is not None and self.graphs.covers(batch):
+                logits = self.graphs.warm(batch, self.kv, self.backend)
+            else:
+                logits = self.model.forward(batch, self.kv, self.backend)
+            self.device.sample(logits, batch.sampling).read()
+
+
+def open_worker(config: EngineConfig, model: ModelLike | None = None) -> Worker:
+    """Make the worker of a configuration: open the device, load the model unless one is given, choose its kernels, take the
+    memory of the KV pools, in this order. `Worker.config` has what the configuration leaves to the device. Raises ValueError
+    for a configuration that cannot work."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = device_of(config)
+    config = resolved(config, device)
+    model = open_model(config, device.memory) if model is None else model
+    device.check(model)
+    if config.weight_offload is not None and streamed_of(model) is None:
+        raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, Streamed(…))")
+    kernels = choose_kernels(config, device, model)
+    weights = Weights(module_of(model), streamed_of(model), partial(weights_moved, model), device.memory)
+    return Worker(config, device, kernels, take_kv(config, device, model), weights)
+
+
+def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> ModelKernels:
+    """Choose what attends and what computes the layers, and compare both with the module's own forward. Raises ValueError."""
+    memory = device.memory
+    capacity, kept = StepCapacity.of(config, model), model.geometry.kept_as(config.kv_dtype)
+    tried = partial(try_out, model, kept, config.block_size, memory) if isinstance(model, Model) else lambda backend: None
+    backend = choose_backend(config.attention, device, capacity, tried)
+    path = device.equip(model, config, backend) if isinstance(model, Model) else None
+    kernels = ModelKernels(model, backend, path, arithmetic(path, backend, kept.fp8))
+    log.info("engine model=%s backend=%r arithmetic=%s", model.name, str(backend), kernels.arithmetic)
+    if isinstance(model, Model):
+        judge(LoadedModel(model, backend, config.block_size, capacity.tokens, memory, kept))
+    return kernels
+
+
+def take_kv(config: EngineConfig, device: Device, model: ModelLike) -> PagedKV:
+    """Size both pools of KV and take their memory. Raises ValueError for a size that cannot be had, or whose block tables do
+    not fit the host's memory."""
+    memory, kept = device.memory, model.geometry.kept_as(config.kv_dtype)
+    block_bytes = kept.bytes_per_token * config.block_size
+    on_device = blocks_on_device(config, block_bytes, memory)
+    on_host = blocks_in_host_memory(config, block_bytes, on_device, memory)
+    take_now = config.kv_tokens is not None or config.kv_gib is not None, config.cpu_offload_gib is not None
+    kv = PagedKV(kept, config.block_size, on_device, on_host, memory, device.lane(), take_now)
+    check_tables(config, min(-(-model.context // config.block_size), on_device))
+    return kv
+
+
+def parts_to_wake(tags: Collection[Tag] | None, asleep: set[Tag]) -> list[Tag]:
+    """List what is to be woken, weights first. tags: as for `Engine.wake`. Raises ValueError."""
+    wanted = asleep if tags is None else set(tags)
+    if not wanted or not wanted <= set(get_args(Tag)):
+        raise ValueError("the engine is not asleep" if tags is None else f"tags={tuple(tags)}: name weights, kv or both")
+    if awake := sorted(wanted - asleep):
+        raise ValueError(f"the engine is not asleep with its {' and '.join(awake)}: sleep first")
+    return sorted(wanted, reverse=True)
