@@ -1,4 +1,4 @@
-"""Engine: groups in, samples out, in process and without sockets. `step` is the table of contents of this package."""
+"""The engine: takes groups and returns samples, in process and without sockets. Read `Engine.step` first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from engine.worker import Worker, open_worker
 
 
 class Engine:
-    """One process, one thread: `submit`, `abort` and `refresh` happen between two calls of `step`.
+    """Joins a scheduler, a worker and the pipeline of steps between them. One thread calls it: `submit`, `abort` and `refresh`
+    happen between two calls of `step`.
 
     Example:
         engine = Engine(EngineConfig(model="path/to/model", kv_gib=2))
@@ -41,7 +42,7 @@ class Engine:
     def __init__(self, config: EngineConfig, model: ModelLike | None = None, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self.vocabulary = cache(partial(Vocabulary.load, config.model))
-        """reads the bytes of the tokens when a group asks for stop strings"""
+        """loads the bytes of the model's tokens when the first group asks for stop strings"""
         self.worker = worker = open_worker(config, model)
         self.config, self.model, self.weights = worker.config, worker.model, worker.weights
         self.arithmetic = worker.kernels.arithmetic
@@ -52,10 +53,11 @@ class Engine:
         self.overlap = bool(self.config.overlap_steps)
         self.refreshes = 0
         self.refreshed: Refreshed | None = None
-        """the last one"""
+        """figures of the last refresh"""
         self._asked = Mode.RUNNING
-        """RUNNING, DRAINING or PAUSED: what was asked for last"""
+        """RUNNING, DRAINING or PAUSED, as `resume`, `drain` and `pause` set it"""
         self._seeded = 0
+        """groups that came without a seed"""
 
     @property
     def vocab_size(self) -> int:
@@ -67,12 +69,12 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Of the live weights."""
+        """Return the version of the live weights."""
         return self.weights.version
 
     @property
     def mode(self) -> Mode:
-        """What the next step does; where several hold, the one that lasts longest."""
+        """Return the lifecycle state that decides what the next step does; of several, the one that lasts longest."""
         if self.weights.torn:
             return Mode.TORN
         if self.worker.asleep:
@@ -81,13 +83,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """`step` would do something."""
+        """Return whether `step` would do something."""
         scheduler = self.scheduler
         return not self.pipeline.empty or scheduler.overdue or (scheduler.has_work and not self.mode.rests)
 
     def submit(self, group: Group, client: str = "") -> None:
-        """Take a group on. `client` shares the engine fairly with other clients. Raises ValueError with the reason if the group
-        is refused; nothing has been allocated for it then."""
+        """Queue a group. client: name of the client, which shares the engine fairly with others. Raises ValueError with the
+        reason if the group is refused; nothing has been allocated for it then."""
         group.validate(self.limits, self.vocab_size, self.context)
         eos = stop_tokens(group, self.model)
         for child in () if group.score else group.begun:
@@ -110,8 +112,8 @@ class Engine:
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def step(self) -> list[Sample]:
-        """Launch one forward and read what it drew; where steps overlap, what the one before drew. Returns the samples that
-        ended; [] when there is nothing to do. What fails inside ends groups with finish_reason "error", never the engine."""
+        """Launch one forward and read its draws; where steps overlap, those of the forward before. Returns the samples that
+        ended; [] when there is nothing to do. A failure inside ends groups with finish_reason "error", never the engine."""
         pipeline = self.pipeline
         pipeline.add_ended(self.scheduler.expire())
         if pipeline.has_ended or self.mode.rests:
@@ -155,7 +157,7 @@ class Engine:
     def refresh(
         self, named_tensors: NamedTensors, *, version: int | None = None, kv: KVPolicy = "keep", partial: bool = False
     ) -> Refreshed:
-        """New weights in place, all or nothing, between two steps.
+        """Replace the weights in place, all or none, between two steps.
 
         Args:
             named_tensors: the model, a state dict or any iterable of (name, tensor), floats of any float dtype. Parameters and
@@ -194,11 +196,12 @@ class Engine:
         self._asked = Mode.RUNNING
 
     def sleep(self, level: int = 1) -> int:
-        """Give memory to others, between two steps. Returns how many bytes went back to the device or the machine.
+        """Free the memory of the KV pool and of the weights, between two steps. Returns the bytes that went back to the device
+        or the machine.
 
-        The KV pool goes. What runs is offloaded to host memory as far as that has room, else it is prefilled again; either way
-        it goes on after `wake`, and so does whatever is submitted meanwhile. Level 1 moves the weights to host memory, where a
-        CPU's are already; level 2 drops them, so that after `wake` a whole refresh must come before the next token.
+        Running sequences are offloaded to host memory as far as that has room, else prefilled again later; after `wake` all
+        continue, and groups submitted meanwhile start. Level 1 moves the weights to host memory, where a CPU's are already;
+        level 2 drops them, so that after `wake` a refresh of all tensors must come before the next token.
 
         Raises ValueError while asleep, while a refresh is staged, and for another level. Levels: vLLM's sleep mode."""
         self.worker.check_may_sleep(level)
@@ -211,7 +214,7 @@ class Engine:
         return max(0, before - memory.taken())
 
     def wake(self, tags: Collection[Tag] | None = None) -> None:
-        """Undo `sleep`, for all of the memory or for a part of it; steps go on when all is awake.
+        """Undo `sleep`, for all of the memory or for a part of it; steps continue when all is awake.
 
         tags: "weights", "kv" or both; None = all that is asleep. Beside a trainer on the same device: the weights, then a
         refresh, then, when the trainer has let its memory go, the KV pool. Tags: vLLM's wake_up.
@@ -220,7 +223,7 @@ class Engine:
         self.worker.wake(tags)
 
     def status(self) -> dict[str, Any]:
-        """Tell everything there is to know, JSON-able; see `engine.status`."""
+        """Return the status report, JSON-able; see `engine.status`."""
         return status(self)
 
     def check(self) -> None:
@@ -236,7 +239,7 @@ def scheduler_for(worker: Worker) -> Scheduler:
 
 
 def refreshed_of(staging: Staging, via: str, paused: float, digest: str) -> Refreshed:
-    """What a refresh that is live has taken. paused: seconds of its exchange."""
+    """Collect the figures of a refresh that is live. paused: seconds of its exchange."""
     return Refreshed(
         version=staging.version,
         via=via,
@@ -250,7 +253,7 @@ def refreshed_of(staging: Staging, via: str, paused: float, digest: str) -> Refr
 
 
 def stop_tokens(group: Group, model: ModelLike) -> frozenset[int]:
-    """Tokens that end a child of the group. Raises ValueError where min_tokens would leave nothing to draw."""
+    """Return the tokens that end a child of the group. Raises ValueError where min_tokens would leave nothing to draw."""
     eos = frozenset(group.sampling.stop_token_ids)
     if not group.sampling.ignore_eos:
         eos |= model.eos_token_ids

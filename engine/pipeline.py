@@ -1,4 +1,4 @@
-"""The steps that were launched and whose draws are not read yet.
+"""The pipeline between scheduler and worker: steps in flight, whose draws are not read yet, and what a failure discards.
 
     one after the other   host     plan 1, execute 1 │ read 1, commit 1, plan 2, execute 2 │ …
                           device                     ─ step 1 ─┤                           ─ step 2 ─┤
