@@ -99,8 +99,6 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     front_grace_s: float = 60.0
     """replicas of a front with a journal outlive it for so many seconds, once they take it for dead (client_grace_s); the next
     front on that journal goes on with them"""
-    hedge: int = 0
-    """once so many children are left, or fewer, replicas without work run them as well, and the first one counts; 0 = off"""
     listen_replicas: str | None = None
     """of a front: address at which replicas that others start join it; as for clients, loopback without --service.keys"""
     ray: str | None = None
@@ -127,8 +125,6 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"replicas={self.replicas}: must be 0 (no fleet) to {MOST_REPLICAS}")
         if not self.replica_grace_s >= 0:
             raise ValueError(f"replica_grace_s={self.replica_grace_s}: must be 0 or positive")
-        if self.hedge < 0:
-            raise ValueError(f"hedge={self.hedge}: must be 0 (off) or a number of children")
         if self.ray_cpus is not None and not self.ray_cpus >= 1:
             raise ValueError(f"ray_cpus={self.ray_cpus}: must be at least 1")
         if not self.front_grace_s > 0:

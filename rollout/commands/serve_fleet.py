@@ -63,7 +63,6 @@ def fleet_service(config: Config, journal: Journal | None) -> Iterator[Service]:
             config.fleet.replica_grace_s,
             config.engine.seed,
             before=Served() if journal is None else journal.weights,
-            hedge=config.fleet.hedge,
         )
         stack.callback(fleet.close)
         try:

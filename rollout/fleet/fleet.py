@@ -62,8 +62,7 @@ class Fleet:
         limits: what clients may ask for; no more than the replicas' own.
         replica_grace_s: a group waits so long for a replica that serves, then it ends as "error".
         seed: groups without a seed of their own draw theirs from this one.
-        before: the weights that were live when the front before was killed; version 0: there was none.
-        hedge: last children that idle replicas run as well, see `rollout.fleet.hedging`; 0 = none."""
+        before: the weights that were live when the front before was killed; version 0: there was none."""
 
     def __init__(
         self,
@@ -72,7 +71,6 @@ class Fleet:
         replica_grace_s: float = 60.0,
         seed: int = 0,
         before: Served = NONE_SERVED,
-        hedge: int = 0,
     ) -> None:
         self.limits = limits or Limits()
         self.inbox = EventQueue()
@@ -82,7 +80,7 @@ class Fleet:
         self.weights = self._members.weights
         members, weights = self._members, self.weights
         told = members.failed, weights.versions.__contains__
-        self._groups = FleetGroups(self.inbox, members.serving, lambda: self.version, *told, seed, hedge)
+        self._groups = FleetGroups(self.inbox, members.serving, lambda: self.version, *told, seed)
         self._mode = Mode.RUNNING
         """RUNNING, DRAINING or PAUSED: what was asked for last"""
         self._asleep = SleepState()
@@ -167,8 +165,6 @@ class Fleet:
             self._tend_at = now + TEND_S
             self._members.tend(now)
             self._wait_for_replicas(now)
-            if self.mode is Mode.RUNNING and not self.weights.staging:
-                self._groups.hedge(now)
         elif came:
             self.weights.tend(now)
         if self._groups.waiting:

@@ -20,7 +20,6 @@ from rollout.client.submission import handle_of, submit_of
 from rollout.fleet import failures, routing
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.failures import candidates, note, of_the_group, spent, unasked
-from rollout.fleet.hedging import Hedging
 from rollout.fleet.placement import OpenGroup, PlacedChildren, new_tokens, seeded
 from rollout.fleet.replica import Replica
 from rollout.fleet.sample_locations import SampleLocations
@@ -39,8 +38,7 @@ class FleetGroups:
         version: of the live weights; a replica that has older ones refuses.
         fail: called with a replica that has failed on a group, or whose link has ended.
         was_live: whether weights of a version were live; called by the links' threads.
-        seed: from which groups without a seed get theirs.
-        hedge: children that idle replicas run as well, see `rollout.fleet.hedging`; 0 = none."""
+        seed: from which groups without a seed get theirs."""
 
     def __init__(
         self,
@@ -50,9 +48,7 @@ class FleetGroups:
         fail: Callable[[Replica, str, RolloutError | None], None],
         was_live: Callable[[int], bool],
         seed: int = 0,
-        hedge: int = 0,
     ) -> None:
-        self.hedging = Hedging(hedge)
         self.open: dict[str, OpenGroup] = {}
         self.waiting: dict[str, OpenGroup] = {}
         """those with children that no replica has"""
@@ -111,18 +107,12 @@ class FleetGroups:
             self._send(one, indices, replicas[name], now)
             loads[name] = replicas[name].load
 
-    def hedge(self, now: float) -> None:
-        """Have idle replicas run the last children as well."""
-        for one, indices, replica in self.hedging.due(self.open.values(), self._serving(), self._version(), now):
-            one.begun |= {child.index: child for part in one.parts for child in part.handle.begun() if child.index in indices}
-            self._send(one, indices, replica, now, hedge=True)
-
-    def _send(self, one: OpenGroup, indices: tuple[int, ...], replica: Replica, now: float, hedge: bool = False) -> None:
+    def _send(self, one: OpenGroup, indices: tuple[int, ...], replica: Replica, now: float) -> None:
         name = f"{one.group.id}/{next(self._numbers)}"
         group = one.at(name, indices, self._homes.hint(one.group.after, replica), now)
         submit = submit_of(group, serial=0, require_version=self._version(), client=one.client)
         handle = handle_of(group, submit, replica.welcome.limits)
-        part = PlacedChildren(one, replica, handle, set(indices), self.aborts, submit.require_version, hedge)
+        part = PlacedChildren(one, replica, handle, set(indices), self.aborts)
         one.unplaced -= part.left
         one.parts.add(part)
         self.at[replica].add(part)
@@ -189,8 +179,8 @@ class FleetGroups:
         rivals = one.rivals(part, sample.index)
         if sample.index not in one.left:
             self._left(part, sample.index)
-            self.repeats += not self.hedging.came_second(part, sample)
-        elif rivals and (unasked(part, sample, self.aborts) or not self.hedging.may_win(part, sample)):
+            self.repeats += 1
+        elif rivals and unasked(part, sample, self.aborts):
             self._left(part, sample.index)  # it runs on elsewhere
         elif unasked(part, sample, self.aborts):
             self._again(part, sample)
@@ -201,8 +191,8 @@ class FleetGroups:
             if part.handle.keeps:
                 self._homes.add(one.group.id, sample.index, part.replica, part.handle)
             self._left(part, sample.index)
-            if rivals:
-                self.hedging.won(part, sample, rivals)
+            for rival in rivals:
+                rival.handle.cancel([sample.index])  # it was moved, and has come from the replica that was lost
             self._out(one, msgspec.structs.replace(sample, group_id=one.group.id))
 
     def _again(self, part: PlacedChildren, sample: Sample) -> None:

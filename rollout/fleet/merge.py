@@ -76,6 +76,5 @@ def totals(members: ReplicaSet, groups: FleetGroups) -> dict[str, Any]:
         "moved": groups.moved,
         "repeats": groups.repeats,
         "waiting": len(groups.waiting),
-        **groups.hedging.status(),
         "without_replica_s": 0.0 if since is None else round(time.monotonic() - since, 3),
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,14 +19,6 @@ from transport.partial import COLUMNS
 LEAST_DEADLINE_S = 1e-3
 
 
-class FinishedChild(NamedTuple):
-    """A child that was given out."""
-
-    sample: Sample
-    replica: str
-    """name of the one that made it"""
-
-
 @dataclass(slots=True, eq=False)
 class PlacedChildren:
     """Children of a group at one replica."""
@@ -38,10 +29,6 @@ class PlacedChildren:
     left: set[int]
     aborts: int
     """refreshes that had ended all groups when it was sent"""
-    version: int
-    """of the live weights when it was sent"""
-    hedge: bool = False
-    """its children run elsewhere as well, and came there first"""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +47,6 @@ class OpenGroup:
     """children whose end was asked for"""
     failed_on: set[str] = field(default_factory=set)
     """names of replicas that are tried again only where there is no other"""
-    won: dict[int, FinishedChild] = field(default_factory=dict)
-    """children that came while they still ran elsewhere as well"""
     finished: int = 0
     """children that have ended by themselves"""
     moves: int = 0

@@ -99,9 +99,6 @@ GAUGES: dict[str, Callable[[Counts], float]] = {
     "fleet/deaths": lambda s: s["fleet"]["deaths"],
     "fleet/moved": lambda s: s["fleet"]["moved"],
     "fleet/repeats": lambda s: s["fleet"]["repeats"],
-    "fleet/hedged": lambda s: s["fleet"]["hedged"],
-    "fleet/hedge_wins": lambda s: s["fleet"]["hedge_wins"],
-    "fleet/mismatch": lambda s: s["fleet"]["mismatch"],
     "loop/stalled_s": lambda s: s["loop"]["stalled_s"],
     "loop/longest_turn_s": lambda s: s["loop"]["longest_turn_s"],
 }

@@ -21,7 +21,7 @@ TOTALS = frozenset(
         "engine/accepted_tokens engine/scored_tokens kv/kept_tokens kv/offloads "
         "kv/soft_resets kv/offloaded_blocks kv/restored_blocks kv/bytes_to_host kv/bytes_to_device kv/stall_s kv/failed_moves "
         "kv/prefix_hit_tokens weights/refreshes loop/stalled_s mismatch/audited_tokens mismatch/skipped_samples "
-        "mismatch/audit_s fleet/deaths fleet/moved fleet/repeats fleet/hedged fleet/hedge_wins fleet/mismatch"
+        "mismatch/audit_s fleet/deaths fleet/moved fleet/repeats"
     ).split()
 )
 """figures that only grow while the service lives: counters; all others are gauges"""

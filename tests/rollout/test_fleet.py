@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import weakref
@@ -36,6 +37,7 @@ from rollout.fleet.groups import FleetGroups
 from rollout.fleet.launcher import Host, Launcher
 from rollout.fleet.replica import State
 from rollout.fleet.transaction import ReplicaTransaction
+from rollout.metrics.meters import EngineMeter
 from rollout.process import service_process
 from rollout.service.session import Session
 from rollout.service.weight_export import WeightExport
@@ -852,3 +854,12 @@ def test_a_long_chaos() -> None:
     print(json.dumps(found))
     assert not any(found[name] for name in FOUND), found
     assert found["kills"] >= 60 and found["stops"] >= 20 and found["cuts"] >= 20 and found["front_kills"] >= 10
+
+
+def test_the_metrics_of_a_front_are_those_of_the_table() -> None:
+    with fleet_of(1) as (fleet, _), front_of(fleet):
+        meter = EngineMeter(30.0)
+        meter.add(fleet.status(), 0.0)
+        emitted = {name for name in meter.row() if name.startswith("fleet/")}
+    table = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    assert emitted == set(re.findall(r"^\| `(fleet/\w+)` \|", table, re.MULTILINE)) != set()

@@ -118,10 +118,10 @@ class Threads:
 
 
 @contextmanager
-def fleet_of(count: int, grace_s: float = 60.0, hedge: int = 0, **options: object) -> Iterator[tuple[Fleet, Threads]]:
+def fleet_of(count: int, grace_s: float = 60.0, **options: object) -> Iterator[tuple[Fleet, Threads]]:
     """Open a fleet of so many replicas that serve."""
     launcher = Threads(count, **options)  # type: ignore[arg-type]
-    fleet = Fleet(launcher, replica_grace_s=grace_s, hedge=hedge)
+    fleet = Fleet(launcher, replica_grace_s=grace_s)
     try:
         fleet.open(WAIT)
         yield fleet, launcher
