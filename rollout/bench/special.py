@@ -10,7 +10,6 @@ from rich.console import Console
 
 from engine.config import EngineConfig
 from rollout.bench import (
-    cuda_static,
     delta,
     fidelity,
     fleet,
@@ -76,7 +75,6 @@ WITHOUT_MODEL = {
     ),
     products.NAME: WithoutModel(lambda scale, threads: products.measure(scale, threads), show_all=products.print_rows),
     keys.NAME: WithoutModel(lambda scale, _: keys.measure(scale), keys.print_row),
-    cuda_static.NAME: WithoutModel(lambda *_: cuda_static.measure(), cuda_static.print_row),
 }
 WITH_MODEL = {
     refresh.NAME: Special(

@@ -21,7 +21,7 @@ from engine.forward.model import Model  # noqa: E402
 from engine.kv import fp8  # noqa: E402
 from engine.kv.pages import PagedKV, keys_and_values  # noqa: E402
 from engine.memory import HostMemory  # noqa: E402
-from rollout.bench.cuda_count import launches_per_layer  # noqa: E402
+from tests.support.cuda_launches import launches_per_layer  # noqa: E402
 from tests.support.tiny import plain_logprobs, tiny  # noqa: E402
 from tests.support.toy import group, run  # noqa: E402
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.cuda.launches import KNOWN, Launch, choose, power_of_two, with_codes
-from rollout.bench.errors import BenchFailed
 
 ARCHITECTURES = tuple(KNOWN)
 BF16, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "i64"
@@ -198,12 +197,12 @@ def rows(capability: int, everything: bool) -> Iterator[dict[str, Any]]:
 
 
 def in_a_process(capability: int, everything: bool, timeout_s: float) -> list[dict[str, Any]]:
-    """Have `rows` made by a process without the interpreter. Raises BenchFailed with what that printed where it fails."""
+    """Have `rows` made by a process without the interpreter. Raises RuntimeError with what that printed where it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", f"import {__name__} as c; c.main()", str(capability), "all" if everything else "short"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
-        raise BenchFailed(f"kernels for compute capability {capability / 10} do not compile:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"kernels for compute capability {capability / 10} do not compile:\n{done.stderr[-2000:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

@@ -1,5 +1,5 @@
-"""What is known of the CUDA path without a GPU: `rollout bench cuda_static` in a short form, all kernels for an H100 and
-attention for the others too; -m long compiles everything for all."""
+"""The CUDA path without a GPU: how evenly programs share the work, and what the compiler makes of each kernel. All kernels are
+compiled for an H100, attention for the others too; -m long compiles everything for all."""
 
 from __future__ import annotations
 
@@ -10,31 +10,62 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from engine.cuda import tiles  # noqa: E402
 from engine.cuda.attention import parts_for  # noqa: E402
 from engine.cuda.launches import KNOWN, PROGRAM_BYTES, LaunchLimits, choose  # noqa: E402
 from engine.devices import StepCapacity  # noqa: E402
-from rollout.bench import cuda_static  # noqa: E402
+from rollout.bench.lengths import lognormal  # noqa: E402
+from tests.support import cuda_compile  # noqa: E402
 
+PROCESSORS = 132
+MIXTURES = {
+    "256 x 640": np.full(256, 640, np.int32),
+    "256 x 2,048": np.full(256, 2048, np.int32),
+    "200 x 640": np.full(200, 640, np.int32),
+    "256 x lognormal, median 1k, max 8k": lognormal(256, 1000, 8192),
+    "128 x lognormal, median 2k, max 16k": lognormal(128, 2000, 16384),
+    "64 x uniform 1k-16k": np.random.default_rng(0).integers(1024, 16384, 64).astype(np.int32),
+    "48 x lognormal, median 4k, max 16k": lognormal(48, 4000, 16384),
+}
+"""contexts of the rows of a decode step"""
 MOST_SPILLED = {"small": 32, "large": 160, "other": 64}
 """bytes of stack of a thread; of large tiles those of sums that are touched once in a chunk or in a span, not with each key"""
 
 
-@pytest.mark.parametrize("name", cuda_static.MIXTURES)
+def cut(contexts: np.ndarray) -> tiles.Tiles:
+    """Cut the tiles of a decode step with such contexts, for an H100 and Qwen3-8B's heads."""
+    heads, rows = cuda_compile.PRODUCTION, len(contexts)
+    launches = choose(heads.group, heads.dim, heads.itemsize, KNOWN[90])
+    table = np.arange(rows * -(-int(contexts.max()) // 32), dtype=np.int32).reshape(rows, -1)
+    small, large = (launch.rows // heads.group for launch in launches)
+    groups = tuple(PROCESSORS * launch.programs // heads.kv_heads for launch in launches)
+    return tiles.cut(
+        np.arange(rows + 1, dtype=np.int32), contexts, table, False, block_size=32, sizes=(small, large), groups=groups,
+        max_parts=1 << 15,
+    )  # fmt: skip
+
+
+def in_turn(contexts: np.ndarray) -> float:
+    """Return the balance of whole rows that programs take in turn, the longest first: what `tiles.deal` is compared with."""
+    heads, programs = cuda_compile.PRODUCTION.kv_heads, 2 * PROCESSORS
+    whole = np.sort(-(-contexts // tiles.STEP_KEYS))[::-1].repeat(heads)
+    return tiles.balance([np.array([whole[first::programs].sum() for first in range(programs)])])
+
+
+@pytest.mark.parametrize("name", MIXTURES)
 def test_programs_have_nearly_the_same_work(name: str) -> None:
-    contexts = cuda_static.MIXTURES[name]
-    ours, in_turn = cuda_static.tiles.balance(cuda_static.cut(contexts).loads), cuda_static.in_turn(contexts)
-    print(f"{name}: {ours:.3f}, whole rows in turn {in_turn:.3f}")
+    contexts = MIXTURES[name]
+    ours, whole_rows = tiles.balance(cut(contexts).loads), in_turn(contexts)
+    print(f"{name}: {ours:.3f}, whole rows in turn {whole_rows:.3f}")
     assert ours >= 0.95
     if "x lognormal" in name or "uniform" in name:
-        assert in_turn < 0.8, "the control is balanced as well"
+        assert whole_rows < 0.8, "the control is balanced as well"
 
 
 def held(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         limits, kind = KNOWN[row["capability"]], row.get("tile", "other")
-        print(
-            f"sm_{limits.capability} {cuda_static.title(row)}: {row['spill_bytes']} B spilled, {row['shared_bytes']} B shared"
-        )
+        print(f"sm_{limits.capability} {row}")
         assert row["spill_bytes"] <= MOST_SPILLED[kind], row
         if kind != "other":
             assert row["shared_bytes"] <= row["shared_estimate"] <= limits.program_bytes
@@ -48,19 +79,10 @@ def held(rows: list[dict[str, Any]]) -> None:
 def test_kernels_fit_as_they_are_launched(architecture: int, request: pytest.FixtureRequest) -> None:
     """By Triton's own assembler, with what `choose` says for the device: on tensor cores, copies ahead, next to no spills."""
     everything = "long" in {mark.name for mark in request.node.iter_markers()}
-    rows = cuda_static.cuda_compile.in_a_process(architecture, everything, 280)
+    rows = cuda_compile.in_a_process(architecture, everything, 280)
     held(rows)
     attends = {row["capability"] for row in rows if row["kernel"] == "attend"}
     assert attends == ({architecture} if everything else {*KNOWN})
-
-
-def test_the_summary_has_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"kernel": "merge", "spill_bytes": 0, "registers": 32, "shared_bytes": 0, "capability": 90}
-    monkeypatch.setattr(cuda_static.cuda_compile, "in_a_process", lambda *_: [row])
-    *rows, summary = cuda_static.measure((80, 90))
-    assert summary["summary"] and summary["balance"].keys() == cuda_static.MIXTURES.keys()
-    assert summary["spills"] == {"sm_80": {"merge": 0}, "sm_90": {"merge": 0}} and summary["launches_per_layer"] <= 14
-    assert {each["what"] for each in rows} == {"balance", "launches", "kernel"}
 
 
 def chunks_read(rows: int, prefix: int, own: int, max_parts: int) -> int:
@@ -68,7 +90,7 @@ def chunks_read(rows: int, prefix: int, own: int, max_parts: int) -> int:
     common, blocks = prefix // 32, -(-(prefix + own) // 32)
     table = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
     table[:, :common] = np.arange(common)
-    made = cuda_static.tiles.cut(
+    made = tiles.cut(
         np.arange(rows + 1, dtype=np.int32), np.full(rows, prefix + own, np.int32), table, True, block_size=32, sizes=(4, 16),
         groups=(33, 16), max_parts=max_parts,
     )  # fmt: skip
