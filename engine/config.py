@@ -128,7 +128,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     order: OrderName = "least_far"
     """which of a client's sequences goes first where slots or KV are scarce: those of the oldest group, the child that has come
     least far, groups whose ended children were longest, or the child with most left but the longest of each group last
-    (`rollout bench policies`); samples do not depend on it"""
+    (docs/decisions/pressure.md); samples do not depend on it"""
     foreground_s: float = 2.0
     """a client that was idle is computed before those that keep the engine busy, for so many seconds at most until it is idle
     again; 0 = all that have work share alike (docs/decisions/fairness.md)"""

@@ -459,7 +459,9 @@ def quick() -> set[str]:
 
 WHOLE = {
     "tests/engine/test_equivalence.py": "whole models",
+    "tests/engine/test_cuda_static.py": "compiles every kernel",
     "tests/engine/test_long_tail.py": "schedules of thousands of steps",
+    "tests/engine/test_simulated.py": "schedules of thousands of steps",
     "tests/engine/test_pressure.py": "a pool that is too small for seconds on end",
     "tests/engine/test_schedules.py": "hundreds of schedules",
 }

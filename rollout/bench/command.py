@@ -15,11 +15,9 @@ from rich.console import Console
 
 from engine.config import EngineConfig, IsaName, KVName
 from rollout import models
-from rollout.bench import plot as drawing
 from rollout.bench.against import parse
 from rollout.bench.floor import MachineRates
 from rollout.bench.longer import long_enough
-from rollout.bench.record import Recording
 from rollout.bench.report import print_run, print_start, print_table, write_json
 from rollout.bench.runner import measure
 from rollout.bench.special import SPECIAL, WITH_MODEL, WITHOUT_MODEL, BenchArguments
@@ -48,16 +46,14 @@ def run(
     temperature: float = 1.0,
     against: str = "",
     floor: bool = False,
-    plot: str | None = None,
     replicas: int = 2,
 ) -> int:
     """Measure what is named, and print it. Returns the exit status. Raises InputError for a name or number that cannot be
     run."""
-    check(names, in_process, scale, repeat, plot)
+    check(names, in_process, scale, repeat)
     peers = parse(against)
     check_device(device, names, peers, floor)
     check_kv(kv_dtype, names, peers, floor)
-    recordings: list[Recording] | None = None if plot is None else []
     with ExitStack() as stack:
         out = open_out(stack, json_file)
         measure_without_model(names, scale, threads, out)
@@ -67,25 +63,17 @@ def run(
         folder = models.resolve(model)
         text = PromptText(models.load_tokenizer(folder))
         engine = EngineConfig(dtype=dtype, threads=threads, isa=isa, kv_dtype=kv_dtype, device=device)
-        measure_special(names, BenchArguments(folder, text, engine, open_target, scale, repeat, replicas), plot, out)
+        measure_special(names, BenchArguments(folder, text, engine, open_target, scale, repeat, replicas), out)
         rows = partial(
             measure, text=text, open_target=open_target, repeat=repeat, compare=compare and not peers, unshared=unshared,
-            undrafted=undrafted, against=peers, recordings=recordings,
+            undrafted=undrafted, against=peers,
         )  # fmt: skip
         bounded = bool(peers or floor) and device == "cpu"
         workloads = [find(name).scaled(scale, engine.block_size, temperature) for name in names if name not in SPECIAL]
         summaries = [measure_workload(workload, folder, engine, bounded, rows, out) for workload in workloads]
-        print_end(out.console, summaries, plot, recordings)
+        if summaries:
+            print_table(out.console, summaries)
     return 0
-
-
-def print_end(console: Console, summaries: list[dict[str, Any]], plot: str | None, recordings: list[Recording] | None) -> None:
-    """Print the table of the workloads, if there were any, and draw the picture that was asked for."""
-    if summaries:
-        print_table(console, summaries)
-    if plot is not None and recordings:
-        drawing.draw(recordings, plot)
-        console.print(f"drawn: {plot}")
 
 
 class Out(NamedTuple):
@@ -113,12 +101,10 @@ def measure_without_model(names: tuple[str, ...], scale: float, threads: int | N
         told(way.rows(scale, threads), way.show, way.show_all, out)
 
 
-def measure_special(names: tuple[str, ...], asked: BenchArguments, plot: str | None, out: Out) -> None:
-    """Measure what is measured in its own way, with a model. plot: where the picture of a way that has one goes."""
+def measure_special(names: tuple[str, ...], asked: BenchArguments, out: Out) -> None:
+    """Measure what is measured in its own way, with a model."""
     for way in (way for name, way in WITH_MODEL.items() if name in names):
-        rows = told(way.rows(asked), way.show, way.show_all, out)
-        if plot is not None and way.draw is not None:
-            way.draw(rows, plot)
+        told(way.rows(asked), way.show, way.show_all, out)
 
 
 def told(
@@ -163,7 +149,7 @@ def measure_workload(
     return summary
 
 
-def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, plot: str | None) -> None:
+def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int) -> None:
     """Find mistakes before the first minute of measuring. Raises InputError."""
     if not scale > 0:
         raise InputError(f"--scale {scale}: must be positive")
@@ -177,13 +163,6 @@ def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int, p
     for name in names:
         if name not in WORKLOADS and name not in SPECIAL:
             raise InputError(f"no workload {name!r}; there are: {', '.join([*WORKLOADS, *SPECIAL])}")
-    if plot is not None:
-        without = [name for name in SPECIAL if name not in WITH_MODEL or WITH_MODEL[name].draw is None]
-        if not set(names) - set(without):
-            raise InputError(
-                f"--plot draws workloads and policies; {', '.join(without[:-1])} and {without[-1]} have no picture"
-            )
-        drawing.check(plot)
 
 
 def check_device(device: str, names: tuple[str, ...], peers: Iterable[str], floor: bool) -> None:

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -17,7 +17,6 @@ from engine.config import EngineConfig
 from engine.types import Sample, Sampling
 from rollout.bench.against import Peer, peer
 from rollout.bench.errors import BenchFailed
-from rollout.bench.record import Recording
 from rollout.bench.target import OpenTarget, Target
 from rollout.bench.text import PromptSource, PromptText
 from rollout.bench.workloads import Workload
@@ -42,7 +41,6 @@ def measure(
     undrafted: bool = False,
     against: dict[str, str] | None = None,
     floor: Callable[[Workload, dict[str, Any]], dict[str, Any]] | None = None,
-    recordings: list[Recording] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Start a target, warm it up and yield one object a run, then the summary. Raises BenchFailed, ValueError.
 
@@ -50,7 +48,7 @@ def measure(
         `workload/roomy` …; the summary has the median of the ratios of each turn. unshared, undrafted: the same with attention
         that reads a shared prefix once for each child, and with drafts off.
     against: other engines (name -> interpreter) take part in each turn; the summary has `ratios`, ours over theirs.
-    floor: adds what bounds the workload here (`Machine.bounded`). recordings: gets what happened along the last run of each."""
+    floor: adds what bounds the workload here (`Machine.bounded`)."""
     if repeat < 1:
         raise ValueError(f"repeat={repeat}: must be at least 1")
     configs = variants(workload, engine, compare, unshared, undrafted)
@@ -67,10 +65,7 @@ def measure(
         for run in range(repeat):
             for variant, target in targets.items():
                 named = msgspec.structs.replace(workload, name=workload.name + variant)
-                recording = Recording(named.name) if recordings is not None and run == repeat - 1 else None
-                runs[variant].append(one_run(named, text, target, run, recording))
-                if recording is not None and recordings is not None:
-                    recordings.append(recording)
+                runs[variant].append(one_run(named, text, target, run))
                 yield runs[variant][-1]
             for one in peers:
                 theirs[one.name].append(peer_run(workload, text, one, run))
@@ -173,16 +168,13 @@ def warm_up(target: Target, text: PromptText, length: int) -> None:
         pass
 
 
-def one_run(
-    workload: Workload, text: PromptSource, target: Target, run: int, recording: Recording | None = None
-) -> dict[str, Any]:
+def one_run(workload: Workload, text: PromptSource, target: Target, run: int) -> dict[str, Any]:
     """Run a workload once, with the prompts of that run, and return its figures. Raises BenchFailed."""
     prompts, sampling = prompts_of(workload, text, run), sampling_of(workload, run)
     before = target.status()
-    with nullcontext() if recording is None else target.watch(recording):
-        started = time.perf_counter()
-        samples = list(target.generate(prompts, sampling))
-        seconds = time.perf_counter() - started
+    started = time.perf_counter()
+    samples = list(target.generate(prompts, sampling))
+    seconds = time.perf_counter() - started
     after = target.status()
     check(workload, samples)
     generated = sum(len(sample.token_ids) for sample in samples)

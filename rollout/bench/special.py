@@ -17,7 +17,6 @@ from rollout.bench import (
     http,
     keys,
     lora,
-    policies,
     products,
     refresh,
     score,
@@ -51,8 +50,6 @@ class Special(NamedTuple):
     rows: Callable[[BenchArguments], Iterable[Row]]
     show: Callable[[Console, Row], None] | None = None
     show_all: Callable[[Console, list[Row]], None] | None = None
-    draw: Callable[[list[Row], str], None] | None = None
-    """into the file that `--plot` names"""
     between_processes: bool = False
     """it cannot be measured in one process"""
     any_kv: bool = False
@@ -99,9 +96,6 @@ WITH_MODEL = {
     ),
     turns.NAME: Special(
         lambda it: turns.measure(it.folder, it.engine, it.text, it.scale), turns.print_row, between_processes=True
-    ),
-    policies.NAME: Special(
-        lambda it: policies.measure(it.folder, it.engine, it.scale, it.repeat), policies.print_row, draw=policies.draw
     ),
     sharing.NAME: Special(
         lambda it: sharing.measure_model(it.folder, it.engine, it.scale, it.repeat), sharing.print_row, any_kv=True,

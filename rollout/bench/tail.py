@@ -35,7 +35,6 @@ from engine.engine import Engine
 from engine.scheduling.drafts import never_falling
 from engine.types import Group, Sample, Sampling
 from rollout.bench.errors import BenchFailed
-from rollout.bench.simulator import least_seconds, waited_for
 from rollout.bench.text import PromptText
 from rollout.models import hide_progress_bars, load_tokenizer
 
@@ -106,6 +105,31 @@ def child_lengths(scale: float) -> np.ndarray:
     """Return [GROUPS, N] int64 tokens of the children, the same ones each time."""
     drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SPREAD, (GROUPS, N)) * scale
     return np.clip(np.rint(drawn), 2, max(2, round(LONGEST * scale))).astype(np.int64)
+
+
+def least_seconds(costs: np.ndarray, tokens: int, steps: float) -> float:
+    """Return the seconds below which no schedule computes so many tokens in at least so many steps. costs: [most + 1] float64,
+    seconds of a step of 0, 1 … tokens. A step costs at least what the lower convex hull of these says, so all together cost at
+    least what that says of their mean."""
+    hull = [1]
+    for size in range(2, len(costs)):
+        while len(hull) > 1 and slope(costs, hull[-2], hull[-1]) >= slope(costs, hull[-1], size):
+            hull.pop()
+        hull.append(size)
+    mean = min(tokens / steps, hull[-1])
+    sizes = np.array([mean, *range(1, int(mean) + 1)])
+    return float((tokens / sizes * np.interp(sizes, hull, costs[hull])).min())
+
+
+def slope(costs: np.ndarray, one: int, other: int) -> float:
+    return float((costs[other] - costs[one]) / (other - one))
+
+
+def waited_for(lengths: np.ndarray, most: int) -> tuple[int, int]:
+    """Return the tokens that the `most` shortest children of each group draw behind their first, which comes with the prompt,
+    and the steps that the longest of them takes. lengths: [groups, n]"""
+    shortest = np.sort(lengths, axis=1)[:, :most] - 1
+    return int(shortest.sum()), max(1, int(shortest.max()))
 
 
 class StepRecord(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from engine.types import Group, Sample, Sampling
-from rollout.bench.record import Recording, watching
 from rollout.client.api import RolloutClient
 from rollout.config import Config
 from rollout.models import hide_progress_bars
@@ -31,10 +30,6 @@ class Target(Protocol):
         ...
 
     def peak_rss_bytes(self) -> int: ...
-
-    def watch(self, recording: Recording) -> AbstractContextManager[None]:
-        """Record statuses while the block runs."""
-        ...
 
 
 OpenTarget = Callable[[Config], AbstractContextManager[Target]]
@@ -57,9 +52,6 @@ class ServiceTarget:
     def peak_rss_bytes(self) -> int:
         return self.service.peak_rss_bytes()
 
-    def watch(self, recording: Recording) -> AbstractContextManager[None]:
-        return watching(recording, self.client.status)
-
 
 class EngineTarget:
     """The engine in this process, without sockets."""
@@ -69,7 +61,6 @@ class EngineTarget:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.submitted = 0
-        self.recording: Recording | None = None
 
     def generate(self, prompts: list[np.ndarray], sampling: Sampling | list[Sampling]) -> Iterator[Sample]:
         samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
@@ -78,8 +69,6 @@ class EngineTarget:
             self.submitted += 1
         while self.engine.has_work:
             yield from self.engine.step()
-            if self.recording is not None and self.recording.due:
-                self.recording.add(self.engine.status())
 
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = self.engine.status()
@@ -87,17 +76,6 @@ class EngineTarget:
 
     def peak_rss_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-
-    @contextmanager
-    def watch(self, recording: Recording) -> Iterator[None]:
-        """Record statuses between two steps, without a thread: the engine has none beside its own."""
-        self.recording = recording
-        recording.add(self.engine.status())
-        try:
-            yield
-        finally:
-            self.recording = None
-        recording.add(self.engine.status())
 
 
 @contextmanager

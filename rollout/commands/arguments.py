@@ -192,8 +192,6 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     """other engines that take turns with ours: vllm=PYTHON,transformers_cb,transformers (rollout/bench/peers)"""
     floor: bool = False
     """measure what bounds each workload on this machine and print the share reached; --against does so too"""
-    plot: str | None = None
-    """picture (.png, .svg) of tokens/s and KV over time, of the last run of each workload"""
     replicas: int = 2
     """of the fleet that `fleet` measures"""
 

@@ -167,7 +167,6 @@ def test_generate_with_a_service_of_its_own(tiny_model: Path, tmp_path: Path) ->
         (["keys", "add", "one", "--role", "read", "--file", "/nowhere/service.json"], 1, "`rollout keys init"),
         (["generate", "--prompts", "nowhere.jsonl", "--out", "-"], 1, "nowhere.jsonl"),
         (["generate", "--prompts", __file__, "--out", "-"], 1, "line 1"),
-        (["bench", "fidelity", "--plot", "x.png"], 1, "have no picture"),
         (["bench", "delta", "--engine.kv-dtype", "fp8_e4m3"], 1, "delta counts KV in the model's dtype"),
         (["bench", "fanout", "--floor", "--engine.kv-dtype", "fp8_e4m3"], 1, "--floor counts KV in the model's dtype"),
         (["serve", "--engine.device", "cuda:99", "--model", "{model}"], 1, "CUDA"),

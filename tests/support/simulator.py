@@ -5,12 +5,11 @@
     Costs ───────────────────┘
 
 The same script makes a real engine draw these tokens (`follow`), so that both do the same work and a simulated second can be
-held against a real one.
+compared with a real one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -54,12 +53,6 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         copied = len(plan.moves.offloads) + len(plan.moves.restores)
         return seconds + self.per_draw * len(plan.sampling) + self.per_kv_token * read + self.per_block * copied
 
-    def table(self, most: int) -> np.ndarray:
-        """Return [most + 1] float64, seconds of a step of 0, 1 … tokens that draws nothing and reads no KV."""
-        tokens = np.arange(most + 1)
-        rate = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
-        return np.interp(tokens, self.tokens, self.seconds) + np.maximum(tokens - self.tokens[-1], 0) * rate
-
     @property
     def prefill_tokens_per_second(self) -> float:
         """at the largest step of the table"""
@@ -73,8 +66,6 @@ class SimulatedBatch(NamedTuple):
     max_tokens: int
     lengths: np.ndarray
     """[groups, n] int, each from 2 to max_tokens"""
-    told: np.ndarray | None = None
-    """[groups, n] int, what the scheduler is told of them (`Sampling.lengths`), at least as much; None = nothing"""
 
     def groups(self) -> Iterator[Group]:
         """Yield the groups, with prompts that have nothing in common."""
@@ -87,15 +78,8 @@ class SimulatedBatch(NamedTuple):
                 stop_token_ids=(END,),
                 ignore_eos=True,
                 seed=number,
-                lengths=None if self.told is None else tuple(self.told[number].tolist()),
             )
             yield Group(str(number), prompt, sampling)
-
-    def needed_blocks(self, block_size: int) -> int:
-        """Return the blocks of all children at their longest, the full ones of a prompt once a group."""
-        shared = self.prompt_tokens // block_size
-        whole = -(-(self.prompt_tokens + self.lengths) // block_size)
-        return int((whole - shared).sum()) + shared * len(self.lengths)
 
     def longest_blocks(self, block_size: int) -> int:
         """Return the blocks of a child that takes all its tokens: no pool may be smaller."""
@@ -109,48 +93,11 @@ class SimulatedEnds(NamedTuple):
     """[children] ascending, since the start"""
     steps: int
     offloads: int
-    most: float
-    """seconds until all children but one of each group have ended"""
-
-    @property
-    def half(self) -> float:
-        """seconds until half of them have ended"""
-        return float(self.seconds[len(self.seconds) // 2])
 
     @property
     def total(self) -> float:
         """seconds until all have ended"""
         return float(self.seconds[-1])
-
-    @property
-    def tail(self) -> float:
-        """seconds from when nine tenths of them have ended until all have"""
-        return self.total - float(self.seconds[int(0.9 * len(self.seconds))])
-
-
-def least_seconds(costs: np.ndarray, tokens: int, steps: float) -> float:
-    """Return the seconds below which no schedule computes so many tokens in at least so many steps. costs: [most + 1] float64,
-    seconds of a step of 0, 1 … tokens. A step costs at least what the lower convex hull of these says, so all together cost at
-    least what that says of their mean."""
-    hull = [1]
-    for size in range(2, len(costs)):
-        while len(hull) > 1 and slope(costs, hull[-2], hull[-1]) >= slope(costs, hull[-1], size):
-            hull.pop()
-        hull.append(size)
-    mean = min(tokens / steps, hull[-1])
-    sizes = np.array([mean, *range(1, int(mean) + 1)])
-    return float((tokens / sizes * np.interp(sizes, hull, costs[hull])).min())
-
-
-def slope(costs: np.ndarray, one: int, other: int) -> float:
-    return float((costs[other] - costs[one]) / (other - one))
-
-
-def waited_for(lengths: np.ndarray, most: int) -> tuple[int, int]:
-    """Return the tokens that the `most` shortest children of each group draw behind their first, which comes with the prompt,
-    and the steps that the longest of them takes. lengths: [groups, n]"""
-    shortest = np.sort(lengths, axis=1)[:, :most] - 1
-    return int(shortest.sum()), max(1, int(shortest.max()))
 
 
 def word(group: int, index: int, position: int) -> int:
@@ -182,8 +129,7 @@ def follow(scheduler: Scheduler, lengths: np.ndarray) -> None:
 
 def simulate(work: SimulatedBatch, config: EngineConfig, costs: Costs, device_blocks: int, host_blocks: int) -> SimulatedEnds:
     """Run the scheduler until all children have ended."""
-    now, most, ends = 0.0, 0.0, list[float]()
-    left = Counter({str(group): len(lengths) for group, lengths in enumerate(work.lengths)})
+    now, ends = 0.0, list[float]()
     counters = Counters()
     counters.copy_blocks_per_second = 1 / costs.per_block if costs.per_block else 0.0
     counters.prefill_tokens_per_second = costs.prefill_tokens_per_second
@@ -209,7 +155,4 @@ def simulate(work: SimulatedBatch, config: EngineConfig, costs: Costs, device_bl
         ended = scheduler.commit(plan, SampledTokens(tokens, zeros, None, np.ones(len(tokens), bool)))
         ends += [now] * len(ended)
         counters.steps += 1
-        for sample in ended:
-            left[sample.group_id] -= 1
-            most = now if left[sample.group_id] == 1 else most
-    return SimulatedEnds(np.array(ends), counters.steps, counters.offloads, most)
+    return SimulatedEnds(np.array(ends), counters.steps, counters.offloads)
