@@ -26,13 +26,11 @@ from engine.cpu.products import (
     NativeProducts,
     NotServed,
     Products,
-    TorchProducts,
     plain_products,
     products_of,
     sensitive,
     use_products,
 )
-from engine.cpu.torch_decoder import TorchDecoder
 from engine.forward.arithmetic import torch_arithmetic
 from engine.forward.batch import Batch
 from engine.forward.model import ExecutionPath, NativeLayers
@@ -100,9 +98,11 @@ def _products(
             log.warning("products are not used model=%s isa=%s reason=%r", name, isa, str(error))
             products, why = products_of("torch"), f"{isa}: {error}"
             room = check_products(module, products)
-        if whole:
-            return products, _decoder(module, asked, products), room, why
-        why = "all layers would be one call, and weight_offload streams them"
+        if whole and isinstance(products, NativeProducts):
+            return products, NativeDecoder(module, asked, products.kernels), room, why
+        why = why or (
+            "without kernels the module runs" if whole else "all layers would be one call, and weight_offload streams them"
+        )
     except NotNative as error:
         why = str(error)
     except (AttributeError, TypeError) as error:  # a module that is not put together as a decoder reads it
@@ -169,13 +169,6 @@ def _one_of_each_shape(module: nn.Module) -> dict[str, nn.Linear]:
         if isinstance(each, nn.Linear):
             found.setdefault((*each.weight.shape, each.bias is None), (name, each))
     return dict(found.values())
-
-
-def _decoder(module: nn.Module, asked: dict[int, dict[str, Any]], products: Products) -> NativeLayers:
-    if isinstance(products, NativeProducts):
-        return NativeDecoder(module, asked, products.kernels)
-    assert isinstance(products, TorchProducts)
-    return TorchDecoder(module, asked, products)
 
 
 def _logits(forward: Forward, module: Any) -> list[torch.Tensor]:

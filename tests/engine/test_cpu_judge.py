@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from engine.cpu import select_path
-from engine.cpu.decoder import NativeDecoder, NotNative
+from engine.cpu.decoder import NativeDecoder, NotNative, look_at_module
 from engine.cpu.kernels import choose
 from engine.cpu.products import ExactLinear, products_of
-from engine.cpu.torch_decoder import TorchDecoder
 from engine.forward.model import Model
 from tests.support.equipped import equip
 from tests.support.equivalence import ROOMY, assert_same, groups
@@ -24,14 +23,13 @@ native = pytest.mark.skipif(BEST == "torch", reason="no native kernels on this m
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
-def test_torch_layers_have_the_module_s_bits(name: str, dtype: str) -> None:
-    """Through the whole engine, and without company."""
-    engines = [tiny_engine(name, dtype, isa="torch", **ROOMY) for _ in range(3)]
-    assert all(isinstance(engine.model.decoder, TorchDecoder) for engine in engines)
-    engines[1].model.run_by(None)
-    samples = run(engines[0], groups())
-    assert_same(samples, run(engines[1], groups()))
-    alone = [sample for each in groups()[:3] for sample in run(engines[2], [each]).items()]
+def test_without_kernels_the_module_runs_and_the_batch_changes_nothing(name: str, dtype: str) -> None:
+    engine, other = (tiny_engine(name, dtype, isa="torch", **ROOMY) for _ in range(2))
+    assert engine.model.decoder is None
+    status = engine.status()
+    assert (status["computed_by"], status["computed_by_reason"]) == ("module", "without kernels the module runs")
+    samples = run(engine, groups())
+    alone = [sample for each in groups()[:3] for sample in run(other, [each]).items()]
     assert_same({key: samples[key] for key, _ in alone}, dict(alone))
 
 
@@ -101,9 +99,9 @@ def test_torch_bits_are_found_out() -> None:
     assert not select_path.products_like_torch(module, Reversed())  # type: ignore[arg-type]
 
 
-def test_layers_that_torch_does_not_know_are_refused() -> None:
+def test_layers_of_another_kind_are_refused() -> None:
     with pytest.raises(NotNative, match="a decoder layer of another kind"):
-        TorchDecoder(tiny("olmo2"), {}, products_of("torch"))  # type: ignore[arg-type]
+        look_at_module(tiny("olmo2"))
 
 
 @native

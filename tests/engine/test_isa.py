@@ -78,7 +78,7 @@ def test_forced(name: str, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_engine_chooses_the_kernels_of_a_model_that_it_is_given() -> None:
     given = Engine(EngineConfig(dtype="float32", isa="torch", kv_tokens=64), Model(tiny("llama"), "tiny"))
-    assert given.status()["isa"] == "torch" and given.status()["computed_by"] == "TorchDecoder"
+    assert given.status()["isa"] == "torch" and given.status()["computed_by"] == "module"
     with pytest.raises(ValueError, match="is on meta, and device=cpu: give the engine device=meta"):
         Engine(EngineConfig(kv_tokens=64), SimpleNamespace(name="elsewhere", device=torch.device("meta")))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='attention="native": with isa="torch"'):
