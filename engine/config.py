@@ -8,7 +8,6 @@ from typing import Literal, get_args
 import msgspec
 
 OrderName = Literal["first_come", "least_far", "longest_expected", "longest_last"]
-PrefillName = Literal["paged", "varlen"]
 IsaName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torch"]
 KVName = Literal["auto", "fp8_e4m3"]
 
@@ -111,10 +110,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     exact: bool = False
     """on CUDA: products and norms whose numbers do not depend on the batch, so that a seeded sample does not either. What that
     costs against cuBLAS was not measured yet. On the CPU it holds anyway"""
-    prefill_attention: PrefillName = "paged"
-    """on CUDA, with attention="triton" and bfloat16: "varlen" lets torch's varlen_attn attend prompts that begin in a step of
-    more than 2,048 tokens, over fresh q, k and v. Such a prompt has other log-probs than one whose beginning is found in the
-    prefix index, by rounding: not with exact. Off until a GPU has shown what it saves (docs/decisions/cuda.md)"""
     cpu_offload_gib: float | None = None
     """host memory for offloaded KV in GiB, taken at start; 0 = off; None = the safety threshold of what is free, as used; on
     CUDA, where it is pinned, a quarter of what is free, at most 16 GiB and as much as the pool on the device. ValueError at
@@ -181,23 +176,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             0 < self.cpu_offload_safety_threshold <= 1,
             f"cpu_offload_safety_threshold={self.cpu_offload_safety_threshold}: must be in (0, 1]",
         )
-        need(not (why := _no_varlen(self)), f'prefill_attention="{self.prefill_attention}": {why}')
         need(self.kv_dtype in get_args(KVName), f"kv_dtype={self.kv_dtype!r}: must be one of {', '.join(get_args(KVName))}")
         need(self.order in get_args(OrderName), f"order={self.order!r}: must be one of {', '.join(get_args(OrderName))}")
-
-
-def _no_varlen(config: EngineConfig) -> str:
-    """Say why a configuration cannot have its prefill_attention; empty where it can, as far as one can see without a device."""
-    if config.prefill_attention not in get_args(PrefillName):
-        return f"must be one of {', '.join(get_args(PrefillName))}"
-    if config.prefill_attention == "paged":
-        return ""
-    if config.exact:
-        return "its numbers depend on what the prefix index holds, which exact rules out; leave one of them out"
-    if config.attention != "triton":
-        return f'other rows of a step are Triton\'s; give attention="triton" with it, not {config.attention!r}'
-    if config.dtype != "bfloat16":
-        return f"flash attention takes numbers of 2 bytes; dtype={config.dtype!r} cannot have it"
-    if config.kv_dtype != "auto":
-        return f"prompts would attend to K and V as they were before kv_dtype={config.kv_dtype!r} rounds them; leave one out"
-    return ""

@@ -34,7 +34,6 @@ from engine.cuda.graphs import StepGraphs, cuda_capture
 from engine.cuda.memory import CudaMemory
 from engine.cuda.norms import fuse_norms
 from engine.cuda.regions import open_driver
-from engine.cuda.varlen import open_varlen
 from engine.forward.arithmetic import torch_arithmetic
 from engine.forward.attention import Backend, CannotAttend, StepCapacity
 from engine.forward.batch import Batch
@@ -129,8 +128,6 @@ class CpuDevice:
     sizes = EngineConfig().most_seqs, EngineConfig().most_tokens
 
     def __init__(self, config: EngineConfig) -> None:
-        if config.prefill_attention != "paged":
-            raise ValueError(f'prefill_attention="{config.prefill_attention}" runs on CUDA only: leave it out with device=cpu')
         self.memory = HostMemory()
         self._threads = config.threads
         self.chosen = choose(config.isa)
@@ -192,7 +189,6 @@ class CudaDevice:
             torch.cuda.set_device(device.index)  # Triton and events take the current one
         self.memory = CudaMemory(device, device_hashes(), open_driver(device))
         self._kernel = draw_kernel()
-        self._varlen = config.prefill_attention == "varlen"
         large = torch.cuda.get_device_properties(device).total_memory >= LARGE_BYTES
         self.sizes = (1024, 8192) if large else (256, 2048)
 
@@ -205,8 +201,7 @@ class CudaDevice:
     def backend(self, name: str, capacity: StepCapacity) -> Backend:
         if name == "native":
             raise ValueError(f'attention="native" runs on the CPU only, not on {self.memory.device}: use "auto"')
-        varlen = open_varlen(self.memory.device, capacity) if self._varlen else None
-        return TritonAttention(self.memory.device, capacity, varlen=varlen)
+        return TritonAttention(self.memory.device, capacity)
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
         if config.exact:

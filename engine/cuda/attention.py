@@ -1,7 +1,7 @@
 """The attention backend for CUDA: Triton kernels over tiles, index arrays at static addresses.
 
-    arrays   int32   ┌ counts ┬ positions ┬ parts ┬ slots ┬ small tiles ┬ large tiles ┬ prompts ┬ block table … ┐
-                       2        P           P       P       6 · tiles     6 · tiles     R + …     R · M
+    arrays   int32   ┌ counts ┬ positions ┬ parts ┬ slots ┬ small tiles ┬ large tiles ┬ block table … ┐
+                       2        P           P       P       6 · tiles     6 · tiles     R · M
 
 One pinned array on the host, one on the device, and one copy a step between them. All but the table has room for the largest
 step and lies always at the same place, so a captured CUDA graph reads the arrays of the step that is replayed.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,6 @@ import torch
 from engine.cuda import tiles as cutting
 from engine.cuda.launches import KNOWN, Launches, LaunchLimits, choose, power_of_two, with_codes
 from engine.cuda.tiles import COLUMNS, PADDING, Tiles, chunk_tokens, cut, most_tiles
-from engine.cuda.varlen import ARITHMETIC, Prompts, Run, Varlen, attend_prompts, beside_starts, rows_of, starts_of, stored
 from engine.forward.attention import CannotAttend, StepCapacity
 from engine.forward.batch import Batch
 from engine.kv.fp8 import is_fp8, scales_as
@@ -50,13 +48,9 @@ class Prepared(NamedTuple):
     slots: torch.Tensor
     small: torch.Tensor
     large: torch.Tensor
-    starts: torch.Tensor
-    """of `prompts`"""
     table: torch.Tensor
     launched: tuple[bool, bool, bool] = (True, True, True)
     """`attend` for small and for large tiles, `merge`; what has nothing to do is left out"""
-    prompts: Prompts = ()
-    """that no tile has; a step with any is not captured"""
 
 
 class TritonAttention:
@@ -66,25 +60,14 @@ class TritonAttention:
     name = "triton"
     arithmetic = "triton/1"
 
-    def __init__(
-        self,
-        device: torch.device,
-        capacity: StepCapacity,
-        programs: int | None = None,
-        kernels: Any = None,
-        varlen: Varlen | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, capacity: StepCapacity, programs: int | None = None, kernels: Any = None) -> None:
         """programs: that run at once, of which each KV head has as many; None = enough for the device. kernels: what stands in
-        for `triton_kernels`. varlen: attends the prompts of large steps, whose numbers then depend on what was computed of
-        them before."""
+        for `triton_kernels`."""
         if not capacity.q_heads:
             raise TritonUnavailable("the model's layers have different numbers of query heads")
         self._kernels = kernels or _import(device)
         self.device = device
         self.capacity = capacity
-        self.varlen = varlen
-        if varlen is not None:
-            self.arithmetic = f"{self.arithmetic}+{ARITHMETIC}"
         limits, processors = _limits(device)
         self._converts = device.type == "cuda" and limits.capability >= CONVERTS_FP8
         """the device has e4m3"""
@@ -100,8 +83,7 @@ class TritonAttention:
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
         self.max_parts = parts_for(memory, capacity)
         tiles = most_tiles(capacity.tokens, capacity.rows, max(self.groups))
-        starts = 0 if varlen is None else varlen.most_starts(capacity.rows)
-        sizes = (2, capacity.tokens, capacity.tokens, capacity.tokens, COLUMNS * tiles, COLUMNS * tiles, starts)
+        sizes = (2, capacity.tokens, capacity.tokens, capacity.tokens, COLUMNS * tiles, COLUMNS * tiles)
         self._starts = np.cumsum((0, *sizes))
         on_device = device.type == "cuda"
         length = int(self._starts[-1]) + capacity.rows * capacity.columns
@@ -114,15 +96,14 @@ class TritonAttention:
         self._sent: Any = torch.cuda.Event() if on_device else None
 
     def __str__(self) -> str:
-        return f"Triton attention ({self.device}{'' if self.varlen is None else ', prompts of large steps by varlen_attn'})"
+        return f"Triton attention ({self.device})"
 
     def prepare(self, batch: Batch, kv: PagedKV) -> Prepared:
         """Cut the step into tiles and send them to the device. Returns views of the static arrays."""
-        counts, positions, parts, slots, small, large, starts, table = self._views(self._host.numpy())
+        counts, positions, parts, slots, small, large, table = self._views(self._host.numpy())
         t, blocks = batch.num_tokens, batch.block_table
-        runs = [] if self.varlen is None else self.varlen.runs(batch.query_starts, batch.context_lens)
         for share, max_parts in ((len(batch.shared) > 0, self.max_parts), (False, self.max_parts), (False, 0)):
-            tiles = self._cut(batch, kv, share, max_parts, runs)
+            tiles = self._cut(batch, kv, share, max_parts)
             if max(tiles.small.size, tiles.large.size) <= len(small):
                 break  # else fewer of them, and the same numbers
         if self._sent is not None:
@@ -133,23 +114,19 @@ class TritonAttention:
         parts[:t], parts[t:] = tiles.parts, PADDING
         slots[:t], slots[t:] = batch.slots.numpy(), -1
         small[: tiles.small.size], large[: tiles.large.size] = tiles.small.ravel(), tiles.large.ravel()
-        if runs:
-            begins = starts_of(runs)
-            starts[: len(begins)] = begins
         table[: blocks.size] = blocks.ravel()
         used = int(self._starts[-1]) + blocks.size
         self._arrays[:used].copy_(self._host[:used], non_blocking=True)
         if self._sent is not None:
             self._sent.record()
         launched = (len(tiles.small) > 0, len(tiles.large) > 0, tiles.num_parts > 0)
-        views = self._views(self._arrays)
-        return Prepared._make((*views, launched, beside_starts(runs, views[-2])))
+        return Prepared._make((*self._views(self._arrays), launched))
 
-    def _cut(self, batch: Batch, kv: PagedKV, share: bool, max_parts: int, runs: list[Run]) -> Tiles:
+    def _cut(self, batch: Batch, kv: PagedKV, share: bool, max_parts: int) -> Tiles:
         small, large = (launch.rows // self.capacity.group for launch in self.launches)
         return cut(
             batch.query_starts, batch.context_lens, batch.block_table, share, block_size=kv.block_size, sizes=(small, large),
-            groups=self.groups, max_parts=max_parts, elsewhere=rows_of(runs, len(batch.context_lens)),
+            groups=self.groups, max_parts=max_parts,
         )  # fmt: skip
 
     def _views(self, whole: Any) -> tuple[Any, ...]:
@@ -174,7 +151,7 @@ class TritonAttention:
             *key.stride()[:2], *value.stride()[:2], HEADS=heads, HEADS_PAD=power_of_two(heads), DIM=dim,
             DIM_PAD=power_of_two(max(dim, 16)), BLOCK=kv.block_size, FP8=is_fp8(data),
         )  # fmt: skip
-        return self.attend_stored(layer, query, batch, kv, scaling, window, (key, value))
+        return self.attend_stored(layer, query, batch, kv, scaling, window)
 
     def slots_of(self, batch: Batch) -> torch.Tensor:
         """[P …] int32 on the device: where each token's K and V go; -1 for padding."""
@@ -182,16 +159,9 @@ class TritonAttention:
         return slots
 
     def attend_stored(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        batch: Batch,
-        kv: PagedKV,
-        scaling: float,
-        window: int,
-        fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
+        self, layer: int, query: torch.Tensor, batch: Batch, kv: PagedKV, scaling: float, window: int
     ) -> torch.Tensor:
-        """`attend` where the step's K and V are in the pool. fresh: the same, [P, kv_heads, head_dim] each, if at hand."""
+        """`attend` where the step's K and V are in the pool."""
         arrays: Prepared = batch.attention
         (padded, q_heads, dim), heads = query.shape, self.capacity.kv_heads
         assert query.stride(2) == 1
@@ -216,28 +186,7 @@ class TritonAttention:
                 out, arrays.positions, arrays.parts, self.partial, self.sums, out.stride(0), window,
                 GROUP=group, GROUP_PAD=power_of_two(group), **shape, **chunks, **EXACT,
             )  # fmt: skip
-        if arrays.prompts:
-            self._attend_prompts(out, layer, query, arrays, kv, scaling, window, fresh)
         return out
-
-    def _attend_prompts(
-        self,
-        out: torch.Tensor,
-        layer: int,
-        query: torch.Tensor,
-        arrays: Prepared,
-        kv: PagedKV,
-        scaling: float,
-        window: int,
-        fresh: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> None:
-        """Write what no tile has, from K and V that are at hand or, without these, from the pool."""
-        assert self.varlen is not None
-
-        def keys_and_values(tokens: slice) -> Sequence[torch.Tensor]:
-            return stored(kv, layer, arrays.slots[tokens]) if fresh is None else [each[tokens] for each in fresh]
-
-        attend_prompts(out, self.varlen, arrays.prompts, query, keys_and_values, scaling, window)
 
 
 def _import(device: torch.device) -> Any:

@@ -12,7 +12,6 @@ A graph remembers addresses, so what the forward reads lies where it lay at the 
                                   there are large tiles, and graphs of their own that launch them
     KV pool, parameters           written in place, by moves and by refreshes
 
-Prompts that `engine.cuda.varlen` attends are at addresses of their own, so a step that has any is launched kernel by kernel.
 Only `sleep` gives memory back and takes other; the graphs are forgotten then. Padding has no tile and no slot: it computes
 something, and nobody reads it. Graphs of padded batch sizes: vLLM.
 """
@@ -156,7 +155,7 @@ class StepGraphs:
 
     def _size(self, batch: Batch) -> int | None:
         """Tokens of the graph for a step; None: there is none."""
-        if batch.num_logits > self._rows or batch.attention.prompts:
+        if batch.num_logits > self._rows:
             return None
         decodes = batch.num_tokens == len(batch.context_lens) == batch.num_logits
         return next((size for size in (self.sizes if decodes else self.mixed) if size >= batch.input_ids.shape[1]), None)

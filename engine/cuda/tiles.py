@@ -91,21 +91,18 @@ def cut(
     sizes: tuple[int, int],
     groups: tuple[int, int],
     max_parts: int,
-    elsewhere: np.ndarray | None = None,
 ) -> Tiles:
     """The tiles of a step of R rows.
 
     query_starts [R + 1], context_lens [R], block_table [R, M]: as in `Batch`. share: some rows have leading blocks in common;
     which ones is found here, so prefixes nest. sizes: most tokens of a small and of a large tile. groups: programs of either
     kind that run at once, by KV heads: those of a group take the heads of one tile. max_parts: partial results that there is
-    memory for. elsewhere [R] bool: rows whose attention is computed by others, which get no tile; they share nothing.
+    memory for.
 
     Rows and prefixes are cut into runs of chunks, which get shorter until the programs have nearly the same work."""
     chunk = chunk_tokens(block_size)
     counts = np.diff(query_starts)
     chunks = -(-context_lens // chunk)
-    if elsewhere is not None:
-        chunks[elsewhere] = 0
     splits = counts <= SPLIT_TOKENS
     splits &= np.cumsum(np.where(splits, counts * chunks, 0)) <= max_parts
     own = np.zeros(len(counts), np.int32)
@@ -134,7 +131,7 @@ class TilingInput(NamedTuple):
     context_lens: np.ndarray
     """[R]"""
     chunks: np.ndarray
-    """[R]: of the context; 0 = the row gets no tile"""
+    """[R]: of the context"""
     own: np.ndarray
     """[R]: the first chunk that is not in a prefix in common"""
     splits: np.ndarray
@@ -270,7 +267,7 @@ def _of_rows(step: TilingInput, split: np.ndarray, run: np.ndarray) -> np.ndarra
     """What each row has for itself: a piece of its tokens × all of its chunks, or × a run of them. Runs begin at multiples of
     their length. Returns [n, COLUMNS + 1], the last of them the steps of work."""
     starts, own, size, chunk = step.query_starts, step.own, step.size, step.chunk
-    row, piece = _each(np.where(step.chunks > 0, -(-np.diff(starts) // size), 0))
+    row, piece = _each(-(-np.diff(starts) // size))
     first = starts[row] + piece * size[row]
     tokens = np.minimum(size[row], starts[row + 1] - first)
     context = step.context_lens[row] - (starts[row + 1] - first - tokens)

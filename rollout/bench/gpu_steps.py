@@ -155,20 +155,14 @@ def whole_steps(bench: Bench, engine: Engine) -> Rows:
 
 
 def prefill(bench: Bench) -> Rows:
-    """Measure forwards of whole prompts, alike and of mixed lengths: from graphs where these are, without graphs, and with the
-    prompts of large steps left to `varlen_attn`."""
+    """Measure forwards of whole prompts, alike and of mixed lengths: from graphs where these are, and without graphs."""
     prompts = {f"{rows} x {tokens}": np.full(rows, tokens, np.int32) for rows, tokens in bench.sizes.prompts}
     prompts[f"{bench.sizes.mixed_prompts} x {bench.mixture}"] = bench.mixed(bench.sizes.mixed_prompts)
     most = max(int(lengths.sum()) for lengths in prompts.values())
     room = {"kv_tokens": max(int(blocks_of(each, 32).sum()) for each in prompts.values()) * 32, "max_batch_tokens": most}
     times: dict[tuple[str, str], float] = {}
-    variants: dict[str, dict[str, Any]] = {
-        "paged": {}, "without_graphs": {"cuda_graphs": False}, "varlen": {"prefill_attention": "varlen"},
-    }  # fmt: skip
+    variants: dict[str, dict[str, Any]] = {"paged": {}, "without_graphs": {"cuda_graphs": False}}
     for variant, options in variants.items():
-        if variant == "varlen" and bench.device.type == "cpu":
-            yield {"left_out": "varlen_attn runs on CUDA only"}
-            continue
         for row in kept(prefills(bench, prompts, {**room, **options, "warm_up": False})):
             if "ms" in row:
                 times[variant, row["prompts"]] = row["ms"]

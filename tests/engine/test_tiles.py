@@ -101,27 +101,6 @@ def test_every_query_meets_every_chunk_once() -> None:
     assert shared > 30, "nothing was ever shared"
 
 
-def test_rows_that_are_attended_elsewhere_get_no_tile() -> None:
-    """The others get what they have without them: every query meets every chunk, in memory for as many parts."""
-    skipped = 0
-    for seed in range(60):
-        r = random.Random(seed)
-        arrays = step(r)
-        starts = arrays["query_starts"]
-        counts = np.diff(starts)
-        elsewhere = (counts > tiles.SPLIT_TOKENS) & np.array([r.random() < 0.7 for _ in counts])
-        made = cut(**arrays, share=True, block_size=BLOCK, sizes=(4, 16), groups=(4, 4), max_parts=500, elsewhere=elsewhere)
-        found = met(arrays, made)
-        for row, gone in enumerate(elsewhere.tolist()):
-            tokens = range(starts[row], starts[row + 1])
-            assert all((found[token] == {}) == gone for token in tokens)
-            assert not gone or (made.parts[tokens.start : tokens.stop] == DIRECT).all()
-        skipped += int(elsewhere.sum())
-    assert skipped > 5
-    none = cut(**arrays, share=False, block_size=BLOCK, sizes=(4, 16), groups=(4, 4), max_parts=500, elsewhere=counts > 0)
-    assert not len(every(none)) and none.num_parts == 0, "nothing to do is nothing to launch"
-
-
 def test_a_prefix_is_read_once_for_its_group() -> None:
     """64 chunks in common of 16 rows: tiles read them once, not sixteen times; with sharing off they are read by each."""
     table = np.tile(np.arange(130, dtype=np.int32), (16, 1))

@@ -19,12 +19,10 @@ from engine.config import EngineConfig  # noqa: E402
 from engine.cuda import tiles  # noqa: E402
 from engine.cuda.attention import StepCapacity, TritonAttention, TritonUnavailable  # noqa: E402
 from engine.cuda.launches import LaunchLimits  # noqa: E402
-from engine.cuda.varlen import Varlen  # noqa: E402
 from engine.devices import CpuDevice, ReferenceAttention, choose_backend  # noqa: E402
 from engine.kv import fp8  # noqa: E402
 from engine.kv.pages import KVGeometry  # noqa: E402
 from tests.support import production  # noqa: E402
-from tests.support.by_sdpa import BySdpa  # noqa: E402
 from tests.support.paged import (  # noqa: E402
     FP32,
     Row,
@@ -61,9 +59,9 @@ def pool_in_fp8(shape: Shape, blocks: int) -> torch.Tensor:
     return torch.full((blocks, *size), 0xFF, dtype=torch.uint8, device=DEVICE)
 
 
-def backend(shape: Shape, programs: int = 6, varlen: Varlen | None = None) -> TritonAttention:
+def backend(shape: Shape, programs: int = 6) -> TritonAttention:
     capacity = StepCapacity(512, 16, 64, shape.q_heads, shape.kv_heads, shape.dim, shape.dtype.itemsize)
-    return TritonAttention(DEVICE, capacity, programs, varlen=varlen)
+    return TritonAttention(DEVICE, capacity, programs)
 
 
 def attend(
@@ -91,9 +89,6 @@ def attend(
             torch.cat([x[i][a : a + n] for i, a, n in rows] + [x[0][:1]] * pad).to(DEVICE) for x in (made.q, made.k, made.v)
         )
         out = one.attend(1, q, k, v, batch, kv, shape.dim**-0.5, shape.window).cpu()
-        if getattr(one, "varlen", None) is not None:
-            again = one.attend_stored(1, q, batch, kv, shape.dim**-0.5, shape.window).cpu()
-            assert torch.equal(out, again), "K and V of prompts are read from the pool"
         assert (out[batch.num_tokens :] == 0).all(), "padding is not zero"
         for (i, a, n), at in zip(rows, arrays["query_starts"].tolist(), strict=False):
             outputs[i][a : a + n] = out[at : at + n]
@@ -226,43 +221,6 @@ def test_a_shared_prefix_is_read_through_the_first_row_alone() -> None:
         assert same_bits(want, attend(one, shape, made, [[(0, 0, 64)], rows]))
         broken = attend(one, shape, made, [[(0, 0, 64)], rows], share=False)
     assert not same_bits(want, broken)
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        SMALL._replace(window=9),
-        pytest.param(Shape(q_heads=4, kv_heads=2, dim=16, block_size=8, dtype=FP32), marks=pytest.mark.long),
-    ],
-    ids=text,
-)
-def test_prompts_go_elsewhere_and_the_rest_stays(shape: Shape) -> None:
-    """A step of a row that decodes, two prompts, a rest of one, another prompt, and one too short: `varlen_attn` attends three
-    of them, right up to rounding; all else, and the K and V of all, has the bits that it has without. The step before is not
-    large enough."""
-    made = tokens(shape, [(None, 0)] * 6, [12, 17, 18, 30, 17, 5])
-    before: list[Row] = [(0, 0, 11), (3, 0, 12)]
-    rows: list[Row] = [(0, 11, 1), (1, 0, 17), (2, 0, 18), (3, 12, 18), (4, 0, 17), (5, 0, 5)]
-    plain, data = (pool(shape, made.blocks).to(DEVICE) for _ in range(2))
-    want = attend(backend(shape, 1), shape, made, [before, rows], data=plain)
-    kernel = BySdpa()
-    got = attend(backend(shape, 1, Varlen(kernel, 23)), shape, made, [before, rows], data=data)
-    called = [([0, 17, 35], 18, shape.window), ([0, 17], 17, shape.window)]
-    assert kernel.asked == called * 2, "of the second step alone, from K and V at hand and then from the pool"
-    for i in (1, 2, 4):
-        assert_close(shape, got[i], oracle(shape, made, i)[0], ROUNDING)
-    rest = (0, 3, 5)
-    assert same_bits([want[i] for i in rest], [got[i] for i in rest])
-    assert torch.equal(plain.nan_to_num(7.0), data.nan_to_num(7.0)), "K and V"
-
-
-def test_a_prompt_that_is_attended_wrongly_is_seen() -> None:
-    """The negative control: a window that is one token too wide."""
-    shape = SMALL._replace(window=9)
-    made = tokens(shape, [(None, 0)], [17])
-    (out,) = attend(backend(shape, 1, varlen=Varlen(BySdpa(off=1), 0)), shape, made, whole(made))
-    with pytest.raises(AssertionError):
-        assert_close(shape, out, oracle(shape, made, 0)[0], ROUNDING)
 
 
 def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.cuda.varlen import Attend as VarlenAttend
-from engine.cuda.varlen import Varlen
 from engine.devices import StepCapacity, TritonAttention
 from engine.kv import fp8
 
@@ -67,11 +65,8 @@ def kept_in_fp8(data: torch.Tensor, generator: torch.Generator) -> tuple[torch.T
     return fp8.decode(codes, scales).to(data.dtype), pool
 
 
-def attend(
-    made: Pages, counts: list[int], share: bool, processors: int | None = None, attends: VarlenAttend | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the last `counts` tokens of every sequence in one step: queries and outputs [T, q_heads, dim]. attends: stands in
-    for torch's `varlen_attn`."""
+def attend(made: Pages, counts: list[int], share: bool, processors: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the last `counts` tokens of every sequence in one step: queries and outputs [T, q_heads, dim]."""
     heads, rows = made.heads, len(counts)
     q_heads, columns = heads.kv * heads.group, max(map(len, made.tables))
     total = sum(counts)
@@ -81,8 +76,7 @@ def attend(
     for row, blocks in zip(table, made.tables, strict=True):
         row[: len(blocks)] = blocks
     capacity = StepCapacity(max(total, 16), max(rows, 16), columns, q_heads, heads.kv, heads.dim, heads.dtype.itemsize)
-    varlen = None if attends is None else Varlen(attends, 0)
-    backend = TritonAttention(torch.device(DEVICE), capacity, processors, varlen=varlen)
+    backend = TritonAttention(torch.device(DEVICE), capacity, processors)
     batch: Any = SimpleNamespace(
         query_starts=np.cumsum([0, *counts]).astype(np.int32), context_lens=np.array(made.lengths, np.int32), block_table=table,
         shared=np.ones((int(share), 3), np.int32), num_tokens=total, slots=torch.zeros(total, dtype=torch.int64),
