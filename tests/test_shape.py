@@ -79,7 +79,7 @@ def file_arrows(package: str) -> set[tuple[str, str]]:
     for path in paths:
         for name in imported(path.read_text(), ".".join(path.relative_to(ROOT).with_suffix("").parts)):
             target = name if name in names else name.rpartition(".")[0]
-            # `from rollout.bench import text` names the package as well: the longer name decides
+            # `from rollout.bench import inputs` names the package as well: the longer name decides
             if target in names and not (target == name and any(longer.startswith(f"{name}.") for longer in names)):
                 found.add((name_of(path), target))
     return {(one, other) for one, other in found if one != other}

@@ -17,12 +17,11 @@ from engine.config import EngineConfig, IsaName, KVName
 from rollout import models
 from rollout.bench.against import parse
 from rollout.bench.floor import MachineRates
-from rollout.bench.longer import long_enough
-from rollout.bench.report import print_run, print_start, print_table, write_json
+from rollout.bench.inputs import PromptText, long_enough
+from rollout.bench.report import print_row, print_run, print_start, print_table, write_json
 from rollout.bench.runner import measure
 from rollout.bench.special import SPECIAL, WITH_MODEL, WITHOUT_MODEL, BenchArguments
 from rollout.bench.target import open_engine, open_service
-from rollout.bench.text import PromptText
 from rollout.bench.workloads import WORKLOADS, Workload, find
 from rollout.config import InputError
 
@@ -97,32 +96,23 @@ def open_out(stack: ExitStack, json_file: str | None) -> Out:
 
 def measure_without_model(names: tuple[str, ...], scale: float, threads: int | None, out: Out) -> None:
     """Measure what needs no model: WITHOUT_MODEL."""
-    for way in (way for name, way in WITHOUT_MODEL.items() if name in names):
-        told(way.rows(scale, threads), way.show, way.show_all, out)
+    for name, rows in WITHOUT_MODEL.items():
+        if name in names:
+            report_rows(name, rows(scale, threads), out)
 
 
 def measure_special(names: tuple[str, ...], asked: BenchArguments, out: Out) -> None:
-    """Measure what is measured in its own way, with a model."""
-    for way in (way for name, way in WITH_MODEL.items() if name in names):
-        told(way.rows(asked), way.show, way.show_all, out)
+    """Run the benchmarks of WITH_MODEL that are named."""
+    for name, benchmark in WITH_MODEL.items():
+        if name in names:
+            report_rows(name, benchmark.rows(asked), out)
 
 
-def told(
-    rows: Iterable[dict[str, Any]],
-    show: Callable[[Console, dict[str, Any]], None] | None,
-    show_all: Callable[[Console, list[dict[str, Any]]], None] | None,
-    out: Out,
-) -> list[dict[str, Any]]:
-    """Write and print the rows, each as it comes. Returns them."""
-    seen = []
+def report_rows(name: str, rows: Iterable[dict[str, Any]], out: Out) -> None:
+    """Write and print the rows of a benchmark, each as it comes."""
     for row in rows:
         write_json(out.sink, row)
-        seen.append(row)
-        if show is not None:
-            show(out.console, row)
-    if show_all is not None:
-        show_all(out.console, seen)
-    return seen
+        print_row(out.console, name, row)
 
 
 def measure_workload(

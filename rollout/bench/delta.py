@@ -11,12 +11,11 @@ from typing import Any
 
 import msgspec
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
 from engine.types import Refreshed
-from rollout.bench.text import PromptText
+from rollout.bench.inputs import PromptText
 from rollout.client.api import RolloutClient
 from rollout.client.lora import digest_of_tensors
 from rollout.config import Config
@@ -82,15 +81,3 @@ def train(model: Any, masters: list[torch.Tensor], adam: Any, text: PromptText, 
     with torch.no_grad():
         for master, parameter in zip(masters, model.parameters(), strict=True):
             parameter.copy_(master)
-
-
-def print_summary(console: Console, row: dict[str, Any]) -> None:
-    console.print(
-        f"delta: after {row['steps']} AdamW steps at {row['learning_rate']:g} ({row['dtype']}) {row['sent_bytes'] / 1e6:.1f} "
-        f"of {row['model_bytes'] / 1e6:.1f} MB travel ({100 * row['bytes_fraction']:.1f} %), after one more "
-        f"{100 * row['one_step_fraction']:.1f} %; digests {'equal' if row['same_digest'] else 'NOT equal'}"
-    )
-    console.print(
-        f"  {row['seconds']:.3f} s, {row['paused_seconds']:.3f} of it without a step; whole tensors inline "
-        f"{row['inline_seconds']:.3f}"
-    )

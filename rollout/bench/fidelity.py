@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
 from engine.forward.arithmetic import without_fp8
 from engine.types import Sample, Sampling
+from rollout.bench.inputs import PromptText
 from rollout.bench.target import OpenTarget
-from rollout.bench.text import PromptText
 from rollout.config import Config
 from rollout.exact import sample_logprobs, use_exact
 
@@ -70,25 +69,6 @@ def measure(
         **compare("plain_fp32", truth, plain),
         **(compare("plain_kv16", plain, exact) | compare("fp32_kv16", truth, exact) if engine.kv_dtype != "auto" else {}),
     }
-
-
-def print_summary(console: Console, row: dict[str, Any]) -> None:
-    fp8 = row["kv_dtype"] != row["dtype"]
-    dtypes = f"{row['dtype']}, KV in {row['kv_dtype']}" if fp8 else row["dtype"]
-    console.print(f"fidelity: {row['tokens']} tokens of the service ({dtypes}, arithmetic {row['arithmetic']})")
-    for name, what in (
-        ("exact", f"the service with KV in {row['dtype']}" if fp8 else "trainer's forward with use_exact"),
-        ("plain", f"trainer's plain forward in {row['dtype']}, sdpa"),
-        ("plain_self", f"for comparison, that forward with {BATCH} samples to a batch from itself with one"),
-        ("fp32", "trainer's plain forward in fp32"),
-        ("plain_fp32", f"for comparison, the plain forwards in fp32 and {row['dtype']} from each other"),
-        *((("plain_kv16", f"for comparison, trainer's plain forward from KV in {row['dtype']}"),) if fp8 else ()),
-        *((("fp32_kv16", f"for comparison, trainer's plain forward in fp32 from KV in {row['dtype']}"),) if fp8 else ()),
-    ):
-        console.print(
-            f"  {what}: |Δ log-prob| mean {row['mean_abs_' + name]:.2e}, max {row['max_abs_' + name]:.2e}, "
-            f"k3 {row['k3_' + name]:.1e}, ratios outside [0.9, 1.1] {100 * row['outside_' + name]:.1f} %"
-        )
 
 
 def score(model: Any, rows: list[tuple[np.ndarray, Sample]], batch: int = 1) -> np.ndarray:

@@ -23,12 +23,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import psutil
-from rich.console import Console
 
 from engine.config import EngineConfig
 from engine.types import Sampling
 from rollout.bench.errors import BenchFailed
-from rollout.bench.tiny import save_tiny
+from rollout.bench.inputs import save_tiny
 from rollout.bench.workloads import Workload, find
 from rollout.client.api import RolloutClient
 from rollout.config import Config, FleetConfig
@@ -165,13 +164,3 @@ def wait_for(client: RolloutClient, condition: Any) -> dict[str, Any]:
             raise BenchFailed("the fleet did not come to where it was expected")
         time.sleep(LOOK_S)
     return status
-
-
-def print_row(console: Console, row: dict[str, Any]) -> None:
-    """Print the row for people."""
-    console.print(
-        f"fleet: {row['replicas']} replicas × {row['threads']} threads, {row['tokens_per_second']:.0f} tokens/s, "
-        f"{row['ratio_to_one']:.2f} × one service; front {100 * row['front_core_fraction']:.1f} % of a core at 1,000 samples/s;"
-        f" a dead replica's groups are others' after {row['takeover_seconds']:.2f} s, their next tokens are there after"
-        f" {row['takeover_token_seconds']:.2f} s"
-    )

@@ -23,6 +23,7 @@ import tyro
 from rollout.bench.by_hand import release
 from rollout.bench.gpu_bench import MODELS, Args, Bench, kept
 from rollout.bench.gpu_parts import PARTS
+from rollout.bench.report import figures
 from rollout.config import InputError
 
 
@@ -69,8 +70,7 @@ def run(args: Args, out: TextIO) -> int:
 
 
 def text(row: dict[str, Any]) -> str:
-    values = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()}
-    return f"{values.pop('model')} {values.pop('part')}: {', '.join(f'{name} {value}' for name, value in values.items())}"
+    return f"{row['model']} {row['part']}: {figures({name: row[name] for name in row if name not in ('model', 'part')})}"
 
 
 def main(argv: list[str] | None = None) -> int:

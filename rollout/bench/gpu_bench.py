@@ -17,9 +17,8 @@ from engine.config import EngineConfig, KVName
 from engine.engine import Engine
 from engine.forward.model import Model
 from rollout.bench.by_hand import median_ms, release
-from rollout.bench.lengths import lognormal
+from rollout.bench.inputs import RandomText, lognormal
 from rollout.bench.sharing import FANOUT, LONG_PREFIX, MANY_LONG, PrefixShape
-from rollout.bench.text import RandomText
 from rollout.bench.workloads import Workload, find
 
 Rows = Iterator[dict[str, Any]]

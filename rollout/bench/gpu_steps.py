@@ -19,7 +19,7 @@ from rollout.bench import sharing as sharing_by_hand
 from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed
 from rollout.bench.gpu_bench import Bench, Rows, kept
 from rollout.bench.gpu_limit import ForwardCost, beside_limit
-from rollout.bench.lengths import lognormal
+from rollout.bench.inputs import lognormal
 
 SETTLE = 8
 """decode steps that do not count yet"""

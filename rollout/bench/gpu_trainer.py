@@ -15,8 +15,7 @@ import transformers
 
 from engine.types import Refreshed, Sampling
 from rollout.bench.gpu_bench import MODELS
-from rollout.bench.lengths import lognormal
-from rollout.bench.text import RandomText
+from rollout.bench.inputs import RandomText, lognormal
 from rollout.client.api import RolloutClient
 from transport.weights import Via
 

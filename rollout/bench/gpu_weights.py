@@ -20,7 +20,7 @@ from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blo
 from rollout.bench.gpu_bench import Bench, Rows
 from rollout.bench.gpu_limit import ForwardCost, beside_limit
 from rollout.bench.gpu_steps import SETTLE, blocks_of
-from rollout.bench.lengths import lognormal
+from rollout.bench.inputs import lognormal
 
 OFFLOAD = WeightOffload(group_size=4, num_in_group=1, prefetch_step=1)
 GROUPS = 8

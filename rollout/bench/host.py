@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from rich.console import Console
 
 from engine.config import EngineConfig
 from engine.devices import Backend, Device, NativeAttention
@@ -146,12 +145,3 @@ def _seconds(engine: Engine) -> dict[str, float]:
         "sample": counters.sample_seconds,
         "commit": counters.commit_seconds,
     }
-
-
-def print_row(console: Console, row: dict[str, Any]) -> None:
-    parts = ", ".join(f"{name} {row[f'{name}_ms']:.2f}" for name in PARTS)
-    console.print(f"host: {row['host_ms']:.2f} ms a step of {row['sequences']} sequences ({parts}; {row['steps']} steps)")
-    console.print(
-        f"      beside a device that takes {row['device_ms']:.1f} ms: a step takes {row['step_ms']:.2f} ms, "
-        f"overlapped {row['overlapped_step_ms']:.2f} ms"
-    )

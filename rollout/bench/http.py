@@ -27,13 +27,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import psutil
-from rich.console import Console
 
 from engine.config import EngineConfig
 from engine.types import Sampling
 from rollout.bench.errors import BenchFailed
-from rollout.bench.text import PromptSource, PromptText, RandomText
-from rollout.bench.tiny import save_tiny
+from rollout.bench.inputs import PromptSource, PromptText, RandomText, save_tiny
 from rollout.client.api import RolloutClient
 from rollout.config import Config
 from rollout.process import service_process
@@ -209,10 +207,3 @@ def summarise(name: str, new_tokens: int, runs: list[dict[str, Any]]) -> dict[st
         **{key: round(value, 4) for key, value in median.items()},
         **sizes,
     }
-
-
-def print_summary(console: Console, row: dict[str, Any]) -> None:
-    console.print(
-        f"http, {row['model']}: {row['ratio_to_native']:.3f} of the native client "
-        f"({row['http_seconds']:.2f} s, {row['native_seconds']:.2f} s), {row['microseconds_per_request']:.0f} µs a request"
-    )

@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from rich.console import Console
 
 from engine.types import NONE_SERVED, Limits, Sample, Sampling
 from rollout.bench.errors import BenchFailed
@@ -173,15 +172,3 @@ def journal_turns(count: int) -> list[float]:
         finally:
             journal.close()
     return seconds
-
-
-def print_row(console: Console, row: dict[str, Any]) -> None:
-    """Print one row for people."""
-    if "summary" in row:
-        ratios = ", ".join(f"{what} × {row[f'{what}_ratio']:.2f}" for what in ("samples", "weights"))
-        console.print(f"keys: with encryption {ratios}")
-    elif row["what"] == "journal":
-        console.print(f"keys: journal {row['median_us']:.0f} µs a turn, longest {row['longest_us']:.0f} µs")
-    else:
-        how = "with keys" if row["keys"] else "in clear"
-        console.print(f"keys: {row['what']} {how} {row['mb_per_s']:.0f} MB/s")

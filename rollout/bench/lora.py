@@ -13,13 +13,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
 from engine.types import Sampling
 from rollout.bench.fidelity import score
-from rollout.bench.text import PromptText
+from rollout.bench.inputs import PromptText
 from rollout.client.api import RolloutClient
 from rollout.client.lora import base_tensors, digest_of_tensors
 from rollout.config import Config, InputError
@@ -87,18 +86,3 @@ def adapted(folder: Path, dtype: torch.dtype) -> Any:
             if ".lora_B." in name:
                 parameter.normal_(std=2e-3)
     return made
-
-
-def print_summary(console: Console, row: dict[str, Any]) -> None:
-    console.print(
-        f"lora: rank {row['rank']} on all linear layers, {row['dtype']}: {row['sent_bytes'] / 1e6:.1f} of "
-        f"{row['model_bytes'] / 1e6:.1f} MB travel ({100 * row['bytes_fraction']:.2f} %)"
-    )
-    console.print(
-        f"  against PEFT's merged model: max |Δ log-prob| {row['max_abs_delta']:.2e} over {row['tokens']} tokens, digests "
-        f"{'equal' if row['same_digest'] else 'NOT equal'}"
-    )
-    console.print(
-        f"  {row['seconds']:.3f} s (the first {row['first_seconds']:.3f}), {row['paused_seconds']:.3f} of it without a step; "
-        f"whole weights {row['whole_seconds']:.3f}"
-    )

@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from engine.cpu.isa import ISAS, here
 from engine.cpu.kernels import Kernels
@@ -107,18 +105,3 @@ def _one(machine: ProductRates, weights: torch.Tensor, rows: int, outputs: int, 
         "peak_gflops": round(machine.peak(weights.dtype) / 1e9, 2), "peak_gbytes": round(machine.bytes_per_second / 1e9, 2),
         "ratio": round(flops / best / allowed, 3),
     }  # fmt: skip
-
-
-def print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
-    table = Table(
-        "isa", "dtype", "product", *(f"{n} rows" for n in ROWS), "peak", title="GFLOP/s, GB/s, ratio to the lower peak"
-    )
-    cells: dict[tuple[Any, ...], dict[int, str]] = {}
-    for row in rows:
-        if "summary" not in row:
-            key = (row["isa"], row["dtype"], f"{row['outputs']} × {row['inputs']}")
-            cells.setdefault(key, {})[row["rows"]] = f"{row['gflops']:.0f}, {row['gbytes']:.1f}, {row['ratio']:.2f}"
-            cells[key][0] = f"{row['peak_gflops']:.0f}, {row['peak_gbytes']:.1f}"
-    for key, by_rows in cells.items():
-        table.add_row(*key, *(by_rows.get(n, "") for n in ROWS), by_rows[0])
-    console.print(table)

@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from engine.config import EngineConfig
 from engine.types import Sampling
-from rollout.bench.text import PromptText
+from rollout.bench.inputs import PromptText
 from rollout.client.api import RolloutClient
 from rollout.config import Config
 from rollout.process import service_process
@@ -138,16 +136,3 @@ def summarise(runs: list[dict[str, Any]], engine: EngineConfig, status: dict[str
         "attention": status["attention"],
         "arithmetic": status["arithmetic"],
     }
-
-
-def print_summaries(console: Console, summaries: list[dict[str, Any]]) -> None:
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    table.add_column("refresh via", no_wrap=True)
-    for name in ("MB", "copy ms", "staged ms", "paused ms", "total ms", "pause/copy", "total/copy", "tokens/s around/steady"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in summaries:
-        seconds = (row["copy_seconds"], row["staged_seconds"], row["paused_seconds"], row["seconds"])
-        ratios = (row["pause_ratio"], row["total_ratio"], row["throughput_ratio"])
-        cells = [f"{row['bytes'] / 1e6:.0f}", *(f"{1000 * s:.1f}" for s in seconds), *(f"{ratio:.2f}" for ratio in ratios)]
-        table.add_row(row["via"], *cells)
-    console.print(table)

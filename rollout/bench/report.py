@@ -17,6 +17,18 @@ def write_json(sink: TextIO | None, row: dict[str, Any]) -> None:
         sink.flush()
 
 
+def figures(row: dict[str, Any]) -> str:
+    """Return a row as text: the names that it has in JSON, numbers with four digits."""
+    short = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()}
+    return ", ".join(f"{name} {value}" for name, value in short.items())
+
+
+def print_row(console: Console, name: str, row: dict[str, Any]) -> None:
+    """Print a row of the benchmark `name` as one line, however long."""
+    rest = {key: value for key, value in row.items() if (key, value) not in (("workload", name), ("summary", True))}
+    console.print(f"{name}{' summary' * ('summary' in row)}: {figures(rest)}", soft_wrap=True, markup=False)
+
+
 def print_start(console: Console, workload: Workload) -> None:
     console.print(
         f"{workload.name}: {workload.prompts} × {workload.prompt_tokens} prompt tokens, "

@@ -17,8 +17,8 @@ from engine.config import EngineConfig
 from engine.types import Sample, Sampling
 from rollout.bench.against import Peer, peer
 from rollout.bench.errors import BenchFailed
+from rollout.bench.inputs import PromptSource, PromptText
 from rollout.bench.target import OpenTarget, Target
-from rollout.bench.text import PromptSource, PromptText
 from rollout.bench.workloads import Workload
 from rollout.config import Config
 

@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
-from rich.console import Console
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
@@ -25,8 +24,7 @@ from engine.engine import Engine
 from engine.forward.model import module_of
 from engine.types import Begun, Group, Sample, Sampling
 from rollout.bench.errors import BenchFailed
-from rollout.bench.longer import of_vocabulary
-from rollout.bench.text import PromptText
+from rollout.bench.inputs import PromptText, of_vocabulary
 from rollout.models import hide_progress_bars
 
 NAME = "score"
@@ -165,15 +163,3 @@ def run_all(engine: Engine, groups: list[Group]) -> tuple[float, list[Sample]]:
     while engine.has_work:
         samples += engine.step()
     return time.perf_counter() - started, samples
-
-
-def print_row(console: Console, row: dict[str, Any]) -> None:
-    if "summary" not in row:
-        console.print(f"  prefill {row['prefill_seconds']:.2f} s, score {row['score_seconds']:.2f} s")
-        return
-    console.print(
-        f"score: {row['completions']} x {row['tokens']} tokens at {row['ratio_to_prefill']:.3f} x the rate of their prefill, "
-        f"{row['scored_tokens_per_second']:.0f} tokens/s; largest difference from generation {row['max_abs_delta']:.1e}\n"
-        f"  the vocabulary is {row['vocabulary_share']:.1%} of the products; where it is {row['vocabulary_share_8b']:.1%}, as "
-        f"in Llama-3.1-8B: {row['ratio_to_prefill_8b']:.3f} x"
-    )

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
-from rich.console import Console
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -37,8 +36,7 @@ from rollout.bench.by_hand import (
     replayed,
 )
 from rollout.bench.errors import BenchFailed
-from rollout.bench.lengths import lognormal
-from rollout.bench.longer import long_enough
+from rollout.bench.inputs import lognormal, long_enough
 from rollout.models import hide_progress_bars
 
 NAME = "sharing"
@@ -201,17 +199,3 @@ def figures(
 def text(shape: PrefixShape) -> str:
     most = ", lognormal, at most" if shape.mixed else ""
     return f"{shape.groups} x {shape.children} over {shape.prefix} + {shape.suffix} tokens{most}"
-
-
-def print_row(console: Console, row: dict[str, Any]) -> None:
-    if "summary" not in row:
-        console.print(f"  {row['variant']}: {row['step_ms']:.2f} ms a step, {row['attention_ms']:.2f} of attention alone")
-        return
-    shape = PrefixShape(*(row[name] for name in PrefixShape._fields))
-    ratios = [
-        f"{row[f'ratio_to_{name}']:.2f} x {name} (attention {row[f'attention_ratio_to_{name}']:.2f} x)"
-        for name in ("per_child", "copies")
-        if f"ratio_to_{name}" in row
-    ]
-    left_out = f"; left out, {row['left_out']}" if row["left_out"] else ""
-    console.print(f"sharing, {text(shape)}: {', '.join(ratios)}{left_out}")

@@ -28,14 +28,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from rich.console import Console
 
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.drafts import never_falling
 from engine.types import Group, Sample, Sampling
 from rollout.bench.errors import BenchFailed
-from rollout.bench.text import PromptText
+from rollout.bench.inputs import PromptText
 from rollout.models import hide_progress_bars, load_tokenizer
 
 NAME = "tail"
@@ -259,19 +258,3 @@ def per_step(before: tuple[int, int], after: tuple[int, int]) -> float:
     """Return the tokens that a child made in a step: each makes one, and what was accepted on top."""
     tokens, accepted = after[0] - before[0], after[1] - before[1]
     return tokens / (tokens - accepted)
-
-
-def print_row(console: Console, row: dict[str, Any]) -> None:
-    if "summary" not in row:
-        console.print(
-            f"  {row['workload']}: most {row['seconds_to_most']:.1f} s, all {row['seconds_to_all']:.1f} s, "
-            f"{row['tokens_per_step']:.2f} tokens a step"
-        )
-        return
-    console.print(
-        f"tail, {GROUPS} x {N} children, {row['tokens']} tokens: most {row['ratio_seconds_to_most']:.2f} x and all "
-        f"{row['ratio_seconds_to_all']:.2f} x as soon as plainly, counted {row['ratio_counted_to_most']:.2f} and "
-        f"{row['ratio_counted_to_all']:.2f}, at most {row['bound_to_most']:.2f} and {row['bound_to_all']:.2f} by any "
-        f"order; the last {LAST} children of a question make {row['tail_tokens_per_step']:.2f} tokens a step; ms by tokens: "
-        + ", ".join(f"{tokens}: {ms:.0f}" for tokens, ms in row["step_ms"].items())
-    )

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
@@ -34,7 +33,7 @@ from engine.cpu.backward import fast_in_bf16
 from engine.cpu.isa import best, here
 from engine.cpu.products import plain_products, use_products
 from rollout.bench.errors import BenchFailed
-from rollout.bench.text import PromptText
+from rollout.bench.inputs import PromptText
 from rollout.exact import token_logprobs, use_exact_attention
 from rollout.models import hide_progress_bars
 
@@ -162,17 +161,6 @@ def distance(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     pairs = zip(found, wanted, strict=True)
     squares = torch.tensor([[(a - b).square().sum(), b.square().sum()] for a, b in pairs]).sum(0)
     return round(float((squares[0] / squares[1]).sqrt()), 6)
-
-
-def print_row(console: Console, row: dict[str, Any]) -> None:
-    if "summary" not in row:
-        return
-    console.print(
-        f"{NAME}: {row['isa']}, {row['tokens']} tokens, {row['threads']} threads: {row['exact_seconds']:.2f} s "
-        f"({row['dtype']}); plain bf16 {row['bf16_seconds']:.2f} s, {row['ratio_to_bf16']:.2f} x; plain fp32 "
-        f"{row['fp32_seconds']:.2f} s, {row['ratio_to_fp32']:.2f} x; gradients {row['gradient_distance']:.1e} from fp32's, "
-        f"plain bf16's {row['gradient_distance_bf16']:.1e}"
-    )
 
 
 def main() -> None:

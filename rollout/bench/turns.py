@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from engine.config import EngineConfig
 from engine.types import Sampling
 from rollout.bench.errors import BenchFailed
-from rollout.bench.text import PromptText
+from rollout.bench.inputs import PromptText
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
 from rollout.config import Config
@@ -155,16 +154,3 @@ def summarise(rows: dict[str, list[dict[str, Any]]], status: dict[str, Any], eng
         "threads": engine.threads,
         "arithmetic": status["arithmetic"],
     }
-
-
-def print_row(console: Console, row: dict[str, Any]) -> None:
-    if "summary" not in row:
-        figures = f"{row['prefilled_tokens']:6d} prefilled, {row['new_tokens']:5d} new, {row['history_tokens']:6d} history"
-        console.print(f"  {row['way']:5s} turn {row['turn']}: {figures}, {row['seconds']:.2f} s")
-        return
-    most = row["new_tokens"] + row["turns"] * row["block_size"]
-    console.print(
-        f"turns: {row['prefilled_tokens']} tokens prefilled in {row['turns']} turns with {row['new_tokens']} new tokens "
-        f"(with a block a turn {most}); {row['seconds']:.1f} s\n"
-        f"       each turn as a prompt of its own: {row['prefilled_tokens_plain']} tokens, {row['seconds_plain']:.1f} s"
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from rollout.bench.lengths import lognormal
+from rollout.bench.inputs import lognormal
 from rollout.config import InputError
 
 ROOM = 1.1

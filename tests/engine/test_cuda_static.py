@@ -14,7 +14,7 @@ from engine.cuda import tiles  # noqa: E402
 from engine.cuda.attention import parts_for  # noqa: E402
 from engine.cuda.launches import KNOWN, PROGRAM_BYTES, LaunchLimits, choose  # noqa: E402
 from engine.devices import StepCapacity  # noqa: E402
-from rollout.bench.lengths import lognormal  # noqa: E402
+from rollout.bench.inputs import lognormal  # noqa: E402
 from tests.support import cuda_compile  # noqa: E402
 
 PROCESSORS = 132

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from engine.config import EngineConfig
 from rollout import models
 from rollout.bench import against, fidelity
 from rollout.bench.errors import BenchFailed, PeerFailed
+from rollout.bench.inputs import PromptText
 from rollout.bench.runner import measure, peer_run
 from rollout.bench.target import open_engine
-from rollout.bench.text import PromptText
 from rollout.bench.workloads import Workload
 from rollout.config import InputError
 
@@ -109,7 +108,6 @@ def test_fidelity_of_kv_in_fp8_is_told_beside_that_without(tiny_model: Path) -> 
         model=str(tiny_model), dtype="float32", kv_dtype="fp8_e4m3", cpu_offload_gib=0, threads=1, kv_tokens=8192
     )
     row = fidelity.measure(text, engine, tiny_model, open_engine, scale=0.1)
-    fidelity.print_summary(Console(), row)
     assert row["kv_dtype"] == "fp8_e4m3" and row["arithmetic"].endswith("+fp8_e4m3/1")
     assert 0 < row["mean_abs_plain_kv16"] <= 1e-5 < row["mean_abs_exact"] < 0.1
     assert row["mean_abs_plain"] == pytest.approx(row["mean_abs_exact"], rel=0.1)

@@ -16,8 +16,8 @@ from engine.config import EngineConfig
 from engine.types import Sample, Sampling
 from rollout import bench, models
 from rollout.bench.errors import BenchFailed
+from rollout.bench.inputs import PromptText
 from rollout.bench.runner import COUNTERS, measure
-from rollout.bench.text import PromptText
 from rollout.bench.workloads import WORKLOADS, Workload, find
 from rollout.config import Config, InputError
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine.config import EngineConfig
 from rollout.bench import fleet, run
-from rollout.bench.tiny import save_tiny
+from rollout.bench.inputs import save_tiny
 from rollout.config import InputError
 
 

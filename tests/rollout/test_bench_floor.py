@@ -13,9 +13,9 @@ from engine.cpu.isa import ISAS, here
 from rollout import models
 from rollout.bench.errors import BoundBroken
 from rollout.bench.floor import LOOKS, Looks, MachineRates, matrices_of, shape_of, work_of
+from rollout.bench.inputs import PromptText
 from rollout.bench.runner import measure
 from rollout.bench.target import open_engine
-from rollout.bench.text import PromptText
 from rollout.bench.workloads import Workload
 
 TINY = Workload(name="tiny", prompts=2, prompt_tokens=32, n=2, new_tokens=8)

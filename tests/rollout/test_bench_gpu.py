@@ -19,7 +19,7 @@ from rollout.bench.errors import PeerFailed
 from rollout.bench.gpu import main, measure
 from rollout.bench.gpu_bench import QUICK, Args, Bench, GpuBenchSizes
 from rollout.bench.gpu_limit import ForwardCost, beside_limit
-from rollout.bench.text import RandomText
+from rollout.bench.inputs import RandomText
 from rollout.bench.workloads import Workload
 
 STAND_IN = """

@@ -13,7 +13,7 @@ import pytest
 from engine.config import EngineConfig
 from rollout.bench import http
 from rollout.bench.errors import BenchFailed
-from rollout.bench.text import PromptText
+from rollout.bench.inputs import PromptText
 from rollout.models import load_tokenizer
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nContent-Length: 4\r\n\r\nbody"

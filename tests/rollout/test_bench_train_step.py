@@ -14,7 +14,7 @@ from rollout import models
 from rollout.bench import train_step
 from rollout.bench.command import run
 from rollout.bench.errors import BenchFailed
-from rollout.bench.text import PromptText
+from rollout.bench.inputs import PromptText
 
 
 def test_every_set_that_is_below_this_machine_s() -> None:
