@@ -21,10 +21,11 @@ WHEELS ?= build/wheels
 
 PLUGS := .venv-plugs
 RAY := .venv-ray
+DOCS := .venv-docs
 CLIENTS := 'trl>=1.16,<1.17' 'openai>=2.54,<3' 'renderers>=0.1.12,<0.2' 'verifiers>=0.4,<0.5' 'lm_eval[api]>=0.4.13,<0.5' aiohttp pybase64
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test quick plugs ray test-arithmetic fleet-chaos endurance test-gpu sanitize-gpu check format bench bench-gpu wheels gpu-wheels clean
+.PHONY: help venv model demo test quick plugs ray test-arithmetic fleet-chaos endurance test-gpu sanitize-gpu check docs format bench bench-gpu wheels gpu-wheels clean
 .SUFFIXES:
 
 help:
@@ -36,6 +37,7 @@ help:
 	@echo "             VERL=… an interpreter with verl"
 	@echo "make ray     a fleet on a Ray of this machine"
 	@echo "make check   format, lint, types, import directions"
+	@echo "make docs    build the documentation and the API reference into build/docs; a warning is an error"
 	@echo "make bench   throughput of the named workloads; WORKLOADS='fanout long' and ARGS='--scale 0.25' pick"
 	@echo "make fleet-chaos  ten minutes of a fleet under an adversary; MINUTES=1 is shorter"
 	@echo "make endurance  a fleet under attack for HOURS=0.1, SEED=0: kills, garbage, broken weights; the last line is JSON"
@@ -136,6 +138,16 @@ check: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest --quiet tests/test_shape.py
 
+docs: $(DOCS)/.installed
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
+
+# The API reference is read from the sources: nothing of ours is installed there.
+$(DOCS)/.installed: pyproject.toml
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])' \
+		| xargs $(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check
+	@touch $@
+
 format: $(STAMP)
 	@$(BIN)/ruff format $(SOURCES)
 	@$(BIN)/ruff check --fix $(SOURCES)
@@ -149,4 +161,4 @@ bench-gpu: $(GPU_READY)
 	done; exit $$failed
 
 clean:
-	rm -rf .venv $(PLUGS) $(RAY) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(PLUGS) $(RAY) $(DOCS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
