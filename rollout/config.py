@@ -30,15 +30,15 @@ MIN_GRACE_S = 2.0
 
 
 MOST_S = 100_000_000
-"""of seconds that a process waits for anything, three years: timers of the system take no more than some hundred years"""
+"""longest wait in seconds, about three years; system timers overflow beyond some hundred years"""
 
 
 class InputError(ValueError):
-    """What the user gave (a file, a flag, a name) cannot be used; the message says where and why."""
+    """A file, flag or name from the user cannot be used; the message says which and why."""
 
 
 class CannotServe(Exception):
-    """The model is not there, is broken, or asks for what the engine does not compute; the message says which."""
+    """The model is missing, broken or not supported; the message says which."""
 
 
 def _check_seconds(config: msgspec.Struct, *names: str) -> None:
@@ -49,26 +49,27 @@ def _check_seconds(config: msgspec.Struct, *names: str) -> None:
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the service listens and how long it waits for its clients."""
+    """Address, keys, journal and time-outs of the service."""
 
     endpoint: str = DEFAULT_ENDPOINT
-    """without keys loopback or ipc, for clients of this user; port 0 or * takes a free one"""
+    """bind address. Without keys: loopback or ipc, for clients of the same user. Port 0 or *: any free port"""
     keys: str | None = None
-    """key file that `rollout keys init` made: clients need a key, on this host as well"""
+    """key file from `rollout keys init`; every client then needs a key, on this host too"""
     journal: str | None = None
-    """file in which open groups and samples outlive the process; None: clients are told that a restart has lost them"""
+    """file that stores open groups and samples, so that they survive a restart; None: a restart loses them, and clients get
+    ServiceRestarted"""
     client_grace_s: float = 10.0
-    """a client not heard from for this many seconds has its groups aborted"""
+    """abort the groups of a client that is silent for this many seconds"""
     max_outbox_bytes: int = 268_435_456
-    """bytes of finished samples kept for one client that does not take them; past it only that client suffers"""
+    """most bytes of finished samples that wait for one client; when exceeded, that client's groups fail with an error"""
     lease_s: float = 30.0
-    """a refresh that brings nothing for this many seconds is given up, so that another client may refresh"""
+    """abandon a refresh that makes no progress for this many seconds, so that another client may refresh"""
     stall_s: float = 30.0
-    """a step, or another part of the loop's turn, that lasts longer is told in the log, with the stack of the loop"""
+    """log a warning with the stack if a step, or another phase of a loop iteration, exceeds this many seconds"""
     exit_when_stalled_s: float | None = None
-    """one that lasts longer ends the process, so that a supervisor starts another one; unset: never"""
+    """exit if a loop iteration exceeds this many seconds (for supervisors); default: never"""
     exit_without_clients_s: float | None = None
-    """the process ends when it has had no client for so long, as replicas of a front that does not come back; unset: never"""
+    """exit after this many seconds without a client (for replicas whose front does not return); default: never"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""
@@ -90,33 +91,34 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Many replicas of the model behind one address. docs/fleet.md"""
+    """Several replicas of the model behind one address. docs/fleet.md"""
 
     replicas: int = 0
-    """processes on this host that have the engine, each with its part of the cores or GPUs; 0 = this process has it"""
+    """replica processes on this host, which share its cores or GPUs; 0 = no fleet, this process runs the engine"""
     replica_grace_s: float = 60.0
-    """a group waits so many seconds for a replica that serves, then it ends as "error" """
+    """seconds that a group waits while no replica is serving; then it ends as "error" """
     front_grace_s: float = 60.0
-    """replicas of a front with a journal outlive it for so many seconds, once they take it for dead (client_grace_s); the next
-    front on that journal goes on with them"""
+    """with a journal: seconds that replicas keep running after they declare the front dead (client_grace_s); a new front with
+    the same journal takes them over"""
     listen_replicas: str | None = None
-    """of a front: address at which replicas that others start join it; as for clients, loopback without --service.keys"""
+    """address at which the front accepts replicas that were started elsewhere; without --service.keys loopback only"""
     ray: str | None = None
-    """where a front's replicas are placed by Ray: "local" = a Ray of this machine, or a cluster ("auto", HOST:PORT); needs
-    rollout[ray]"""
+    """place replicas with Ray: "local" = Ray on this machine, or a cluster ("auto", HOST:PORT); needs rollout[ray]"""
     ray_join: str | None = None
-    """connection file by which replicas on a Ray cluster join, the same path on each node; unset: this host's, without keys"""
+    """connection file that replicas on a Ray cluster use to join, at the same path on every node; default: join on this host
+    without keys"""
     ray_cpus: float | None = None
-    """CPUs that Ray sets aside for each replica; unset: the cluster's, divided"""
+    """CPUs that Ray reserves per replica; default: the cluster's CPUs divided by the number of replicas"""
     join: str | None = None
-    """this process is a replica of the front that listens for replicas at this address; or a connection file that
-    `rollout keys add NAME --role replica --address …` made"""
+    """run as a replica: join the front at this address, or use a connection file from
+    `rollout keys add NAME --role replica --address …`"""
     name: str | None = None
-    """of this replica in its front's status; unset: HOST-PID. One that starts again under its name is the same replica"""
+    """name of this replica in the front's status; default: HOST-PID. A process that restarts under the same name is the same
+    replica"""
 
     @property
     def is_front(self) -> bool:
-        """Whether this process has replicas in place of an engine."""
+        """Whether this process is a front: it has replicas instead of an engine."""
         return bool(self.replicas) or self.listen_replicas is not None
 
     def __post_init__(self) -> None:
@@ -132,7 +134,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _check_seconds(self, "replica_grace_s", "front_grace_s")
 
     def check(self) -> None:
-        """Raises ValueError for fields that do not go together."""
+        """Raises ValueError for fields that exclude or require each other."""
         if self.ray is None and (self.ray_join, self.ray_cpus) != (None, None):
             raise ValueError("ray_join or ray_cpus without ray, which has the replicas on a Ray cluster")
         if self.ray is not None and not self.replicas:
@@ -142,24 +144,24 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TrackingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the service's metrics go. docs/metrics.md lists them; `rollout status` shows the last ones in any case."""
+    """Destinations of the service's metrics. docs/metrics.md lists them; `rollout status` always shows the latest."""
 
     interval_s: float = 5.0
     """seconds between two rows"""
     window_s: float = 30.0
-    """seconds that rates, lengths and lags of a row look back"""
+    """seconds over which rates, lengths and lags are averaged"""
     console: bool = False
-    """one line an interval on standard error"""
+    """print one line per interval to standard error"""
     jsonl: str | None = None
-    """file to append one JSON object an interval to"""
+    """append one JSON object per interval to this file"""
     metrics_port: int | None = None
-    """the last row as Prometheus reads it, at http://metrics_host:metrics_port/metrics; 0 = any free port, None = off"""
+    """serve the latest row to Prometheus at http://metrics_host:metrics_port/metrics; 0 = any free port, None = off"""
     metrics_host: str = "127.0.0.1"
-    """nobody is asked for a key there"""
+    """bind address of the metrics endpoint (unauthenticated)"""
     wandb_project: str | None = None
-    """turns wandb on"""
+    """log to this wandb project"""
     wandb_run_id: str | None = None
-    """the trainer's run, to write into; None = a run of the service's own"""
+    """write into this run, for example the trainer's; None = a new run"""
     wandb_mode: Literal["auto", "online", "offline", "shared"] = "auto"
     """auto = offline without WANDB_API_KEY, shared with a run id, else online"""
     wandb_dir: str | None = None
@@ -167,9 +169,9 @@ class TrackingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     audit_every: int = 0
     """score every so many finished samples with a plain forward of the live weights (`mismatch/*`); 0 = off"""
     audit_max_tokens: int = 2048
-    """prompt and first tokens of a sample that one audit looks at"""
+    """most tokens of prompt and sample that one audit scores"""
     audit_max_share: float = 0.02
-    """of the service's time that audits may take"""
+    """largest fraction of the service's time that audits may take"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""
@@ -190,7 +192,7 @@ class TrackingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that `rollout serve` can be told."""
+    """All options of `rollout serve`."""
 
     engine: EngineConfig = EngineConfig()
     service: ServiceConfig = ServiceConfig()
@@ -212,10 +214,10 @@ def load(path: str | Path) -> Config:
 
 
 def dump(config: Config) -> str:
-    """Write the configuration as TOML that `load` reads back; unset (None) values are left out, TOML has no word for them."""
+    """Write the configuration as TOML for `load`; None values are left out, since TOML cannot express them."""
     return tomli_w.dumps(without_none(msgspec.to_builtins(config)))
 
 
 def without_none(table: dict[str, Any]) -> dict[str, Any]:
-    """Leave out of a table, and of the tables inside it, what is None."""
+    """Copy a table without None values, at every level."""
     return {key: without_none(value) if isinstance(value, dict) else value for key, value in table.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The command line: a struct for each command, whose docstrings are its help, and `parse`, which tyro does the work of."""
+"""Command-line arguments: one struct per command, whose docstrings are its help; `parse` uses tyro."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Settings = Annotated[Config, tyro.conf.arg(name="")]
 
 
 class ServeArgs(msgspec.Struct, kw_only=True):
-    """Serve a model until Ctrl-C or SIGTERM. Flags win over the TOML file, the file over the defaults."""
+    """Serve a model until Ctrl-C or SIGTERM. Flags override the TOML file, and the file overrides the defaults."""
 
     settings: Settings = Config()
     config: str | None = None
@@ -37,53 +37,55 @@ class ServeArgs(msgspec.Struct, kw_only=True):
     ray: str | None = None
     """short for --fleet.ray; without a value: local"""
     ready_file: str | None = None
-    """file that appears, holding the endpoint, once the service listens"""
+    """write the endpoint to this file once the service listens"""
     exit_on_stdin_close: bool = False
-    """stop when standard input ends, for parents that may die without a word"""
+    """stop when standard input is closed, that is, when the parent process exits"""
     restart: bool = False
-    """stay as the parent of the service, and start it again, at the same address, when it dies or when its loop stands for
-    --service.exit-when-stalled-s, 10 stall_s if unset; with --journal it goes on with what it had"""
+    """run the service as a child process and restart it at the same address when it dies or its loop stalls for
+    --service.exit-when-stalled-s (default: 10 x stall_s); with --journal it resumes its groups"""
 
 
 class KeysArgs(msgspec.Struct, kw_only=True):
-    """Make and revoke keys. A running service reads changes within a second."""
+    """Create and revoke keys. A running service applies changes within a second."""
 
     action: tyro.conf.Positional[Literal["init", "add", "revoke", "show"]]
-    """init: make the key file of a service; add: make a key for a client, in a connection file that names the service as well;
-    revoke: take a client's key back; show: list the keys"""
+    """init: create the key file of a service; add: create a connection file for a client, with its key and the service's
+    address; revoke: revoke a client's key; show: list the keys"""
     name: tyro.conf.Positional[str] = ""
-    """of the client, for add and revoke"""
+    """name of the client, for add and revoke"""
     file: str = DEFAULT_FILE
     """the service's key file"""
     address: str = ""
-    """init: where clients will reach the service, tcp://HOST:PORT; add: where this client does, if elsewhere, as replicas do"""
+    """init: address at which clients reach the service, tcp://HOST:PORT; add: address for this client if it differs, as for
+    replicas"""
     role: tuple[Role, ...] = ()
-    """add: what the key is for: rollout = groups, weights = refreshes, admin = pause, drain, sleep and abort all, read = status
+    """add: roles of the key: rollout = groups, weights = refreshes, admin = pause, drain, sleep and abort all, read = status
     and metrics, replica = `rollout serve --join`"""
     out: str | None = None
-    """add: the connection file to make; NAME.json beside the key file if left out"""
+    """add: path of the connection file; default: NAME.json beside the key file"""
 
 
 class StatusArgs(msgspec.Struct, kw_only=True):
     """Print the status of a running service as JSON."""
 
     address: str = DEFAULT_ENDPOINT
-    """of the service, or a connection file"""
+    """address of the service, or a connection file"""
     timeout: float = 10.0
     """seconds to wait for the service"""
     wait: float = 0.0
-    """seconds to go on asking where nobody listens or the loop stands; which of them it is goes to standard error"""
+    """seconds to retry if no service answers or its loop is stalled; the reason is printed to standard error"""
 
 
 class FleetArgs(msgspec.Struct, kw_only=True):
-    """Change the replicas of a running fleet. Returns when that has begun; `rollout top` shows the rest."""
+    """Change the replicas of a running fleet. Returns when the change has started; `rollout top` shows its progress."""
 
     action: tyro.conf.Positional[Literal["scale", "drain", "roll"]]
-    """scale: have so many replicas; drain: let one finish what it runs, and go; roll: restart all, in turn"""
+    """scale: set the number of replicas; drain: stop one replica after it finishes its groups; roll: restart all in
+    turn"""
     what: tyro.conf.Positional[str] = ""
-    """of scale: how many replicas; of drain: which one"""
+    """scale: number of replicas; drain: name of the replica"""
     address: str = DEFAULT_ENDPOINT
-    """of the service, or a connection file"""
+    """address of the service, or a connection file"""
     timeout: float = 60.0
     """seconds to wait for the service"""
 
@@ -92,115 +94,115 @@ class TopArgs(msgspec.Struct, kw_only=True):
     """Watch a running service; Ctrl-C ends it."""
 
     address: str = DEFAULT_ENDPOINT
-    """of the service, or a connection file"""
+    """address of the service, or a connection file"""
     interval: float = 1.0
-    """seconds between two looks"""
+    """seconds between two updates"""
     once: bool = False
-    """print one picture and end, for scripts"""
+    """print one screen and exit, for scripts"""
     timeout: float = 10.0
     """seconds to wait for the service"""
 
 
 class GenerateArgs(msgspec.Struct, kw_only=True):
-    """Sample completions of the prompts in a JSONL file. Writes a JSON object for each sample, as soon as that ends."""
+    """Generate samples for the prompts of a JSONL file. Writes one JSON object per sample as soon as it finishes."""
 
     prompts: str
-    """JSONL file; a line is {"messages": [...]}, {"prompt": "text"} or {"token_ids": [...]}, with an "id" if you like"""
+    """JSONL file; a line is {"messages": [...]}, {"prompt": "text"} or {"token_ids": [...]}, optionally with an "id" field"""
     out: str
-    """JSONL file to write; - is standard output"""
+    """JSONL file to write; - = standard output"""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling()
     address: str | None = None
-    """of a running service, or a connection file; without it a service is started for this run"""
+    """address of a running service, or a connection file; default: start a service for this run"""
     settings: Settings = Config()
     config: str | None = None
-    """TOML file for the service that is started"""
+    """TOML file for the started service"""
     model: str | None = None
-    """short for --engine.model; with --address: where the tokenizer is, if not where the service says"""
+    """short for --engine.model; with --address: where to find the tokenizer, if not at the path that the service reports"""
 
 
 class DemoArgs(msgspec.Struct, kw_only=True):
-    """A small real model answers the groups of a trainer, over ZeroMQ."""
+    """Start a small real model and print its answers to a trainer's groups."""
 
     model: str = "smollm2"
-    """smollm2, a folder, or a hub id"""
+    """smollm2, a folder, or a Hugging Face Hub id"""
     n: int = 8
-    """samples of each prompt"""
+    """samples per prompt"""
     max_tokens: int = 48
-    """longest answer"""
+    """most tokens per sample"""
 
 
 class HttpArgs(msgspec.Struct, kw_only=True):
-    """Speak the HTTP dialects of vLLM, OpenAI and SGLang in front of a running service. docs/http.md lists the routes."""
+    """Serve the HTTP APIs of vLLM, OpenAI and SGLang in front of a running service. docs/http.md lists the routes."""
 
     address: str = DEFAULT_ENDPOINT
-    """of the service, or a connection file"""
+    """address of the service, or a connection file"""
     host: str = "127.0.0.1"
-    """address to listen at; any other than loopback needs --token-file"""
+    """bind address; any other than loopback needs --token-file"""
     port: int = 8000
-    """0 = a free one"""
+    """0 = any free port"""
     admin_host: str = "127.0.0.1"
-    """address of --admin-port"""
+    """bind address of --admin-port"""
     admin_port: int | None = None
-    """port of its own for pause, weights and sleep; without it they are on --port"""
+    """separate port for pause, weights and sleep; default: the same port"""
     token_file: str | None = None
-    """file with the token that requests must bring as Authorization: Bearer; nobody but its owner may read it"""
+    """file with the token that requests must send as Authorization: Bearer; only its owner may have read access"""
     allowed_hosts: tuple[str, ...] = ()
-    """names by which requests call this process (Host), besides loopback's and those of --host: what a proxy passes on"""
+    """additional host names accepted in the Host header, for example the name that a proxy forwards"""
     model_name: tuple[str, ...] = ()
-    """names by which requests call the model; without it the service's own"""
+    """model names accepted in requests; default: the service's own"""
     tokenizer: str | None = None
-    """folder or hub id, if the tokenizer is not where the service says its model is"""
+    """folder or Hugging Face Hub id of the tokenizer, if not at the model path that the service reports"""
     overlong: Literal["refuse", "empty"] = "refuse"
-    """a prompt that leaves no room for max_tokens: 400, or as many tokens as there is room for"""
+    """if a prompt leaves no room for max_tokens: refuse = status 400, empty = return as many tokens as fit"""
     ready_file: str | None = None
-    """file that appears, holding the URL and the administrators' URL, once it listens"""
+    """write the URL and the admin URL to this file once the process listens"""
 
 
 class BenchArgs(msgspec.Struct, kw_only=True):
     """Run named workloads through the whole service and print a table."""
 
     names: tyro.conf.Positional[tuple[str, ...]]
-    """workloads; a wrong name prints the list"""
+    """workloads; an unknown name prints the list"""
     model: str = "smollm2"
-    """smollm2, a folder, or a hub id"""
+    """smollm2, a folder, or a Hugging Face Hub id"""
     in_process: bool = False
-    """drive the engine directly, without sockets and a second process"""
+    """run the engine in this process, without sockets"""
     scale: float = 1.0
-    """factor on prompt and new tokens (at least a block of each, unless the workload has less)"""
+    """factor on prompt and output lengths (at least one block each, unless the workload has less)"""
     repeat: int = 3
-    """runs of each workload; the summary is their median"""
+    """runs per workload; the summary has their median"""
     json_file: Annotated[str | None, tyro.conf.arg(name="json")] = None
-    """file that gets one JSON object a run and one a workload; - is standard output"""
+    """write one JSON object per run and per workload to this file; - = standard output"""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     threads: int | None = None
-    """CPU threads of the engine; unset: torch's choice"""
+    """CPU threads of the engine; default: torch's choice"""
     isa: Annotated[IsaName, tyro.conf.arg(name="engine.isa")] = "auto"
     """instruction set of the service, as in `rollout serve`"""
     kv_dtype: Annotated[KVName, tyro.conf.arg(name="engine.kv-dtype")] = "auto"
-    """KV of the service, as in `rollout serve`"""
+    """KV dtype of the service, as in `rollout serve`"""
     device: str = "cpu"
-    """of workloads and `sharing`; cuda needs a GPU"""
+    """device of workloads and `sharing`; cuda needs a GPU"""
     compare: bool = True
-    """run a workload whose KV pool is too small in turn with a roomy pool and with offload off, and print the ratios"""
+    """for workloads with a small KV pool: also run with a large pool and without offload, and print the ratios"""
     unshared: bool = False
-    """run in turn with attention that reads a shared prefix once for each child, and print the ratios"""
+    """also run with attention that reads a shared prefix once per child, and print the ratios"""
     undrafted: bool = False
-    """run in turn with drafts off, and print the ratios"""
+    """also run without drafts, and print the ratios"""
     temperature: float = 1.0
-    """at which workloads draw"""
+    """sampling temperature of the workloads"""
     against: str = ""
-    """other engines that take turns with ours: vllm=PYTHON,transformers_cb,transformers (rollout/bench/peers)"""
+    """other engines to run in alternation: vllm=PYTHON,transformers_cb,transformers (rollout/bench/peers)"""
     floor: bool = False
-    """measure what bounds each workload on this machine and print the share reached; --against does so too"""
+    """measure the hardware bound of each workload and print the fraction reached; --against does so too"""
     replicas: int = 2
-    """of the fleet that `fleet` measures"""
+    """replicas in the `fleet` benchmark"""
 
 
 Command = ServeArgs | HttpArgs | GenerateArgs | StatusArgs | TopArgs | FleetArgs | KeysArgs | BenchArgs | DemoArgs
 
 
 def commands(settings: Config) -> dict[str, Command]:
-    """Name the commands of `rollout` and what each is without a flag; `settings`: the configuration flags are laid over."""
+    """Return the commands by name with their defaults. settings: the configuration that flags override."""
     return {
         "serve": ServeArgs(settings=settings),
         "generate": GenerateArgs(prompts=tyro.MISSING, out=tyro.MISSING, settings=settings),
@@ -216,23 +218,23 @@ def commands(settings: Config) -> dict[str, Command]:
 
 DESCRIPTIONS = {
     "serve": "serve a model until Ctrl-C or SIGTERM",
-    "generate": "sample completions of the prompts in a JSONL file",
+    "generate": "generate samples for the prompts of a JSONL file",
     "status": "print the status of a running service",
     "top": "watch a running service",
     "fleet": "change the replicas of a running fleet",
-    "keys": "make and revoke the keys of clients",
-    "http": "speak HTTP in front of a running service",
+    "keys": "create and revoke keys",
+    "http": "serve HTTP APIs in front of a running service",
     "bench": "run named workloads and print a table",
-    "demo": "watch a small real model answer a trainer's groups",
+    "demo": "start a small model and print its answers",
 }
 
 
 def parse(argv: list[str]) -> Command:
-    """Lay the command line over the TOML file that `--config` names, and that over the defaults.
+    """Parse the command line: flags override the TOML file of `--config`, and the file overrides the defaults.
 
     Raises:
-        InputError: the file cannot be read or holds what it may not.
-        SystemExit: status 2 and the mistake on standard error, or 0 after `--help`.
+        InputError: the file cannot be read or is invalid.
+        SystemExit: status 2 after printing a usage error, or 0 after `--help`.
     """
     argv = with_ray_address(argv)
     path = config_file(argv)
@@ -248,7 +250,7 @@ def parse(argv: list[str]) -> Command:
 
 
 def with_ray_address(argv: list[str]) -> list[str]:
-    """Write "local" behind a `--ray` that has no value: tyro knows no flag whose value may be left out."""
+    """Insert "local" after a `--ray` without a value: tyro has no flags with optional values."""
     words: list[str] = []
     for word, following in zip(argv, [*argv[1:], "--"], strict=False):
         words += [word, "local"] if word == "--ray" and following.startswith("--") else [word]
@@ -256,7 +258,7 @@ def with_ray_address(argv: list[str]) -> list[str]:
 
 
 def config_file(argv: list[str]) -> str | None:
-    """Find what `--config` names: it has to be read before tyro is told the defaults."""
+    """Return the value of `--config`, which must be read before tyro gets the defaults."""
     path = None
     for i, word in enumerate(argv):
         if word == "--config" and i + 1 < len(argv):
