@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import socket
+import time
 from collections.abc import Iterable
 
 import msgspec
@@ -18,6 +19,8 @@ from transport.frames import pack
 
 ANSWER_S = 0.3
 """for an answer to come; there is none where all is well"""
+MOST_BYTES = 65536
+"""of an answer that are looked at"""
 HARMFUL: tuple[msgspec.Struct, ...] = (
     m.Control(1, "abort_all"),
     m.Control(1, "pause"),
@@ -68,11 +71,11 @@ def request(port: int, rng: random.Random) -> bytes:
 
 def believed(port: int, data: bytes) -> bool:
     """Send this to a port of this host. Returns whether it was answered as a client is."""
-    answer = b""
+    answer, until = b"", time.monotonic() + ANSWER_S
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S) as peer:
             peer.sendall(data)
-            while got := peer.recv(65536):
+            while len(answer) < MOST_BYTES and time.monotonic() < until and (got := peer.recv(MOST_BYTES)):
                 answer += got
     except OSError:
         pass  # closed, or silent: either way it is not served
