@@ -151,9 +151,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     raw_logprobs: bool = False
     """also return log-probs at temperature 1 without truncation"""
     max_kv_lag: int = 0
-    """the first tokens may be drawn from KV of the prompt that weights at most this many versions older computed: found in the
-    cache, or left by a refresh with kv="keep" in the middle of its prefill. A refresh with kv="recompute" has all KV of a group
-    that has begun computed again, whatever this says"""
+    """maximum age, in weight versions, of cached prompt KV that a new sample may use, and of KV from before a refresh with
+    kv="keep" in the middle of its prefill. A refresh with kv="recompute" recomputes all KV of started groups regardless"""
     max_version_lag: int | None = None
     """a child whose first token is further behind the live weights than this ends as "stale"; None = no bound"""
     finish_after: int | None = None
