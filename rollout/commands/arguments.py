@@ -80,8 +80,7 @@ class FleetArgs(msgspec.Struct, kw_only=True):
     """Change the replicas of a running fleet. Returns when the change has started; `rollout top` shows its progress."""
 
     action: tyro.conf.Positional[Literal["scale", "drain", "roll"]]
-    """scale: set the number of replicas; drain: stop one replica after it finishes its groups; roll: restart all in
-    turn"""
+    """scale: set the number of replicas; drain: stop a replica once its groups have finished; roll: restart all in turn"""
     what: tyro.conf.Positional[str] = ""
     """scale: number of replicas; drain: name of the replica"""
     address: str = DEFAULT_ENDPOINT
