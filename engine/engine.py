@@ -20,7 +20,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stops import Vocabulary, stops_of
 from engine.status import status
 from engine.types import Adapter, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo, TokenChunk
-from engine.weights.live import WeightsTorn
+from engine.weights.live import Weights, WeightsTorn
 from engine.weights.staging import Staging, source_of
 from engine.weights.tensors import NamedTensors, describe, named_pairs, with_digest
 from engine.worker import Worker, open_worker
@@ -44,8 +44,7 @@ class Engine:
         self.vocabulary = cache(partial(Vocabulary.load, config.model))
         """loads the bytes of the model's tokens when the first group asks for stop strings"""
         self.worker = worker = open_worker(config, model)
-        self.config, self.model, self.weights = worker.config, worker.model, worker.weights
-        self.arithmetic = worker.kernels.arithmetic
+        self.config = worker.config
         self.scheduler = scheduler_for(worker)
         self.counters = self.scheduler.counters
         self.pipeline = Pipeline(worker, self.scheduler)
@@ -58,6 +57,19 @@ class Engine:
         """RUNNING, DRAINING or PAUSED, as `resume`, `drain` and `pause` set it"""
         self._seeded = 0
         """groups that came without a seed"""
+
+    @property
+    def model(self) -> ModelLike:
+        return self.worker.model
+
+    @property
+    def weights(self) -> Weights:
+        return self.worker.weights
+
+    @property
+    def arithmetic(self) -> str:
+        """Return the name of what the model's kernels compute: see `engine.forward.arithmetic`."""
+        return self.worker.kernels.arithmetic
 
     @property
     def vocab_size(self) -> int:

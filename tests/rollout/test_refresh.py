@@ -585,7 +585,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
     monkeypatch.setattr("transport.weights.tensors.on_gpu", lambda tensor: True)
     monkeypatch.setattr("transport.weights.tensors.synchronize", lambda devices: None)
     monkeypatch.setattr("transport.weights.cuda_ipc.gpu_key", lambda device: "cuda_ipc:fake")
-    monkeypatch.setattr("transport.weights.cuda_ipc.Exports", lambda: ExportedStorages(gpu.export))
+    monkeypatch.setattr("transport.weights.cuda_ipc.ExportedStorages", lambda: ExportedStorages(gpu.export))
     monkeypatch.setattr("engine.cuda.digests.device_hashes", lambda: None)  # they lie on the CPU in truth
     monkeypatch.setattr("rollout.service.admission.capabilities", lambda device: (*capabilities(device), "cuda_ipc:fake"))
     monkeypatch.setattr(
@@ -630,7 +630,7 @@ def test_on_one_device_it_is_staged_there(gpu: FakeGPU, served: Any) -> None:
     """The service's device takes the bytes, hashes and checks them; no buffer in host memory is made."""
     engine, connect = served
     client, memory = connect(), FakeDeviceMemory(streams=EagerStreams(), hashes=HostHashes)
-    engine.weights = Weights(engine.model.module, memory=memory)
+    engine.worker.weights = Weights(engine.model.module, memory=memory)
     handle = client.submit([1, 2, 3], SAMPLING)
     until(lambda: engine.counters.steps > 3)
     for version in (1, 2):
