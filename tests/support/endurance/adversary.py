@@ -135,6 +135,7 @@ class Adversary:
         if full:
             self._fill_disk()
         self.front.kill()
+        self.account.life += 1  # what began while it was ending is cut by its end as well
         self.account.count("kills_of_fronts")
         self.front.start()
 
