@@ -119,8 +119,8 @@ def test_a_process_whose_loop_stands_ends_with_all_stacks(holds_the_lock: bool) 
     stand = "ctypes.PyDLL(None).sleep(600)" if holds_the_lock else "threading.Event().wait(600)"
     program = f"""
 import ctypes, threading
-from rollout.service.watchdog import Watch, Watchdog
-watch = Watch(stall_s=0.4)
+from rollout.service.watchdog import LoopPhase, Watchdog
+watch = LoopPhase(stall_s=0.4)
 watchdog = Watchdog(watch, exit_s=0.5)
 watch.at("step")
 def the_step_that_stands():

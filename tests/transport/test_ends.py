@@ -253,14 +253,14 @@ import socket, struct, time, zmq
 from engine.types import Limits
 from transport import sockets
 from transport.keys.cookie import Cookie, require
-from transport.keys.authenticator import Door
+from transport.keys.authenticator import KeyAuthenticator
 
 sockets.CLIENT_HEARTBEAT_MS = 100
 context = zmq.Context()
 service = context.socket(zmq.ROUTER)
 require(service)
 cookie = Cookie()
-door = Door(context, cookie)
+door = KeyAuthenticator(context, cookie)
 service.setsockopt(zmq.SNDHWM, 0)
 service.setsockopt(zmq.LINGER, 300)
 service.bind("tcp://127.0.0.1:*")
