@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -65,6 +66,7 @@ class Attacker:
         dealer = self.context.socket(zmq.DEALER)
         dealer.linger = 0
         dealer.sndhwm = 50  # no faster than the service takes it
+        dealer.sndtimeo = 0  # nor does it wait: libzmq does not connect again where it was refused
         self.cookie = ClientCookie(self.endpoint)
         self.cookie.show(dealer)  # of this user: what it sends is read
         dealer.connect(self.endpoint)
@@ -95,8 +97,8 @@ class Attacker:
                 self.dealer = self.connect()
             return
         if self.rng.random() < 0.05:
-            self.dealer.send_multipart(pack(m.Hello(m.PROTOCOL, f"{self.rng.randrange(5):032x}", name="attacker")))
-        self.dealer.send_multipart(self.broken())
+            self._try(self.dealer, pack(m.Hello(m.PROTOCOL, f"{self.rng.randrange(5):032x}", name="attacker")))
+        self._try(self.dealer, self.broken())
         self.counts["messages"] += 1
         while self.rng.random() < 0.6 and self.dealer.poll(0):
             self.dealer.recv_multipart()
@@ -108,8 +110,15 @@ class Attacker:
             self.deaf = self.connect()
             self.counts["deaf"] += 1
         if self.deaf.poll(0, zmq.POLLOUT):
-            self.deaf.send_multipart(pack(m.Hello(m.PROTOCOL, "d" * 32, name="deaf")))
-            self.deaf.send_multipart(pack(m.StatusRequest(self.rng.randrange(2**32))))
+            self._try(self.deaf, pack(m.Hello(m.PROTOCOL, "d" * 32, name="deaf")))
+            self._try(self.deaf, pack(m.StatusRequest(self.rng.randrange(2**32))))
+
+    def _try(self, dealer: zmq.Socket[bytes], frames: list[Any]) -> None:
+        """Send a message, or count it as one that was not taken."""
+        try:
+            dealer.send_multipart(frames)
+        except zmq.Again:
+            self.counts["not_taken"] += 1
 
     # over TCP
 
