@@ -315,7 +315,7 @@ def run(hours: float, seed: int, kinds: list[Kind], trainers: int = 4, phase_s: 
         print(f"left in /dev/shm: {left}")
         totals["leaks"] += len(left)
     table(totals, growths, longest)
-    names = ("samples", "kills", "malformed", "broken_pushes", "lost", "doubled", "mixed", "crashes", "leaks")
+    names = ("samples", "kills", "malformed", "broken_pushes", *FOUND)
     return {
         **{name: totals[name] for name in names},
         "longest_turn_s": round(longest, 4),
