@@ -9,11 +9,11 @@ from __future__ import annotations
 import random
 import socket
 import time
-from collections.abc import Iterable
 
 import msgspec
 import psutil
 
+from tests.support.by_hand import version_1
 from transport import messages as m
 from transport.frames import pack
 
@@ -36,25 +36,15 @@ ZMTP2 = b"\xff" + bytes(8) + b"\x7f\x01\x05\x00\x00"
 """a greeting of ZMTP 2.0 of a DEALER without a name"""
 
 
-def zmtp1(parts: Iterable[bytes]) -> bytes:
-    """Frame a message as ZMTP 1.0 does: length with the flags, flags (1: more follow), body."""
-    parts = list(parts)
-    framed = b""
-    for number, part in enumerate(parts):
-        length, more = len(part) + 1, bytes([number < len(parts) - 1])
-        framed += (bytes([length]) if length < 255 else b"\xff" + length.to_bytes(8, "big")) + more + part
-    return framed
-
-
 def orders(rng: random.Random) -> bytes:
     """Frame a Hello and a message that does harm."""
     hello = m.Hello(m.PROTOCOL, f"{rng.getrandbits(128):032x}", number=1, name="page")
-    return b"".join(zmtp1(map(bytes, pack(each))) for each in (hello, rng.choice(HARMFUL)))
+    return version_1(*(bytes(pack(each)[0]) for each in (hello, rng.choice(HARMFUL))))
 
 
 def bare(rng: random.Random) -> bytes:
     """Make what a peer of ZMTP 1.0 or 2.0 sends: its name, then orders."""
-    name = rng.choice((b"\x01\x00", zmtp1([rng.randbytes(5).replace(b"\0", b"x")])))
+    name = rng.choice((b"\x01\x00", version_1(rng.randbytes(5).replace(b"\0", b"x"))))
     return rng.choice((name, ZMTP2)) + orders(rng)
 
 
