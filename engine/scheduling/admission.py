@@ -42,7 +42,7 @@ class Admission:
         self.counters = counters
         self.pressure = Pressure(config, store, counters, kept)
         self.admitting = True
-        """False: groups that have not begun stay where they are"""
+        """False: groups that have not started stay where they are"""
         self.clients: Collection[str] = ()
         """those that the last plan computes; see `Fairness.foreground`"""
         self.holding = False
@@ -51,7 +51,7 @@ class Admission:
     @property
     def has_work(self) -> bool:
         """True if something runs, or waits and may start."""
-        return bool(self.running or self.waiting.clients(begun=not self.admitting))
+        return bool(self.running or self.waiting.clients(started=not self.admitting))
 
     @property
     def must_preempt(self) -> bool:
@@ -69,7 +69,7 @@ class Admission:
         self.clients = self._foreground()
         for seq in [seq for seq in self.running if seq.state.client not in self.clients]:
             self.stop(seq, held=True)
-        self.holding = any(client not in self.clients for client in self.waiting.clients(begun=not self.admitting))
+        self.holding = any(client not in self.clients for client in self.waiting.clients(started=not self.admitting))
 
     def preempt(self) -> None:
         """Stop sequences until the others have room to take a step. Their blocks are offloaded, or dropped: a soft reset, which
@@ -104,7 +104,7 @@ class Admission:
             return
         upcoming = [seq]
         if self.holding or seq.held:
-            upcoming = [*islice(self.waiting.of(self.clients, begun=not self.admitting), slots)]
+            upcoming = [*islice(self.waiting.of(self.clients, started=not self.admitting), slots)]
         self.pressure.make_room(upcoming, self.running, most)
 
     def copy_ahead(self, most: int) -> None:
@@ -115,7 +115,7 @@ class Admission:
         places = min(self.config.most_seqs, most) - len(running)
         if not self.pressure.ahead or first is None or not running:
             return
-        others = (seq for seq in self.waiting.of(self.clients, begun=not self.admitting) if seq is not first)
+        others = (seq for seq in self.waiting.of(self.clients, started=not self.admitting) if seq is not first)
         for seq in islice(chain((first,), others), max(0, places)):
             self.tables.cut_lost(seq)
             if not self.pressure.prefetch(seq, running, most - len(running)):
@@ -143,7 +143,7 @@ class Admission:
             return False
         least_run = self.pressure.least_run(seq)
         self.waiting.remove(seq, served=True)
-        seq.state.begun = True
+        seq.state.started = True
         for i, block in enumerate(seq.blocks):
             self.store.pin(block, full=i < seq.cached // self.config.block_size)
         self.running_table.enter(seq, least_run)
@@ -172,10 +172,10 @@ class Admission:
 
     def _foreground(self) -> Collection[str]:
         """Return the clients whose sequences may be computed now."""
-        return self.shares.foreground({*self.running_table.of_client, *self.waiting.clients(begun=not self.admitting)})
+        return self.shares.foreground({*self.running_table.of_client, *self.waiting.clients(started=not self.admitting)})
 
     def _first_waiting(self, clients: Collection[str]) -> Sequence | None:
-        return self.waiting.next(self.running_table.of_client, clients, begun=not self.admitting)
+        return self.waiting.next(self.running_table.of_client, clients, started=not self.admitting)
 
     def _over_share(self, seq: Sequence | None, clients: Collection[str]) -> list[Sequence]:
         """Return the running sequences that give their slots to the client of `seq`, which waits."""

@@ -73,10 +73,12 @@ class Groups:
             state.line = client, -group.sampling.priority, wave
         enough = group.sampling.finish_after
         if enough is not None and len(state.complete) >= enough:
-            raise ValueError(f"finish_after={enough}: {len(state.complete)} of the begun children are complete; leave them out")
+            raise ValueError(
+                f"finish_after={enough}: {len(state.complete)} of the partial samples are complete; leave them out"
+            )
         self._submitted += 1
         state.finished = len(state.complete)
-        complete = [(Sequence(state, begun.index, begun), state.complete.get(begun.index)) for begun in group.begun]
+        complete = [(Sequence(state, partial.index, partial), state.complete.get(partial.index)) for partial in group.partials]
         samples = [self._count_end(child, reason, 0.0) for child, reason in complete if reason is not None]
         if not state.fresh and not state.resumed:
             return samples
@@ -136,7 +138,7 @@ class Groups:
 
     def refresh(self, version: int, kv: str) -> list[Sample]:
         """Apply `kv` to live groups once the weights are another version: "keep" their KV, "recompute" it, or "abort" them.
-        Recomputed is all KV of groups that have begun, whatever their `max_kv_lag`. A prompt of which nothing was drawn
+        Recomputed is all KV of groups that have started, whatever their `max_kv_lag`. A prompt of which nothing was drawn
         yet, or of a child that goes on, keeps KV as old as that allows. Returns the samples that this ends."""
         assert kv in ("keep", "recompute", "abort")
         samples: list[Sample] = []
@@ -144,12 +146,12 @@ class Groups:
             self.kept.release_all()
             self.turns.forget_kv(version)
         for state in list(self.of_id.values()):
-            if kv == "abort" and state.begun:
+            if kv == "abort" and state.started:
                 samples += self.end_all(state, "aborted")
                 continue
             if kv != "keep":
                 state.own = None
-            if kv == "recompute" and state.begun:
+            if kv == "recompute" and state.started:
                 state.oldest_kv = version
             samples += self._end_stale(state, version)
             for seq in list(state.sequences.values()):
@@ -261,8 +263,8 @@ class Groups:
             self.tables.cut_lost(seq)
         if continues and seq.output and seq.cached:
             self.turns.note(seq)
-            if keep_s := seq.state.group.sampling.keep_s:
-                self.kept.keep(seq, now + keep_s, ran)
+            if kv_ttl_s := seq.state.group.sampling.kv_ttl_s:
+                self.kept.keep(seq, now + kv_ttl_s, ran)
                 return
         for block in reversed(seq.blocks):  # so that the least recently used end of a chain is its tail, not its root
             self.store.disown(block, used=ran)

@@ -114,7 +114,7 @@ class Pressure:
         beside = self._room_for(seq, self.config.most_tokens) <= self.store.available
         if not fresh or beside or self._can_offload(fresh, fresh * self.config.block_size):
             return seq
-        idle = (other for other in waiting if other.begun and other.blocks and other.blocks[0] in self.store.idle)
+        idle = (other for other in waiting if other.started and other.blocks and other.blocks[0] in self.store.idle)
         return min(idle, key=lambda other: other.rank, default=seq)
 
     def make_room(self, waiting: list[Sequence], running: list[Sequence], most: int) -> None:

@@ -10,9 +10,9 @@ from engine.scheduling.sequence import Sequence, work_of
 
 Place = tuple[int, ...]
 """Within a client, by line, and in a line whoever is late behind all others. Of equal ones those that are held go first, as
-they would run; then those that have begun (preempted, reset, forked): their KV or their siblings hold memory already. Then by
-rank. Where that goes by known lengths it is not asked who has begun: a child that only waits for its turn holds its prompt, and
-a long one that starts late keeps everybody waiting."""
+they would run; then those that have started (preempted, reset, forked): their KV or their siblings hold memory already. Then by
+rank. With known lengths, started children have no precedence: a waiting child holds its prompt, and a long one that starts
+late keeps everybody waiting."""
 Line = tuple[str, int, int]
 """`GroupState.line`"""
 
@@ -49,7 +49,7 @@ class WaitingQueue:
         """Add a sequence, at the place that it has now within its client."""
         priority, wave, late, *rest = sequence.rank
         state = sequence.state
-        fresh = not sequence.begun and not state.by_length
+        fresh = not sequence.started and not state.by_length
         self._places[sequence] = (priority, wave, late, not sequence.held, fresh, *rest)
         insort(self._clients.setdefault(state.client, []), sequence, key=self._places.__getitem__)
         if state.by_length:
@@ -87,28 +87,28 @@ class WaitingQueue:
                 self.remove(sequence)
                 self.put(sequence)
 
-    def clients(self, begun: bool = False) -> list[str]:
-        """List the clients that have sequences here; `begun`: that have begun."""
-        return [client for client, sequences in self._clients.items() if self._first(sequences, begun) is not None]
+    def clients(self, started: bool = False) -> list[str]:
+        """List the clients that have sequences here; `started`: that have started."""
+        return [client for client, sequences in self._clients.items() if self._first(sequences, started) is not None]
 
-    def of(self, clients: Collection[str], begun: bool = False) -> Iterator[Sequence]:
-        """Yield the sequences of these clients, each client's in order; `begun`: only those that have."""
+    def of(self, clients: Collection[str], started: bool = False) -> Iterator[Sequence]:
+        """Yield the sequences of these clients, each client's in order; `started`: only those that have."""
         for client, sequences in self._clients.items():
             if client in clients:
-                yield from (seq for seq in sequences if seq.begun or not begun)
+                yield from (seq for seq in sequences if seq.started or not started)
 
-    def next(self, running: Counter[str], of: Collection[str] | None = None, begun: bool = False) -> Sequence | None:
+    def next(self, running: Counter[str], of: Collection[str] | None = None, started: bool = False) -> Sequence | None:
         """Look at the next one. running: counts the running sequences of each client. of: the clients to choose from; None =
-        all. begun: only of those that have."""
-        clients = [client for client in self.clients(begun) if of is None or client in of]
+        all. started: only of those that have."""
+        clients = [client for client in self.clients(started) if of is None or client in of]
         if not clients:
             return None
         client = min(clients, key=lambda name: (running[name], self._served.get(name, 0)))
-        return self._first(self._clients[client], begun)
+        return self._first(self._clients[client], started)
 
     @staticmethod
-    def _first(sequences: list[Sequence], begun: bool) -> Sequence | None:
-        return next((sequence for sequence in sequences if sequence.begun), None) if begun else sequences[0]
+    def _first(sequences: list[Sequence], started: bool) -> Sequence | None:
+        return next((sequence for sequence in sequences if sequence.started), None) if started else sequences[0]
 
     def remove(self, sequence: Sequence, served: bool = False) -> None:
         """Remove a sequence. served: it starts, so that the turn goes to other clients."""

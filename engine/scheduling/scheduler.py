@@ -107,7 +107,7 @@ class Scheduler:
 
     @property
     def admitting(self) -> bool:
-        """False: groups that have not begun stay where they are."""
+        """False: groups that have not started stay where they are."""
         return self.admission.admitting
 
     @admitting.setter

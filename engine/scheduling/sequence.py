@@ -12,7 +12,7 @@ from engine.scheduling.ngrams import NgramIndex
 from engine.scheduling.order import Candidate, Order, Rank, first_come, longest_last
 from engine.scheduling.stops import Stops
 from engine.scheduling.tracked import LogitRules, TokenCounts
-from engine.types import Begun, FinishReason, Group, Sample, TokenChunk
+from engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk
 
 
 class GroupState:
@@ -39,7 +39,7 @@ class GroupState:
         "finished",
         "cut_at",
         "cancelled",
-        "begun",
+        "started",
         "ranks",
         "longest",
         "last",
@@ -75,7 +75,7 @@ class GroupState:
         self._know_children(group, eos, stops)
         self.cancelled: set[int] = set()
         """children that are to end as "aborted" where the group forks"""
-        self.begun = False
+        self.started = False
         """one of its sequences has run"""
         self.finished = 0
         """children that ended by themselves"""
@@ -86,7 +86,7 @@ class GroupState:
         self.cut_at: int | None = None
         """tokens at which its children are cut; None: not enough of them have ended for that"""
         self.forked = not self.fresh
-        """every child that is not finished has a sequence. Where all have begun there is no first token to draw in common: each
+        """every child that is not finished has a sequence. Where all have started there is no first token in common: each
         prefills for itself, and the prefix index shares the prompt"""
         self.oldest_kv = 0
         """version of the last refresh that had its KV computed again: what older weights computed is not read any more"""
@@ -99,15 +99,17 @@ class GroupState:
 
     def _know_children(self, group: Group, eos: frozenset[int], stops: Stops | None) -> None:
         """Note which children there are, and how much each may draw."""
-        begun = {child.index: child for child in group.begun}
-        self.complete = {index: how for index, child in begun.items() if (how := _ended_as(child, group, eos, stops))}
+        partials = {child.index: child for child in group.partials}
+        self.complete = {index: how for index, child in partials.items() if (how := _ended_as(child, group, eos, stops))}
         """how children ended that were complete when the group came"""
-        self.resumed: dict[int, Begun] = {index: child for index, child in begun.items() if index not in self.complete}
-        """what the other children had that had begun"""
-        left = _tokens_left(group, begun, self.complete)
+        self.resumed: dict[int, PartialSample] = {
+            index: child for index, child in partials.items() if index not in self.complete
+        }
+        """what the other children had that had started"""
+        left = _tokens_left(group, partials, self.complete)
         self.last = _beyond_most(group, left, len(self.complete))
         """the children that may draw more than each of those that are waited for; without those that had to start in time"""
-        self.fresh = _in_turn(group, {index: tokens for index, tokens in left.items() if index not in begun}, self.last)
+        self.fresh = _in_turn(group, {index: tokens for index, tokens in left.items() if index not in partials}, self.last)
         """the children that draw their first token where the prompt ends, in order; the first one runs on where the group
         forks"""
         self.work, self.lead = sum(left.values()), max(left.values(), default=0)
@@ -160,9 +162,9 @@ class GroupState:
         return max(self.oldest_kv, version - self.group.sampling.max_kv_lag)
 
 
-def _tokens_left(group: Group, begun: Mapping[int, Begun], complete: Collection[int]) -> dict[int, int]:
+def _tokens_left(group: Group, partials: Mapping[int, PartialSample], complete: Collection[int]) -> dict[int, int]:
     """Return the tokens that each wanted child may still draw which is not complete."""
-    had = {index: len(child.token_ids) for index, child in begun.items()}
+    had = {index: len(child.token_ids) for index, child in partials.items()}
     return {index: group.sampling.most_tokens(index) - had.get(index, 0) for index in group.wanted if index not in complete}
 
 
@@ -185,7 +187,7 @@ def _in_turn(group: Group, fresh: dict[int, int], last: Collection[int]) -> list
     return sorted(fresh, key=lambda index: (index in last, -fresh[index]))
 
 
-def _ended_as(child: Begun, group: Group, eos: frozenset[int], stops: Stops | None) -> FinishReason | None:
+def _ended_as(child: PartialSample, group: Group, eos: frozenset[int], stops: Stops | None) -> FinishReason | None:
     """How a child had ended when its group came, if it had. Raises ValueError if it goes on behind a stop string."""
     if stops is not None and stops.completes(child, group.sampling.min_tokens):
         return "stop"
@@ -225,7 +227,7 @@ class Sequence:
         "blocks",
         "cached",
         "computed",
-        "begun",
+        "started",
         "running",
         "held",
         "ended",
@@ -237,8 +239,8 @@ class Sequence:
         "table",
     )
 
-    def __init__(self, state: GroupState, index: int, begun: Begun | None = None) -> None:
-        """`begun`: what the child has, if that is not what its group says."""
+    def __init__(self, state: GroupState, index: int, partial: PartialSample | None = None) -> None:
+        """`partial`: what the child has, if that is not what its group says."""
         self.state = state
         self.index = index
         self.age = state.number, index
@@ -265,13 +267,13 @@ class Sequence:
         """(first output token, weight version)"""
         self.version: int | None = None
         """of the last span"""
-        self._take_over(begun or state.resumed.get(index))
+        self._take_over(partial or state.resumed.get(index))
         self.blocks: list[Block] = []
         self.cached = 0
         self.computed = 0
         """most tokens that were ever cached: what lies below is computed a second time"""
-        self.begun = self.running = False
-        """begun: ran before"""
+        self.started = self.running = False
+        """started: ran before"""
         self.held = False
         """it waits because other clients go first: it would run"""
         self.ended = False
@@ -346,19 +348,19 @@ class Sequence:
         """given tokens that are not scored and whose KV is of use: all but the last"""
         return 0 if self.given is None else len(self.given) - len(self.output) - 1
 
-    def _take_over(self, begun: Begun | None) -> None:
-        """Start with what the child had, if it had begun: tokens to compute, none of them to draw again; or tokens to score."""
+    def _take_over(self, partial: PartialSample | None) -> None:
+        """Start from the partial sample of the child, if it has one: its tokens are prefilled or scored, not sampled again."""
         score = self.state.group.score
-        self.tracked = TokenCounts.of(self.state.group.sampling, self.state.rules, self.state.stops, None if score else begun)
-        if begun is not None and score:
-            self.given = begun.token_ids
-            self.limit = self.num_prompt + len(begun.token_ids)
-        if begun is None or score:
+        self.tracked = TokenCounts.of(self.state.group.sampling, self.state.rules, self.state.stops, None if score else partial)
+        if partial is not None and score:
+            self.given = partial.token_ids
+            self.limit = self.num_prompt + len(partial.token_ids)
+        if partial is None or score:
             return
-        self.output = begun.token_ids.tolist()
-        self.logprobs = begun.logprobs.tolist()
-        self.raw_logprobs = [] if begun.raw_logprobs is None else begun.raw_logprobs.tolist()
-        self.spans = [(first, version) for first, version in begun.weight_versions]
+        self.output = partial.token_ids.tolist()
+        self.logprobs = partial.logprobs.tolist()
+        self.raw_logprobs = [] if partial.raw_logprobs is None else partial.raw_logprobs.tolist()
+        self.spans = [(first, version) for first, version in partial.weight_versions]
         self.version = self.spans[-1][1]
         self.length += len(self.output)
         self.last_token = self.output[-1]
@@ -370,7 +372,7 @@ class Sequence:
             child = Sequence(self.state, index)
             child.blocks = self.blocks.copy()
             child.cached = child.computed = self.cached
-            child.begun = True
+            child.started = True
             yield child
 
     def expect(self, draw: int) -> None:

@@ -10,23 +10,32 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import overload
 
-from engine.types import Begun, Group, Limits, Refreshed, Sample, Sampling, Served
+from engine.types import Group, Limits, PartialSample, Refreshed, Sample, Sampling, Served
 from rollout.client.generation import Generation
 from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
-from rollout.client.refresh import RefreshHandle, answer
+from rollout.client.refresh import RefreshHandle
 from rollout.client.scoring import score_all, scored_group
-from rollout.client.submission import Prompt, Samples, check_budget, group_of, resumption, seeded, sendable
+from rollout.client.submission import (
+    Prompt,
+    Samples,
+    check_budget,
+    continued_group,
+    group_of,
+    rest_of,
+    seeded,
+    sendable,
+    turn_group,
+)
 from rollout.client.timeouts import Timeouts
 from rollout.client.weights import WeightCalls
 from transport.errors import ServiceLost
-from transport.messages import DIGESTS, Control, Welcome
+from transport.messages import DIGESTS, Welcome
 from transport.sockets import ClientEnd, ClientTransport
 from transport.weights.group import own_address
 
-__all__ = ["Begun", "Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
+__all__ = ["PartialSample", "Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
 
 
 class RolloutClient(WeightCalls):
@@ -114,7 +123,7 @@ class RolloutClient(WeightCalls):
         group_id: str | None = None,
         *,
         indices: Sequence[int] | None = None,
-        begun: Sequence[Begun] = (),
+        partials: Sequence[PartialSample] = (),
     ) -> Handle:
         """Send one group; returns at once.
 
@@ -123,55 +132,60 @@ class RolloutClient(WeightCalls):
             group_id: any text that no live group of this client has; made up if None.
             indices: which of the n children are wanted, ascending; None = all. With a seed, the others may be another
                 service's: a child's numbers depend on its own index only.
-            begun: children that have tokens already and go on from there; see `resume`.
+            partials: children that have tokens already and continue from there; see `continue_samples`.
 
         Raises InvalidRequest or LimitExceeded for what cannot even be sent. What the service refuses is raised by the handle.
         """
-        return self._submit(group_of(self._id(group_id), prompt, sampling, indices, begun))
+        return self._submit(group_of(self._id(group_id), prompt, sampling, indices, partials))
 
-    @overload
-    def resume(self, *, timeout: float = 60.0) -> None: ...
-
-    @overload
-    def resume(self, samples: Handle, *, group_id: str | None = None) -> Handle: ...
-
-    @overload
-    def resume(
-        self, samples: Samples, prompt: Prompt, sampling: Sampling, group_id: str | None = None, *, append: Prompt | None = None
-    ) -> Handle: ...
-
-    def resume(
+    def continue_samples(
         self,
-        samples: Samples | Handle | None = None,
-        prompt: Prompt = (),
+        samples: Samples | Handle,
+        prompt: Prompt | None = None,
+        sampling: Sampling | None = None,
+        group_id: str | None = None,
+    ) -> Handle:
+        """Continue samples that ended early ("cut", "deadline", "aborted", "stale") as a new group; returns at once.
+
+        The new samples contain all tokens, the old ones included, and their version spans say which weights generated which. A
+        sample that already had its last token returns at once. With the same weights and arithmetic, a continued sample is
+        equal bit for bit to one that was never stopped, also on another service.
+
+        Args:
+            samples: unfinished samples of one group. Or the handle of a group whose service is gone: its remaining children
+                continue from their streamed tokens (`Sampling.stream_every`), with the group's own prompt and sampling.
+                `finish_after` counts the samples that have arrived; a deadline starts again.
+            prompt, sampling: those of the group of the samples; leave them out for a handle. `sampling.seed` may be None: the
+                samples carry the seed.
+            group_id: as for `submit`.
+
+        Raises InvalidRequest for samples that ended by themselves or belong to different groups; otherwise as `submit`."""
+        if isinstance(samples, Handle):
+            return self._submit(rest_of(self._id(group_id), samples))
+        return self._submit(continued_group(self._id(group_id), samples, prompt, sampling))
+
+    def next_turn(
+        self,
+        sample: Sample,
+        prompt: Prompt,
         sampling: Sampling | None = None,
         group_id: str | None = None,
         *,
-        append: Prompt | None = None,
-        timeout: float = 60.0,
-    ) -> Handle | None:
-        """Without samples, undo `pause` and `drain`. With samples, go on with children that were cut short ("cut", "deadline",
-        "aborted", "stale"), as a group of their own; returns at once. The samples that come hold all tokens, those from before
-        included, and their spans say which weights made which. A child that had its last token comes back at once.
-
-        With the same weights and arithmetic a child comes out equal to the bit to one that was never stopped: by another
-        service, after a restart, days later.
+        append: Prompt,
+    ) -> Handle:
+        """Start the next turn of a conversation; returns at once. The prompt of the new group is `prompt`, the tokens of
+        `sample`, and `append`. The service reuses the KV of the sample (`Sampling.kv_ttl_s`).
 
         Args:
-            samples: unfinished children of one group. Or the handle of a group whose service is gone: the children that have
-                not come back go on from what was streamed of them (`Sampling.stream_every`), with the group's own prompt and
-                sampling. `finish_after` counts those that have come back, a deadline begins again.
-            prompt, sampling: as that group had them. `sampling.seed` may be None; the samples have the seed.
+            sample: the sample to continue, whatever its finish_reason is, except "error".
+            prompt: the prompt of the sample's group.
+            sampling: of the new turn, its seed included.
             group_id: as for `submit`.
-            append: begin the next turn of a conversation instead: a group of its own behind one sample, however that ended, and
-                these tokens. `sampling` is the turn's own, its seed too. KV of the sample is reused (`Sampling.keep_s`).
+            append: [tokens] token ids that follow the sample, e.g. the answer of a tool.
 
-        Raises InvalidRequest for children that have ended by themselves, or that are not of one group; otherwise as `submit`.
-        """
-        if samples is None:
-            answer(self._link.request(lambda id: Control(id, "resume")), timeout, "resumption")
-            return None
-        return self._submit(resumption(self._id(group_id), samples, prompt, sampling, append))
+        Raises InvalidRequest for a prompt of another length than the sample's, and for an empty `append`; otherwise as
+        `submit`."""
+        return self._submit(turn_group(self._id(group_id), sample, prompt, sampling, append))
 
     def _id(self, group_id: str | None) -> str:
         return group_id if group_id is not None else f"#{next(self._ids)}"

@@ -48,6 +48,10 @@ class ServiceCalls:
         when all clients that paused it are gone."""
         answer(self._link.request(lambda id: Control(id, "pause")), timeout, "pause")
 
+    def resume(self, timeout: float = 60.0) -> None:
+        """Undo `pause` and `drain`, of any client."""
+        answer(self._link.request(lambda id: Control(id, "resume")), timeout, "resumption")
+
     def drain(self, timeout: float = 3600.0) -> None:
         """Finish every group that has begun, of all clients, and start no other until `resume`. Returns when nothing runs.
         After a RequestTimeout the service goes on draining: wait again, or `resume`."""

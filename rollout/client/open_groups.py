@@ -93,7 +93,7 @@ class OpenGroups:
         """Note that the end of a group, or of some of its children, is asked for. Yields what to send. A group that was not
         sent ends at once; of one that has ended goes what is kept."""
         if not self.has(handle):
-            if handle.keeps and handle.group_id not in self._all:
+            if handle.may_pin_kv and handle.group_id not in self._all:
                 handle.cancelled_children |= set(handle.group.wanted) if indices is None else indices
                 yield from aborts_of_children([handle], limits)
             return

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.types import SEED_LIMIT, Begun, Group, Limits, Sample, Sampling
+from engine.types import SEED_LIMIT, Group, Limits, PartialSample, Sample, Sampling
 from rollout.client.handle import Handle
 from transport.errors import InvalidRequest, LimitExceeded
 from transport.frames import Frame, pack
 from transport.messages import Submit, digest
-from transport.partial import pack_begun
+from transport.partial import pack_partials
 
 Prompt = Sequence[int] | np.ndarray
 """[prompt_tokens] token ids"""
@@ -28,7 +28,7 @@ def group_of(
     prompt: Prompt,
     sampling: Sampling | None,
     indices: Iterable[int] | None = None,
-    begun: Iterable[Begun] = (),
+    partials: Iterable[PartialSample] = (),
 ) -> Group:
     """Make a group of what a trainer gives, in the types that it travels in. Raises InvalidRequest."""
     sampling = Sampling() if sampling is None else sampling
@@ -36,13 +36,13 @@ def group_of(
         some = None if indices is None else tuple(operator.index(index) for index in indices)
     except TypeError:
         raise InvalidRequest(f"indices={indices!r}: must be the indices of children") from None
-    return Group(group_id, token_array(prompt), plain(sampling), some, tuple(map(_plain_begun, begun)))
+    return Group(group_id, token_array(prompt), plain(sampling), some, tuple(map(_plain_partial, partials)))
 
 
-def resumed_group(group_id: str, samples: Sample | Sequence[Sample], prompt: Prompt, sampling: Sampling | None) -> Group:
-    """Make the group in which these unfinished children of one group go on. Raises InvalidRequest."""
-    if sampling is None:
-        raise InvalidRequest("resume of samples without sampling: give the prompt and the sampling of their group")
+def continued_group(group_id: str, samples: Samples, prompt: Prompt | None, sampling: Sampling | None) -> Group:
+    """Make the group that continues unfinished samples of one group. Raises InvalidRequest."""
+    if prompt is None or sampling is None:
+        raise InvalidRequest("samples without their prompt or sampling: give the prompt and the sampling of their group")
     samples = [samples] if isinstance(samples, Sample) else list(samples)
     finished = [sample.index for sample in samples if sample.finish_reason in ("stop", "length")]
     failed = [sample.index for sample in samples if sample.finish_reason == "error"]
@@ -53,9 +53,9 @@ def resumed_group(group_id: str, samples: Sample | Sequence[Sample], prompt: Pro
     if len(seeds) > 1 or sampling.seed not in (None, *seeds):
         raise InvalidRequest(f"samples of seeds {sorted(seeds)}, sampling.seed={sampling.seed}: all must be of one group")
     samples = sorted(samples, key=lambda sample: sample.index)
-    begun = [Begun.of(sample) for sample in samples if len(sample.token_ids)]
+    partials = [PartialSample.of(sample) for sample in samples if len(sample.token_ids)]
     seeded = msgspec.structs.replace(plain(sampling), seed=seeds.pop())
-    return group_of(group_id, prompt, seeded, [sample.index for sample in samples], begun)
+    return group_of(group_id, prompt, seeded, [sample.index for sample in samples], partials)
 
 
 def rest_of(group_id: str, handle: Handle) -> Group:
@@ -72,8 +72,8 @@ def rest_of(group_id: str, handle: Handle) -> Group:
         raise InvalidRequest(f"finish_after={enough}: so many children have ended, the rest is cut", handle.group_id)
     left = None if enough is None else min(enough - ended, len(indices))
     sampling = msgspec.structs.replace(sampling, seed=handle.seed, finish_after=left)
-    begun = [child for child in handle.begun() if child.index in indices]
-    return group_of(group_id, handle.group.prompt, sampling, indices, begun)
+    partials = [child for child in handle.partial_samples() if child.index in indices]
+    return group_of(group_id, handle.group.prompt, sampling, indices, partials)
 
 
 def seeded(group: Group) -> Group:
@@ -84,23 +84,11 @@ def seeded(group: Group) -> Group:
     return msgspec.structs.replace(group, sampling=sampling)
 
 
-def resumption(
-    group_id: str, samples: Samples | Handle, prompt: Prompt, sampling: Sampling | None, append: Prompt | None
-) -> Group:
-    """Make the group that goes on with what has ended: its next turn where something is to be appended. Raises
-    InvalidRequest."""
-    if append is not None:
-        return next_turn(group_id, samples, prompt, sampling, append)
-    if isinstance(samples, Handle):
-        return rest_of(group_id, samples)
-    return resumed_group(group_id, samples, prompt, sampling)
-
-
-def next_turn(group_id: str, sample: Samples | Handle, prompt: Prompt, sampling: Sampling | None, append: Prompt) -> Group:
+def turn_group(group_id: str, sample: Sample, prompt: Prompt, sampling: Sampling | None, append: Prompt) -> Group:
     """Make the group that continues a child behind its last token: its prompt is `prompt`, the child's tokens and `append`.
     Raises InvalidRequest."""
     if not isinstance(sample, Sample):
-        raise InvalidRequest(f"append with a {type(sample).__name__}: a turn continues one sample; give that")
+        raise InvalidRequest(f"sample is a {type(sample).__name__}: a turn continues one sample; give that one")
     before, more = token_array(prompt), token_array(append)
     if sample.finish_reason == "error":
         raise InvalidRequest(f"child {sample.index} of {sample.group_id!r} failed ({sample.error}): it has no next turn")
@@ -109,7 +97,7 @@ def next_turn(group_id: str, sample: Samples | Handle, prompt: Prompt, sampling:
             f"prompt of {len(before)} tokens, the sample was drawn behind {sample.prompt_tokens}: give the prompt of its group"
         )
     if not len(more):
-        raise InvalidRequest("append is empty: give the tokens that follow the sample's, or leave it out")
+        raise InvalidRequest("append is empty: give the tokens that follow the sample's")
     group = group_of(group_id, np.concatenate([before, sample.token_ids, more]), sampling)
     return msgspec.structs.replace(group, after=(sample.group_id, sample.index))
 
@@ -135,7 +123,7 @@ def sendable(
 
 def submit_of(group: Group, *, serial: int, require_version: int, client: str) -> Submit:
     """Make the message of a group."""
-    packed = pack_begun(group.begun)
+    packed = pack_partials(group.partials)
     wanted, score, after = group.indices, group.score, group.after
     return Submit(group.id, group.prompt, group.sampling, serial, require_version, wanted, packed, score, after, client)
 
@@ -182,16 +170,16 @@ def _plain_value(value: Any) -> Any:
     return tuple(map(_plain_value, value)) if isinstance(value, list | tuple) else value
 
 
-def _plain_begun(child: Begun) -> Begun:
-    """Return a child with plain arrays. Raises InvalidRequest for anything that is no Begun of arrays of numbers."""
-    if not isinstance(child, Begun):
-        raise InvalidRequest(f"begun has a {type(child).__name__}: give Begun.of(sample)")
+def _plain_partial(child: PartialSample) -> PartialSample:
+    """Return a child with plain arrays. Raises InvalidRequest for anything that is no PartialSample of arrays of numbers."""
+    if not isinstance(child, PartialSample):
+        raise InvalidRequest(f"partials has a {type(child).__name__}: give PartialSample.of(sample)")
     try:
         logprobs = np.asarray(child.logprobs, np.float32)
         raw, top = (None if a is None else np.asarray(a, np.float32) for a in (child.raw_logprobs, child.top_logprobs))
         top_ids = None if child.top_ids is None else np.asarray(child.top_ids, np.int32)
     except (ValueError, TypeError) as error:
-        raise InvalidRequest(f"begun child {child.index}: {error}") from None
+        raise InvalidRequest(f"partial sample {child.index}: {error}") from None
     arrays = {"logprobs": logprobs, "raw_logprobs": raw, "top_ids": top_ids, "top_logprobs": top}
     return msgspec.structs.replace(child, token_ids=token_array(child.token_ids), **arrays)
 
@@ -208,7 +196,7 @@ def check_sizes(submit: Submit, frames: list[Frame], limits: Limits) -> None:
         ("a group id", len(submit.group_id.encode()), limits.max_id_bytes, "max_id_bytes"),
         ("a header", len(frames[0]), limits.max_header_bytes, "max_header_bytes"),
         ("a prompt", submit.prompt.nbytes, limits.max_frame_bytes, "max_frame_bytes"),
-        ("an array of begun children", max(map(len, frames[2:]), default=0), limits.max_frame_bytes, "max_frame_bytes"),
+        ("an array of partial samples", max(map(len, frames[2:]), default=0), limits.max_frame_bytes, "max_frame_bytes"),
     ):
         if size > most:
             raise LimitExceeded(f"{what} of {size} bytes: at most {most} (Limits.{name})")

@@ -137,8 +137,8 @@ def test_unknown_fields_and_wrong_directions() -> None:
     heartbeat = msgspec.msgpack.encode({"type": "heartbeat", "more": 1})
     assert "not a message of this protocol: " in refusal([heartbeat])
     assert "not a message of this protocol: " in refusal([bytes(frame) for frame in pack(m.Heartbeat())], m.ServiceMessage)
-    future = {"type": "hello", "protocol": 2, "session": "0" * 32, "more": 1}  # a newer client must be told its version
-    assert Decoder[Any](m.ClientMessage, Limits()).unpack([msgspec.msgpack.encode(future)]).protocol == 2
+    future = {"type": "hello", "protocol": 4, "session": "0" * 32, "more": 1}  # a newer client must be told its version
+    assert Decoder[Any](m.ClientMessage, Limits()).unpack([msgspec.msgpack.encode(future)]).protocol == 4
 
 
 def escapes(decoder: Decoder[Any], rng: random.Random, valid: list[list[bytes]], count: int) -> tuple[int, list[str]]:
