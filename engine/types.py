@@ -11,7 +11,7 @@ import enum
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -323,40 +323,111 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"seed={self.seed}: must be between 0 and 2**63 - 1, or None")
 
 
-class PartialSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What a child already has: it goes on from there, as if it had never stopped.
+COLUMNS: dict[str, tuple[type[np.generic], int]] = {
+    "token_ids": (np.int32, 1),
+    "logprobs": (np.float32, 1),
+    "raw_logprobs": (np.float32, 1),
+    "top_ids": (np.int32, 2),
+    "top_logprobs": (np.float32, 2),
+}
+"""dtype and number of dimensions of each array of `TokenColumns`"""
+
+Spans = Sequence[tuple[int, int]]
+"""(first token, weight version), ascending by token"""
+
+
+class TokenColumns(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Generated tokens of one child: arrays with one row per token. Base of `Sample`, `PartialSample` and `TokenChunk`."""
+
+    token_ids: np.ndarray
+    """[tokens] int32, the stop token included"""
+    logprobs: np.ndarray
+    """[tokens] float32: log-probability under the distribution from which each token was sampled, after temperature and
+    truncation. At temperature 0, the log-probability at temperature 1"""
+    weight_versions: list[tuple[int, int]]
+    """(first token, version) spans, ascending from token 0: which weights generated which tokens"""
+    raw_logprobs: np.ndarray | None = None
+    """[tokens] float32 at temperature 1 without truncation, if `Sampling.raw_logprobs`"""
+    top_ids: np.ndarray | None = None
+    """[tokens, k] int32, if `Sampling.top_logprobs` = k: the most probable tokens of the distribution from which each token was
+    sampled, most probable first, lower id first among equals; -1 where fewer than k tokens could be sampled"""
+    top_logprobs: np.ndarray | None = None
+    """[tokens, k] float32: their log-probs, as in `logprobs`; -inf where the id is -1"""
+
+    def columns(self) -> dict[str, Any]:
+        """Return the fields of `TokenColumns` as keyword arguments, for a constructor."""
+        return {"weight_versions": self.weight_versions, **{name: getattr(self, name) for name in COLUMNS}}
+
+    def slice(self, first: int, last: int | None = None) -> TokenColumns:
+        """Return the tokens from `first` to before `last` (None = the end), as views. Spans count from the new first token."""
+        spans = slice_spans(self.weight_versions, first, len(self.token_ids) if last is None else last)
+        return TokenColumns(weight_versions=spans, **{name: array[first:last] for name, array in self._arrays()})
+
+    @staticmethod
+    def concat(parts: Sequence[TokenColumns]) -> TokenColumns:
+        """Join consecutive tokens of one child; the arrays are copies. An optional array is kept if all parts have it."""
+        spans: list[tuple[int, int]] = []
+        length = 0
+        for part in parts:
+            for first, version in part.weight_versions:
+                if not spans or spans[-1][1] != version:
+                    spans.append((length + first, version))
+            length += len(part.token_ids)
+        return TokenColumns(weight_versions=spans, **concat_arrays(parts))
+
+    @property
+    def layout(self) -> tuple[bool, int]:
+        """Return whether there are raw log-probs, and k of the top log-probs. Columns of equal layout can share a message."""
+        return self.raw_logprobs is not None, 0 if self.top_ids is None else self.top_ids.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes of the arrays."""
+        return sum(array.nbytes for _, array in self._arrays())
+
+    def _arrays(self) -> list[tuple[str, np.ndarray]]:
+        return [(name, array) for name in COLUMNS if (array := getattr(self, name)) is not None]
+
+
+def no_tokens() -> TokenColumns:
+    """Return columns without rows."""
+    return TokenColumns(token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), weight_versions=[])
+
+
+def slice_spans(spans: Spans, first: int, last: int) -> list[tuple[int, int]]:
+    """Return the spans of the tokens from `first` to before `last`, counted from `first`."""
+    ends = [*(start for start, _ in spans[1:]), last] if spans else []
+    return [
+        (max(start, first) - first, version)
+        for (start, version), end in zip(spans, ends, strict=True)
+        if max(start, first) < min(end, last)
+    ]
+
+
+def concat_arrays(parts: Sequence[TokenColumns]) -> dict[str, Any]:
+    """Concatenate each array over all parts; None unless every part has it."""
+    joined: dict[str, Any] = {}
+    for name in COLUMNS:
+        arrays = [getattr(part, name) for part in parts]
+        joined[name] = None if any(array is None for array in arrays) else np.concatenate(arrays)
+    return joined
+
+
+class PartialSample(TokenColumns, frozen=True, kw_only=True, eq=False):
+    """The existing tokens of an unfinished child, at least one: it continues with the token after them. A child that already
+    has its last token ends at once.
 
     Example:
-        PartialSample(index=2, token_ids=sample.token_ids, logprobs=sample.logprobs, weight_versions=sample.weight_versions)
+        PartialSample.of(sample)
     """
 
     index: int
     """of the child, 0 to n - 1"""
-    token_ids: np.ndarray
-    """[tokens] int32, at least one and at most `Sampling.max_tokens`. A child that has its last one ends at once"""
-    logprobs: np.ndarray
-    """[tokens] float32"""
-    weight_versions: list[tuple[int, int]]
-    """(first token, version) spans, ascending from token 0"""
-    raw_logprobs: np.ndarray | None = None
-    """[tokens] float32, if `Sampling.raw_logprobs`"""
-    top_ids: np.ndarray | None = None
-    """[tokens, k] int32, if `Sampling.top_logprobs` = k"""
-    top_logprobs: np.ndarray | None = None
-    """[tokens, k] float32, as many"""
 
     @classmethod
     def of(cls, sample: Sample) -> PartialSample:
-        """Make it of a sample that did not end by itself."""
-        return cls(
-            index=sample.index,
-            token_ids=sample.token_ids,
-            logprobs=sample.logprobs,
-            weight_versions=sample.weight_versions,
-            raw_logprobs=sample.raw_logprobs,
-            top_ids=sample.top_ids,
-            top_logprobs=sample.top_logprobs,
-        )
+        """Take the tokens of a sample that ended early."""
+        return cls(index=sample.index, **sample.columns())
 
     def validate(self, sampling: Sampling, vocab_size: int) -> None:
         """Raises ValueError naming the child and what would be accepted."""
@@ -415,18 +486,18 @@ class PartialSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class TokenChunk(PartialSample, frozen=True, kw_only=True, eq=False):
-    """Tokens of a child that runs, those that follow what was told of it before. Spans count from the chunk's first token.
+    """New tokens of a running child since the last chunk. Spans count from the first token of the chunk.
 
     Example:
-        Chunk(index=2, first=16, token_ids=array([11, 5], int32), logprobs=array([-0.1, -2.3], float32),
-              weight_versions=[(0, 4), (1, 5)], seed=7)
-        # tokens 16 and 17 of child 2; the second one was made by version 5 of the weights
+        TokenChunk(index=2, first=16, token_ids=array([11, 5], int32), logprobs=array([-0.1, -2.3], float32),
+                   weight_versions=[(0, 4), (1, 5)], seed=7)
+        # tokens 16 and 17 of child 2; version 5 of the weights generated the second one
     """
 
     first: int
-    """position of the first token among those of the child"""
+    """position of the first token in the output of the child"""
     seed: int
-    """the group's, also where the engine chose it"""
+    """of the group, also if the engine chose it"""
 
 
 class Group(msgspec.Struct, frozen=True, eq=False):
@@ -508,44 +579,31 @@ class Group(msgspec.Struct, frozen=True, eq=False):
             raise ValueError(f"finish_after={self.sampling.finish_after} with score: all children end; leave it out")
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaults=True, gc=False):
+class Sample(TokenColumns, frozen=True, kw_only=True, eq=False, omit_defaults=True, gc=False):
     """One finished child.
 
     Example:
         Sample(group_id="step3/17", index=2, token_ids=array([11, 5], int32), logprobs=array([-0.1, -2.3], float32),
                finish_reason="stop", weight_versions=[(0, 4), (1, 5)], prompt_tokens=3)
-        # token 0 was made by version 4 of the weights, token 1 and everything after it by version 5
+        # version 4 of the weights generated token 0, version 5 token 1 and all later ones
     """
 
     group_id: str
     index: int
     """0 to n - 1"""
-    token_ids: np.ndarray
-    """[tokens] int32, the stop token included"""
-    logprobs: np.ndarray
-    """[tokens] float32: log-probability under the distribution each token was drawn from (temperature and truncation
-    included). At temperature 0 that distribution is a point mass, so the value is the one at temperature 1 instead."""
     finish_reason: FinishReason
-    weight_versions: list[tuple[int, int]]
-    """(first token, version) spans, ascending"""
     prompt_tokens: int
-    raw_logprobs: np.ndarray | None = None
-    """[tokens] float32 at temperature 1 without truncation, if `Sampling.raw_logprobs`"""
+    """length of the prompt"""
     error: str | None = None
-    """why, when finish_reason is "error" """
+    """why the child failed, if finish_reason is "error" """
     seconds: float = 0.0
     """from the arrival of the group to the end of this child"""
     offloads: int = 0
-    """times its KV left the device for host memory"""
+    """how often its KV was offloaded to host memory"""
     seed: int = 0
-    """the group's, also where the engine chose it: with it, a child that did not end by itself can go on"""
-    top_ids: np.ndarray | None = None
-    """[tokens, k] int32, if `Sampling.top_logprobs` = k: the most probable tokens of the distribution that each token was drawn
-    from, the likeliest first, of equal ones the lower id. -1 where fewer than k were left to draw from"""
-    top_logprobs: np.ndarray | None = None
-    """[tokens, k] float32: their log-probs there, as in `logprobs`; -inf where the id is -1"""
+    """of the group, also if the engine chose it: an unfinished child needs it to continue"""
     stopped_by: str | None = None
-    """which of `Sampling.stop` ended it: of those that the last token completes the one that begins first; None: none did"""
+    """the string of `Sampling.stop` that ended the child: if its last token completes several, the one that begins first"""
     text_end: int | None = None
     """characters of the text before that string: `tokenizer.decode(token_ids)[:text_end]`; docs/decisions/stop-strings.md"""
 

@@ -24,6 +24,7 @@ from engine.types import NONE_SERVED, Limits, Sample, Sampling
 from rollout.bench.errors import BenchFailed
 from rollout.service.journal import Journal
 from transport import messages as m
+from transport.columns import pack_samples
 from transport.frames import Frame, frame_bytes, pack
 from transport.keys import files
 from transport.sockets import ClientEnd, ServiceEnd
@@ -69,14 +70,14 @@ class Pair:
 
 
 def sample() -> list[Frame]:
-    """Make a SampleDone as it travels."""
+    """Make the message of one sample."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 50_000, SAMPLE_TOKENS, np.int32)
     done = Sample(
         group_id="group", index=0, token_ids=tokens, logprobs=rng.standard_normal(SAMPLE_TOKENS, np.float32),
         finish_reason="length", weight_versions=[(0, 1)], prompt_tokens=256,
     )  # fmt: skip
-    return pack(m.SampleDone(done))
+    return pack(pack_samples(["group"], [done]))
 
 
 def measure(scale: float) -> Iterator[dict[str, Any]]:

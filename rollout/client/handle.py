@@ -7,10 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import msgspec
-import numpy as np
-
-from engine.types import Group, PartialSample, Sample, Served, TokenChunk
+from engine.types import Group, PartialSample, Sample, Served, TokenChunk, TokenColumns, no_tokens
 from rollout.client.partials import PartialOutputs
 from transport.checks import NOTHING, any_version, check_goes_on, check_sample
 from transport.errors import InvalidRequest, RequestTimeout, RolloutError
@@ -139,7 +136,7 @@ class Handle:
             known = self._partials.partial_samples()
             seed = self._partials.seed or 0
             for child in known:  # under the lock: what comes later is told later
-                tell(self, TokenChunk(**msgspec.structs.asdict(child), first=0, seed=seed))
+                tell(self, TokenChunk(index=child.index, first=0, seed=seed, **child.columns()))
 
     def partial_samples(self) -> list[PartialSample]:
         """Return what the unfinished children have as far as this client knows: what they began with and what was streamed
@@ -251,20 +248,19 @@ class Handle:
         if not 1 <= n <= max_n:
             self.fail(InvalidRequest(f"n={n}: must be between 1 and {max_n} (Limits.max_n)", self.group_id))
             return
-        partials = {} if self.group.score else {child.index: child for child in self.group.partials}
-        none = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        partials: dict[int, TokenColumns] = {}
+        if not self.group.score:
+            partials.update((child.index, child) for child in self.group.partials)
         for index in self.group.wanted:
-            fresh = PartialSample(index=index, token_ids=none[0], logprobs=none[1], weight_versions=[])
-            self.add_sample(self._aborted(partials.get(index, fresh)))
-
-    def _aborted(self, child: PartialSample) -> Sample:
-        return Sample(
-            group_id=self.group_id,
-            finish_reason="aborted",
-            prompt_tokens=len(self.group.prompt),
-            seed=self.group.sampling.seed or 0,
-            **{name: getattr(child, name) for name in child.__struct_fields__},
-        )
+            sample = Sample(
+                group_id=self.group_id,
+                index=index,
+                finish_reason="aborted",
+                prompt_tokens=len(self.group.prompt),
+                seed=self.group.sampling.seed or 0,
+                **partials.get(index, no_tokens()).columns(),
+            )
+            self.add_sample(sample)
 
 
 def most_of(group: Group) -> int:

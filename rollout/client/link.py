@@ -31,6 +31,7 @@ from rollout.client.send_queue import SendQueue
 from rollout.client.timeouts import Timeouts, check_same, restarted
 from rollout.logs import Repeats, logger
 from transport import messages as m
+from transport.columns import unpack_samples
 from transport.errors import (
     ClientClosed,
     IdConflict,
@@ -44,7 +45,6 @@ from transport.errors import (
     from_wire,
 )
 from transport.frames import Decoder, Frame, pack
-from transport.progress import unpack_samples
 from transport.sockets import ClientTransport
 
 POLL_S = 0.25
@@ -79,7 +79,7 @@ class Link:
         self._transport = transport
         self._session, self._name, self._alone = session, name, alone
         self._patience = patience
-        self._capabilities = (m.TAKEN, m.BATCHES, m.DIGESTS, *more)
+        self._capabilities = (m.DIGESTS, *more)
         self._decoder: Decoder[m.ServiceMessage] = Decoder(m.ServiceMessage, m.answer_limits(Limits()))
         self._closing = False
         self.calls = CallQueue(transport.wake)
@@ -226,8 +226,6 @@ class Link:
             match message:
                 case m.Welcome():
                     self._welcomed(message)
-                case m.SampleDone(sample):
-                    self._acks.samples += self._groups.add_samples([sample])
                 case m.SamplesDone():
                     self._acks.samples += self._groups.add_samples(unpack_samples(message))
                 case m.Progress() if self.welcome is not None:
@@ -266,7 +264,7 @@ class Link:
         self._decoder = Decoder(m.ServiceMessage, m.answer_limits(welcome.limits))
         self._connection.welcomed(time.monotonic())
         self._told(welcome)
-        self._outgoing.start(paced=m.TAKEN in welcome.capabilities)
+        self._outgoing.start(paced=True)
         self._outgoing.add(*self._groups.resent(welcome.groups))
         for abort in self._groups.aborts(welcome.limits):
             self._send(abort)

@@ -19,10 +19,10 @@ from rollout.client.seen import Seen
 from rollout.client.send_queue import portions
 from rollout.logs import logger
 from transport.checks import NOTHING, Bounds
+from transport.columns import unpack_progress
 from transport.errors import NotBelieved
 from transport.frames import Frame
 from transport.messages import Abort, Progress, Welcome, digests
-from transport.progress import unpack_progress
 
 log = logger(__name__)
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
-import numpy as np
 
-from engine.types import Group, PartialSample, Sampling, TokenChunk
+from engine.types import Group, PartialSample, Sampling, TokenChunk, TokenColumns
 from transport.checks import Bounds, check_chunk
-from transport.partial import COLUMNS, joined
 
 
 class PartialOutputs:
@@ -48,9 +44,10 @@ class PartialOutputs:
                 f"tokens from {chunk.first} to {chunk.first + len(chunk.token_ids)} of child {index}, of which {known} are "
                 f"known: must follow these, up to max_tokens={most}"
             )
-        new = beyond(chunk, known)
-        if new is None:
+        if chunk.first + len(chunk.token_ids) <= known:
             return None
+        tokens = TokenColumns.concat([chunk.slice(known - chunk.first)])  # a copy: views would hold the whole message
+        new = TokenChunk(index=index, first=known, seed=chunk.seed, **tokens.columns())
         self.seed = chunk.seed
         self._pieces.setdefault(index, []).append(new)
         self._known[index] = known + len(new.token_ids)
@@ -59,7 +56,7 @@ class PartialOutputs:
     def streamed(self, index: int) -> PartialSample | None:
         """Return what a child has, if tokens of it were streamed."""
         pieces = self._pieces.get(index, [])
-        return _joined(index, pieces) if any(isinstance(piece, TokenChunk) for piece in pieces) else None
+        return joined(index, pieces) if any(isinstance(piece, TokenChunk) for piece in pieces) else None
 
     def end(self, index: int) -> None:
         """Forget a child that has come back."""
@@ -68,7 +65,7 @@ class PartialOutputs:
 
     def partial_samples(self) -> list[PartialSample]:
         """Return what the children have of which anything is known, by index."""
-        return [_joined(index, pieces) for index, pieces in sorted(self._pieces.items())]
+        return [joined(index, pieces) for index, pieces in sorted(self._pieces.items())]
 
 
 def _asked(chunk: TokenChunk, sampling: Sampling) -> TokenChunk:
@@ -82,35 +79,6 @@ def _asked(chunk: TokenChunk, sampling: Sampling) -> TokenChunk:
     )
 
 
-def beyond(chunk: TokenChunk, known: int) -> TokenChunk | None:
-    """Return a copy of the tokens of a chunk that follow the first `known` of the child."""
-    skip = known - chunk.first
-    if skip >= len(chunk.token_ids):
-        return None
-    spans = [(max(0, first - skip), version) for first, version in chunk.weight_versions]
-    return msgspec.structs.replace(
-        chunk,
-        first=known,
-        weight_versions=_merged(spans),
-        **{name: None if (column := getattr(chunk, name)) is None else column[skip:].copy() for name in COLUMNS},
-    )
-
-
-def _joined(index: int, pieces: list[PartialSample]) -> PartialSample:
-    firsts = np.cumsum([0, *(len(piece.token_ids) for piece in pieces)]).tolist()
-    spans = [
-        (at + first, version) for at, piece in zip(firsts, pieces, strict=False) for first, version in piece.weight_versions
-    ]
-    columns: dict[str, Any] = {name: joined([getattr(piece, name) for piece in pieces]) for name in COLUMNS}
-    return PartialSample(index=index, weight_versions=_merged(spans), **columns)
-
-
-def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Drop spans that go on with the version before them, and all but the last of those that begin at one token."""
-    kept: list[tuple[int, int]] = []
-    for first, version in spans:
-        if kept and kept[-1][0] == first:
-            kept.pop()
-        if not kept or kept[-1][1] != version:
-            kept.append((first, version))
-    return kept
+def joined(index: int, pieces: list[PartialSample]) -> PartialSample:
+    """Join consecutive pieces of a child."""
+    return PartialSample(index=index, **TokenColumns.concat(pieces).columns())

@@ -116,13 +116,4 @@ def beyond(part: TokenChunk | Sample, known: int) -> TokenChunk:
     """Return the tokens of a part behind the first `known` of its child; none, if it begins later than that."""
     first = part.first if isinstance(part, TokenChunk) else 0
     skip = max(0, known - first)
-    return TokenChunk(
-        index=part.index,
-        first=first + skip,
-        seed=part.seed,
-        token_ids=part.token_ids[skip:],
-        logprobs=part.logprobs[skip:],
-        weight_versions=[],
-        top_ids=None if part.top_ids is None else part.top_ids[skip:],
-        top_logprobs=None if part.top_logprobs is None else part.top_logprobs[skip:],
-    )
+    return TokenChunk(index=part.index, first=first + skip, seed=part.seed, **part.slice(skip).columns())

@@ -24,9 +24,9 @@ from tests.support.played import Played, failure
 from tests.support.waiting import until
 from transport import errors as e
 from transport import messages as m
+from transport.columns import pack_progress
 from transport.frames import Decoder, Frame, pack
 from transport.loopback import LoopbackService
-from transport.progress import pack_progress
 
 WAIT = 60.0
 """for what comes: a bound for hangs only"""
@@ -612,7 +612,7 @@ def test_a_sample_that_cannot_be_is_an_error_of_its_group(played: Played, fields
     handle, other = played.client.submit([1], Sampling(n=2), "g"), played.client.submit([1], Sampling(), "other")
     for _ in range(2):
         played.get(m.Submit)
-    played.send(m.SampleDone(msgspec.structs.replace(played.sample("g", 0).sample, **fields)))
+    played.send(played.sample("g", **{"index": 0, **fields}))
     error = failure(handle)
     assert type(error) is e.NotBelieved and error.group_id == "g" and reason in str(error)
     assert not handle.finished and not other.done

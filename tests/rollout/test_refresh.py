@@ -38,6 +38,7 @@ from tests.support.waiting import until
 from tests.support.watermark import check_marks, token_of, watermark_engine, weights_of
 from tests.support.wire import serving
 from transport import messages as m
+from transport.columns import unpack_samples
 from transport.errors import Busy, ClientClosed, InvalidRequest, RequestTimeout, SourceUnreachable, StaleWeights, WeightsRefused
 from transport.frames import Decoder, pack
 from transport.loopback import LoopbackService
@@ -131,7 +132,7 @@ class Stage:
     def samples(self) -> list[Sample]:
         self.a.send(m.Abort(["g"]))
         self.a.turn()
-        return [message.sample for message in self.a.got if isinstance(message, m.SampleDone)]
+        return [sample for message in self.a.got if isinstance(message, m.SamplesDone) for sample in unpack_samples(message)]
 
 
 @pytest.fixture
@@ -201,7 +202,7 @@ def test_prepare_is_answered_when_all_is_staged_and_checked(stage: Stage) -> Non
     assert stage.a.ask(m.Commit, IDS[0], stage.digest, "abort").refreshed.version == 1
     stage.assert_live(1)
     stage.a.turn()
-    ended = [message.sample for message in stage.a.got if isinstance(message, m.SampleDone)]
+    ended = [sample for message in stage.a.got if isinstance(message, m.SamplesDone) for sample in unpack_samples(message)]
     assert {sample.finish_reason for sample in ended} == {"aborted"}, "Commit's policy, not Begin's"
 
 

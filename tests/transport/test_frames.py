@@ -119,9 +119,8 @@ def test_every_frame_is_named_once() -> None:
     submit = pack(CLIENT_MESSAGES[2])
     assert "1 array frames came, the header names 0" in refusal([*pack(m.Heartbeat()), b""])
     assert "the header names 1" in refusal([*map(bytes, submit), b"more"])
-    sample = {"group_id": "g", "index": 0, "token_ids": [1, "int32", [1]], "logprobs": [1, "int32", [1]]}
-    sample |= {"finish_reason": "stop", "weight_versions": [], "prompt_tokens": 1}
-    header = msgspec.msgpack.encode({"type": "sample", "sample": sample})
+    samples = {"type": "samples", "group_ids": ["g"], "seeds": [0], "prompt_tokens": [1], "ended": []}
+    header = msgspec.msgpack.encode({**samples, "token_ids": [1, "int32", [1]], "logprobs": [1, "int32", [1]]})
     assert "two arrays name frame 1" in refusal([header, b"four"], m.ServiceMessage)
 
 
