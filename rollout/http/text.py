@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.types import Sample
-from rollout.client.texts import text_of
+from rollout.client.text import text_of
 
 
 class Text:

@@ -15,7 +15,7 @@ from engine.engine import Engine
 from engine.scheduling import admission, cohorts
 from engine.scheduling.invariants import check
 from engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
-from rollout.client.partials import PartialOutputs
+from rollout.client.handle import PartialOutputs
 from tests.support.equivalence import assert_same
 from tests.support.plans import commit, launch, rows, small_scheduler, step, submit
 from tests.support.tiny import tiny, tiny_engine

@@ -14,8 +14,7 @@ import pytest
 
 from engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
 from rollout import RolloutClient
-from rollout.client.handle import Handle
-from rollout.client.partials import PartialOutputs
+from rollout.client.handle import Handle, PartialOutputs
 from rollout.client.submission import rest_of, sendable
 from rollout.service import streaming
 from tests.support.equivalence import assert_same

@@ -810,7 +810,7 @@ def test_closing_the_client_ends_its_refresh(served: Any, monkeypatch: pytest.Mo
         channel.window_bytes()
         inside.set()
         channel.chunk(0, [self.data[0][:10]])()
-        client._link.request(lambda id: m.Control(id, "drain")).result(WAIT)
+        client._session.link.request(lambda id: m.Control(id, "drain")).result(WAIT)
 
     other.submit([1, 2, 3], SAMPLING)
     with monkeypatch.context() as patch:
@@ -900,7 +900,7 @@ def test_a_drain_that_is_resumed_is_told(served: Any) -> None:
     client, other = connect(), connect()
     client.submit([1, 2, 3], SAMPLING)
     until(lambda: engine.counters.steps > 3)
-    request = client._link.request(lambda id: m.Control(id, "drain"))
+    request = client._session.link.request(lambda id: m.Control(id, "drain"))
     until(lambda: engine.mode is Mode.DRAINING)
     other.resume()
     with pytest.raises(Busy, match="resumed before"):
