@@ -45,6 +45,12 @@ class LinkTiming(NamedTuple):
     goodbye_s: float = 0.5
     """for which `close` waits until the goodbye is sent"""
 
+    def outage_s(self, welcome: Welcome | None, resubmit: bool) -> float:
+        """Return how long to wait for a connection: longer if a restarted service will have the open groups."""
+        if welcome is None or not (resubmit or welcome.starts):
+            return self.link_s
+        return max(self.link_s, self.restart_s)
+
 
 class ConnectionState:
     """Decides when to greet the service, when to send a heartbeat, and how long it has been unreachable."""

@@ -24,7 +24,7 @@ from typing import Any
 from engine.types import Limits, Served
 from rollout.client.connection import AckQueue, ConnectionState, LinkTiming, SendQueue, check_same_service, restarted
 from rollout.client.handle import Handle
-from rollout.client.pending import PendingRequests, WeightHistory, child_aborts
+from rollout.client.pending import PendingRequests, child_aborts
 from rollout.logs import Repeats, logger
 from transport import messages as m
 from transport.columns import unpack_samples
@@ -133,21 +133,14 @@ class Link:
         self._request_ids = itertools.count(1)
         self._pending = PendingRequests(budget)
         self._groups = self._pending.groups
+        self.first_welcome = self._pending.first_welcome
+        """raises what the service refuses"""
+        self.weights = self._pending.weights
         self._outgoing, self._acks, self._refusals = SendQueue(), AckQueue(timing.ack_s), Repeats(log.error)
         self._thread = threading.Thread(target=self._run, name="rollout-client", daemon=True)
         self._thread.start()
 
     # any thread
-
-    @property
-    def first_welcome(self) -> Future[m.Welcome]:
-        """Return the future of the first Welcome; a refusal is raised by it."""
-        return self._pending.first_welcome
-
-    @property
-    def weights(self) -> WeightHistory:
-        """Return what is known of the service's weights."""
-        return self._pending.weights
 
     def submit(self, handle: Handle, wake: bool = True) -> None:
         """Send a group; the handle gets its samples or its error. wake: send now; otherwise after `calls.wake()`."""
@@ -217,17 +210,10 @@ class Link:
         waited_s = connection.disconnected(now)
         if transport.refusal:
             self._fail_all(KeyRefused(transport.refusal))
-        elif waited_s > (timeout_s := self._outage_timeout_s()):
+        elif waited_s > (timeout_s := timing.outage_s(self.welcome, self._resubmit)):
             self._fail_all(ServiceLost(f"{transport.address} is dead or unreachable: no connection for {timeout_s} s"))
         if not self._pending:
             connection.idle(now)
-
-    def _outage_timeout_s(self) -> float:
-        """Return how long to wait for a connection: longer if a restarted service will have the groups."""
-        timing = self._timing
-        if self.welcome is None or not (self._resubmit or self.welcome.starts):
-            return timing.link_s
-        return max(timing.link_s, timing.restart_s)
 
     # out
 
