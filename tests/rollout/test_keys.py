@@ -287,16 +287,16 @@ class Broken:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
         self._look = files.read_service
-        monkeypatch.setattr(ring.KeyRing, "look", self._die)
+        monkeypatch.setattr(ring.KeyRing, "reload", self._die)
 
     def _die(self, *_: Any) -> None:
         raise RuntimeError("scripted death")
 
     def mend(self) -> None:
-        self._monkeypatch.setattr(ring.KeyRing, "look", LOOK)
+        self._monkeypatch.setattr(ring.KeyRing, "reload", LOOK)
 
 
-LOOK = ring.KeyRing.look
+LOOK = ring.KeyRing.reload
 
 
 @pytest.fixture
@@ -304,13 +304,13 @@ def dead(keyed: Keyed, monkeypatch: pytest.MonkeyPatch) -> Broken:
     """A service whose door is dead and is not started again."""
     keyed.early = keyed.add("early", "rollout", "read")  # type: ignore[attr-defined]
     keyed.late = keyed.add("late", "rollout")  # type: ignore[attr-defined]
-    monkeypatch.setattr(authenticator.KeyAuthenticator, "tend", lambda self: None)
+    monkeypatch.setattr(authenticator.KeyAuthenticator, "restart_if_dead", lambda self: None)
     return Broken(monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_dead_handler_lets_nobody_in(keyed: Keyed, dead: Broken) -> None:
-    thread = keyed.service._transport.door._thread  # type: ignore[attr-defined]
+    thread = keyed.service._transport.authenticator._thread  # type: ignore[attr-defined]
     until(lambda: not thread.is_alive())
     late = files.read_client(keyed.late)  # type: ignore[attr-defined]
     assert knock(RawDealer(keyed.service.endpoint, late), 1.0) == []
@@ -326,10 +326,10 @@ def test_without_enforcement_a_dead_handler_would_let_everybody_in(tmp_path: Pat
         sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 0)
 
     monkeypatch.setattr(sockets, "guard", open_door)
-    monkeypatch.setattr(authenticator.KeyAuthenticator, "tend", lambda self: None)
+    monkeypatch.setattr(authenticator.KeyAuthenticator, "restart_if_dead", lambda self: None)
     with Keyed(tmp_path, FakeEngine()).serving() as keyed:
         Broken(monkeypatch)
-        thread = keyed.service._transport.door._thread  # type: ignore[attr-defined]
+        thread = keyed.service._transport.authenticator._thread  # type: ignore[attr-defined]
         until(lambda: not thread.is_alive())
         mine = files.read_client(keyed.add("mine", "rollout"))
         public, secret = (half.decode() for half in zmq.curve_keypair())
@@ -343,7 +343,7 @@ def test_a_dead_handler_is_started_again_and_told(
 ) -> None:
     path = keyed.add("late", "rollout")
     with keyed.client("early", "rollout", "read") as early, monkeypatch.context() as patch:
-        patch.setattr(ring.KeyRing, "look", Broken._die)
+        patch.setattr(ring.KeyRing, "reload", Broken._die)
         until(lambda: "has died" in caplog.text)
         assert early.submit([1], Sampling(max_tokens=2)).result(WAIT)  # who is in stays in
         patch.undo()
