@@ -30,7 +30,7 @@ from rollout.logs import logger
 from transport import messages as m
 from transport.checks import check_refreshed
 from transport.errors import InvalidRequest, NotBelieved, RequestTimeout, RolloutError, SourceUnreachable, WeightsRefused
-from transport.weights import Sender, Via, ways
+from transport.weights import Sender, Via, transports
 from transport.weights.manifest import pack_manifest, pack_targets
 from transport.weights.tensors import Tensors
 
@@ -90,7 +90,7 @@ class WeightSender:
         self._link = link
         self._one = threading.Lock()
         """held during a refresh"""
-        self._transports = ways(host)
+        self._transports = transports(host)
 
     def start(self, named_tensors: NamedTensors, wanted: RefreshRequest, via: Via, timeout: float) -> RefreshHandle:
         """Read the tensors, then send them in a thread. Raises InvalidRequest and WeightsRefused for invalid arguments and
@@ -142,9 +142,9 @@ class WeightSender:
         try:
             refreshed = RefreshTransaction(self._link, sender, wanted, end).run()
         except RolloutError as error:
-            if sender.instead is None or not isinstance(error, sender.instead_of):
+            if sender.fallback is None or not isinstance(error, sender.fallback_after):
                 raise
-            other = sender.instead(sender)
+            other = sender.fallback(sender)
             other.reason = f"{sender.via}: {error.message}"
             log.info("refresh offered again via=%s after=%s reason=%r", other.via, sender.via, error.message)
             try:
