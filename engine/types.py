@@ -186,13 +186,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stop: tuple[str, ...] = ()
     """strings that end a child with "stop", with the token that completes one in its text: `Sample.stopped_by`, `text_end`. The
     text is that of all its tokens, special ones included. Before there are more than `min_tokens` tokens they do nothing"""
-    lengths: tuple[int, ...] | None = None
-    """`max_tokens` of each of the n children, at most that; None = all have `max_tokens`. The order `longest_last` goes by
-    them: docs/decisions/long-tail.md"""
-
-    def most_tokens(self, index: int) -> int:
-        """Return the number of tokens that end a child with "length"."""
-        return self.max_tokens if self.lengths is None else self.lengths[index]
 
     def validate(self, limits: Limits, vocab_size: int) -> None:
         """Raises ValueError naming the field, its value and what would be accepted."""
@@ -211,7 +204,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name in NUMBERS:
             if not is_number(value := getattr(self, name)) and not (value is None and name in MAY_BE_NONE):
                 raise ValueError(f"{name}={value!r:.40}: must be a number")
-        for name in ("stop_token_ids", "allowed_token_ids", "lengths", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             wrong = [value for value in getattr(self, name) or () if not is_integer(value)]
             if wrong:
                 raise ValueError(f"{name} holds {wrong[0]!r:.40}: must be integers")
@@ -285,14 +278,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.stream_every < 0:
             raise ValueError(f"stream_every={self.stream_every}: must be 0 (off) or a number of tokens")
 
-    def _validate_lengths(self, lengths: tuple[int, ...]) -> None:
-        if not isinstance(lengths, tuple) or len(lengths) != self.n:
-            raise ValueError(f"lengths={lengths!r:.40}: must be a tuple of n={self.n} numbers, one for each child")
-        for index, length in enumerate(lengths):
-            if not max(1, self.min_tokens) <= length <= self.max_tokens:
-                least = f"{max(1, self.min_tokens)} (min_tokens, and 1)"
-                raise ValueError(f"lengths: {length} of child {index} must be from {least} to max_tokens={self.max_tokens}")
-
     def _validate_draws(self, limits: Limits, vocab_size: int) -> None:
         if not 1 <= self.n <= limits.max_n:
             raise ValueError(f"n={self.n}: must be between 1 and {limits.max_n} (Limits.max_n)")
@@ -300,8 +285,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"max_tokens={self.max_tokens}: must be between 1 and {limits.max_tokens} (Limits.max_tokens)")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens}: must be between 0 and max_tokens={self.max_tokens}")
-        if self.lengths is not None:
-            self._validate_lengths(self.lengths)
         if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
             raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or a finite number up to 100")
         if 0.0 < self.temperature < 1e-3:
@@ -360,7 +343,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def validate(self, sampling: Sampling, vocab_size: int) -> None:
         """Raises ValueError naming the child and what would be accepted."""
-        who, tokens, most = f"begun child {self.index}", self.token_ids, sampling.most_tokens(self.index)
+        who, tokens, most = f"begun child {self.index}", self.token_ids, sampling.max_tokens
         if tokens.dtype != np.int32 or tokens.ndim != 1 or not 1 <= len(tokens) <= most:
             raise ValueError(f"{who} has token_ids {tokens.dtype} {tokens.shape}: must be int32 [1 to max_tokens={most}]")
         low, high = int(tokens.min()), int(tokens.max())
@@ -396,7 +379,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         tokens = self.token_ids
         if int(tokens[-1]) in eos and len(tokens) > sampling.min_tokens:
             return "stop"
-        return "length" if len(tokens) == sampling.most_tokens(self.index) else None
+        return "length" if len(tokens) == sampling.max_tokens else None
 
     def validate_unfinished(self, sampling: Sampling, eos: frozenset[int], version: int) -> None:
         """Raises ValueError if the child goes on behind one of the tokens `eos`, or if its first token is further behind

@@ -181,7 +181,7 @@ class Handle:
     def add_samples(self, samples: Sequence[Sample]) -> None:
         """Hand out samples that have come together; a repeated one changes nothing. Raises ValueError for one that this group
         cannot have, and hands out none then."""
-        most = self.group.sampling.most_tokens
+        most = self.group.sampling.max_tokens
         for sample in samples:
             if sample.index not in self._indices and sample.index not in self.group.wanted:
                 raise ValueError(f"sample {sample.index} of a group of {self.n}")
@@ -191,7 +191,7 @@ class Handle:
                 if self._ended or sample.index in self._indices:
                     continue
                 self._indices.add(sample.index)
-                self._in_flight -= most(sample.index)
+                self._in_flight -= most
                 self._partials.end(sample.index)
                 new.append(sample)
             self._samples += new
@@ -269,12 +269,8 @@ class Handle:
 
 
 def most_of(group: Group) -> int:
-    """Return the tokens that the children of a group make at most. One without a length is no error here: the service refuses
-    its group."""
-    sampling, indices = group.sampling, group.indices
-    if sampling.lengths is None:
-        return sampling.max_tokens * (sampling.n if indices is None else len(indices))
-    return sum(sampling.lengths if indices is None else (sampling.lengths[i] for i in indices if i < len(sampling.lengths)))
+    """Return the tokens that the children of a group make at most."""
+    return group.sampling.max_tokens * (group.sampling.n if group.indices is None else len(group.indices))
 
 
 def one_by_one(tell: OnSample) -> OnChange:

@@ -42,7 +42,7 @@ class PartialOutputs:
         check_chunk(chunk, group, bounds)
         if index in self._ended:  # a service that was killed before it knew so runs it again
             return None
-        known, most = self._known.get(index, 0), group.sampling.most_tokens(index)
+        known, most = self._known.get(index, 0), group.sampling.max_tokens
         if chunk.first > known or chunk.first + len(chunk.token_ids) > most:
             raise ValueError(
                 f"tokens from {chunk.first} to {chunk.first + len(chunk.token_ids)} of child {index}, of which {known} are "
