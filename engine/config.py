@@ -7,7 +7,6 @@ from typing import Literal, get_args
 
 import msgspec
 
-OrderName = Literal["first_come", "least_far", "longest_expected", "longest_last"]
 IsaName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torch"]
 KVName = Literal["auto", "fp8_e4m3"]
 
@@ -120,10 +119,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """under pressure, room is made for this many more blocks of each sequence that stays"""
     min_run_tokens: int = 64
     """a restored sequence makes this many tokens before it may be preempted again, unless nothing else can make room"""
-    order: OrderName = "least_far"
-    """which of a client's sequences goes first where slots or KV are scarce: those of the oldest group, the child that has come
-    least far, groups whose ended children were longest, or the child with most left but the longest of each group last
-    (docs/decisions/pressure.md); samples do not depend on it"""
     foreground_s: float = 2.0
     """a client that was idle is computed before those that keep the engine busy, for so many seconds at most until it is idle
     again; 0 = all that have work share alike (docs/decisions/fairness.md)"""
@@ -177,4 +172,3 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             f"cpu_offload_safety_threshold={self.cpu_offload_safety_threshold}: must be in (0, 1]",
         )
         need(self.kv_dtype in get_args(KVName), f"kv_dtype={self.kv_dtype!r}: must be one of {', '.join(get_args(KVName))}")
-        need(self.order in get_args(OrderName), f"order={self.order!r}: must be one of {', '.join(get_args(OrderName))}")

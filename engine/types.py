@@ -187,13 +187,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stop: tuple[str, ...] = ()
     """strings that end a child with "stop" when its text contains one: see `Sample.stopped_by`, `Sample.text_end`. The text
     includes special tokens. Ignored for the first `min_tokens` tokens"""
-    lengths: tuple[int, ...] | None = None
-    """`max_tokens` of each of the n children, at most max_tokens; None = max_tokens for all. The order `longest_last` uses
-    them: docs/decisions/long-tail.md"""
-
-    def most_tokens(self, index: int) -> int:
-        """Return `max_tokens` of a child."""
-        return self.max_tokens if self.lengths is None else self.lengths[index]
 
     @property
     def changes_logits(self) -> bool:
@@ -214,7 +207,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             for name in names:
                 if not accepts(value := getattr(self, name)) and not (value is None and name in OPTIONAL_FIELDS):
                     raise ValueError(f"{name}={value!r:.40}: must be {kind}")
-        for name in ("stop_token_ids", "allowed_token_ids", "lengths", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             wrong = [value for value in getattr(self, name) or () if not is_integer(value)]
             if wrong:
                 raise ValueError(f"{name} holds {wrong[0]!r:.40}: must be integers")
@@ -257,16 +250,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"min_len_to_cut={self.min_len_to_cut} without finish_after: nothing is cut; set finish_after")
         if self.deadline_s is not None and not 0.0 < self.deadline_s < math.inf:
             raise ValueError(f"deadline_s={self.deadline_s}: must be None or a positive, finite number of seconds")
-        if self.lengths is not None:
-            self._check_lengths(self.lengths)
-
-    def _check_lengths(self, lengths: tuple[int, ...]) -> None:
-        if not isinstance(lengths, tuple) or len(lengths) != self.n:
-            raise ValueError(f"lengths={lengths!r:.40}: must be a tuple of n={self.n} numbers, one for each child")
-        for index, length in enumerate(lengths):
-            if not max(1, self.min_tokens) <= length <= self.max_tokens:
-                least = f"{max(1, self.min_tokens)} (min_tokens, and 1)"
-                raise ValueError(f"lengths: {length} of child {index} must be from {least} to max_tokens={self.max_tokens}")
 
     def _check_tokens(self, limits: Limits, vocab_size: int) -> None:
         """Check lists of token ids and the logit bias."""
@@ -409,7 +392,7 @@ class PartialSample(TokenColumns, frozen=True, kw_only=True, eq=False):
 
     def validate(self, sampling: Sampling, vocab_size: int) -> None:
         """Check dtypes, shapes and values. Raises ValueError naming the child and what would be accepted."""
-        who, tokens, most = f"partial sample {self.index}", self.token_ids, sampling.most_tokens(self.index)
+        who, tokens, most = f"partial sample {self.index}", self.token_ids, sampling.max_tokens
         if tokens.dtype != np.int32 or tokens.ndim != 1 or not 1 <= len(tokens) <= most:
             raise ValueError(f"{who} has token_ids {tokens.dtype} {tokens.shape}: must be int32 [1 to max_tokens={most}]")
         low, high = int(tokens.min()), int(tokens.max())
@@ -447,7 +430,7 @@ class PartialSample(TokenColumns, frozen=True, kw_only=True, eq=False):
         tokens = self.token_ids
         if int(tokens[-1]) in eos and len(tokens) > sampling.min_tokens:
             return "stop"
-        return "length" if len(tokens) == sampling.most_tokens(self.index) else None
+        return "length" if len(tokens) == sampling.max_tokens else None
 
     def validate_unfinished(self, sampling: Sampling, eos: frozenset[int], version: int) -> None:
         """Raises ValueError if the child has tokens after one of `eos`, or if its first token is older than

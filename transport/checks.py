@@ -133,9 +133,7 @@ def _check_columns(sample: Sample, sampling: Sampling, vocab_size: int) -> None:
             raise _wrong(
                 sample, name, found, f"{np.dtype(DTYPES[name]).name} {list(shape)}" if wanted else "none: it was not requested"
             )
-    if sampling.lengths is not None and not sample.index < len(sampling.lengths):
-        raise ValueError(f"sample {sample.index}: the group has {len(sampling.lengths)} lengths")
-    if len(tokens) > (most := sampling.most_tokens(sample.index)):
+    if len(tokens) > (most := sampling.max_tokens):
         raise _wrong(sample, "token_ids", f"of {len(tokens)} tokens", f"at most max_tokens={most}")
     if len(tokens) and int(tokens.view(np.uint32).max()) >= vocab_size:  # those below 0 are the largest
         bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
@@ -210,7 +208,7 @@ def _new_versions(child: Sample | TokenChunk, skip: int) -> list[int]:
 def _check_end(sample: Sample, group: Group, partial: PartialSample | None, eos: frozenset[int]) -> None:
     """Check that a child may end for this reason, with these tokens."""
     reason, sampling, tokens = sample.finish_reason, group.sampling, sample.token_ids
-    most = sampling.most_tokens(sample.index) if partial is None or not group.score else len(partial.token_ids)
+    most = sampling.max_tokens if partial is None or not group.score else len(partial.token_ids)
     match reason:
         case "length":
             allowed = not group.score and len(tokens) == most

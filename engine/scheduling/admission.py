@@ -10,12 +10,11 @@ from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
 from engine.scheduling.fairness import Fairness
-from engine.scheduling.order import is_due
 from engine.scheduling.pinned import PinnedKV
 from engine.scheduling.preemption import Pressure, is_absent
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.running import RunningTable
-from engine.scheduling.sequence import Sequence, lead_of, work_of
+from engine.scheduling.sequence import Sequence
 
 
 class Admission:
@@ -88,13 +87,6 @@ class Admission:
         for seq in self._over_share(self.next(), self.clients):
             self.stop(seq)
 
-    def start_in_time(self) -> None:
-        """Let those wait no longer behind all others of their line who would otherwise end after them; see `is_due`."""
-        for line in self.waiting.lines_with_late:
-            while (last := self.waiting.first(line, late=True)) and self._is_due(last):
-                last.state.last -= {last.index}
-                self.waiting.rank_again([last])
-
     def make_room(self, most: int) -> None:
         """Evict idle blocks for the sequence that is next, or, where some clients go before others or did, for all that can
         start in a step of `most` tokens."""
@@ -157,18 +149,6 @@ class Admission:
             self.store.unpin(block)
         seq.held = held
         self.waiting.put(seq)
-
-    def _is_due(self, last: Sequence) -> bool:
-        """True if the first of those that are late in a line has to start now; see `engine.scheduling.order.is_due`."""
-        state, first = last.state, self.waiting.first(last.state.line)
-        if first is None or state.races:
-            return False  # nobody goes before it, or its group ends without it
-        mine = [seq for seq in self.running if seq.state.line == state.line]
-        work = self.waiting.work(state.line) + sum(map(work_of, mine))
-        longest = max(map(lead_of, (first, *mine)))
-        room = (self.store.available + len(self.store.idle)) // -(-last.limit // self.config.block_size)
-        places = self.running_table.of_client[state.client] + min(self.config.most_seqs - len(self.running), room)
-        return is_due(lead_of(last), longest, work, places)
 
     def _foreground(self) -> Collection[str]:
         """Return the clients whose sequences may be computed now."""

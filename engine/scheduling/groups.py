@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from engine.config import EngineConfig
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
-from engine.scheduling.cohorts import Cohorts
 from engine.scheduling.conversations import ConversationIndex
 from engine.scheduling.counters import Counters
 from engine.scheduling.fairness import Fairness
-from engine.scheduling.order import ORDERS, longest_expected, longest_last
 from engine.scheduling.pinned import PinnedKV
 from engine.scheduling.plan import TopLogprobs
 from engine.scheduling.queue import WaitingQueue
@@ -51,8 +49,7 @@ class Groups:
         self.turns = ConversationIndex(config.block_size)
         self.of_id: dict[str, GroupState] = {}
         self._clock = clock
-        self._ranks = ORDERS[config.order]
-        self._submitted, self._waves = 0, Cohorts()
+        self._submitted = 0
         self._deadlines: Timers[GroupState] = Timers(lambda state: self.of_id.get(state.group.id) is state)
 
     def submit(self, group: Group, client: str, seed: int, eos: frozenset[int], stops: Stops | None) -> list[Sample]:
@@ -67,10 +64,6 @@ class Groups:
                 f"{self.block_size} tokens, the pool has {self.store.device.size}; lower max_tokens or raise kv_tokens"
             )
         state = GroupState(group, client, self._submitted, seed, self._clock(), eos, stops)
-        state.ranks = self._ranks
-        if self._ranks is longest_last:
-            wave = self._waves.join(client, state.number, self.counters.steps)
-            state.line = client, -group.sampling.priority, wave
         enough = group.sampling.finish_after
         if enough is not None and len(state.complete) >= enough:
             raise ValueError(
@@ -182,7 +175,7 @@ class Groups:
         for child in children[1:]:
             seq.state.sequences[child.index] = child
             self.store.share(child.blocks)
-            if self.running_table.has_place and child.index not in seq.state.resumed and not seq.state.by_length:
+            if self.running_table.has_place and child.index not in seq.state.resumed:
                 for block in child.blocks:
                     self.store.pin(block, full=True)
                 self.running_table.enter(child, self.min_run_tokens)
@@ -247,13 +240,9 @@ class Groups:
         del state.sequences[seq.index]
         if reason in ("stop", "length"):
             state.finished += 1
-            state.longest = max(state.longest or 0, len(seq.output))
-            if state.ranks is longest_expected:
-                self.waiting.rank_again(state.sequences.values())
         if not state.sequences:
             del self.of_id[state.group.id]
-            if self.shares.left(state.client, now):
-                self._waves.left(state.client)
+            self.shares.left(state.client, now)
         self.counters.ended[reason] += 1
         return state.heard(seq.sample(reason, now - state.arrived, error))
 

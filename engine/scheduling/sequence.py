@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
 from engine.kv.block import Block
 from engine.kv.versions import KVVersions
 from engine.scheduling.ngrams import NgramIndex
-from engine.scheduling.order import Candidate, Order, Rank, first_come, longest_last
 from engine.scheduling.stops import Stops
 from engine.scheduling.tracked import LogitRules, TokenCounts
 from engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk
@@ -40,12 +39,6 @@ class GroupState:
         "cut_at",
         "cancelled",
         "started",
-        "ranks",
-        "longest",
-        "last",
-        "line",
-        "work",
-        "lead",
         "said",
         "texts",
     )
@@ -90,15 +83,9 @@ class GroupState:
         prefills for itself, and the prefix index shares the prompt"""
         self.oldest_kv = 0
         """version of the last refresh that had its KV computed again: what older weights computed is not read any more"""
-        self.ranks: Order = first_come
-        """ranks its sequences; see `engine.scheduling.order`"""
-        self.line = client, -group.sampling.priority, 0
-        """sorts lines of a client, the first one first: by priority, then by wave (`engine.scheduling.cohorts`)"""
-        self.longest: int | None = None
-        """tokens of the longest child that has ended by itself"""
 
     def _know_children(self, group: Group, eos: frozenset[int], stops: Stops | None) -> None:
-        """Note which children there are, and how much each may draw."""
+        """Note which children there are, and which of them have started or are complete."""
         partials = {child.index: child for child in group.partials}
         self.complete = {index: how for index, child in partials.items() if (how := _ended_as(child, group, eos, stops))}
         """how children ended that were complete when the group came"""
@@ -106,30 +93,9 @@ class GroupState:
             index: child for index, child in partials.items() if index not in self.complete
         }
         """what the other children had that had started"""
-        left = _tokens_left(group, partials, self.complete)
-        self.last = _beyond_most(group, left, len(self.complete))
-        """the children that may draw more than each of those that are waited for; without those that had to start in time"""
-        self.fresh = _in_turn(group, {index: tokens for index, tokens in left.items() if index not in partials}, self.last)
+        self.fresh = [index for index in group.wanted if index not in partials]
         """the children that draw their first token where the prompt ends, in order; the first one runs on where the group
         forks"""
-        self.work, self.lead = sum(left.values()), max(left.values(), default=0)
-        """tokens that all its children may draw, and the one that may draw most"""
-
-    @property
-    def expected(self) -> int:
-        """tokens that its children are expected to get: as many as the longest of them that has ended by itself, all that they
-        may as long as none has"""
-        return self.group.sampling.max_tokens if self.longest is None else self.longest
-
-    @property
-    def by_length(self) -> bool:
-        """Each child waits for its own turn, since its length is known and the engine's order goes by that."""
-        return self.ranks is longest_last and self.group.sampling.lengths is not None
-
-    def late(self, index: int) -> bool:
-        """True if a child starts when nobody else of its line waits, fresh prompts included, and is preempted first: one of
-        `last`, where the engine's order has these last."""
-        return self.by_length and self.forked and index in self.last
 
     @property
     def uncancelled(self) -> int:
@@ -141,9 +107,6 @@ class GroupState:
         for index in indices:
             del self.resumed[index]
         self.cancelled -= set(indices)
-        lengths = _tokens_left(self.group, self.resumed, self.complete)
-        left = [lengths[child] for child in (*self.fresh, *self.resumed)]
-        self.work, self.lead = sum(left), max(left)
 
     @property
     def races(self) -> bool:
@@ -160,31 +123,6 @@ class GroupState:
         """The oldest version whose KV it may take over while `version` is live: as old as its `max_kv_lag` allows a new sample,
         but none from before its KV was to be computed again."""
         return max(self.oldest_kv, version - self.group.sampling.max_kv_lag)
-
-
-def _tokens_left(group: Group, partials: Mapping[int, PartialSample], complete: Collection[int]) -> dict[int, int]:
-    """Return the tokens that each wanted child may still draw which is not complete."""
-    had = {index: len(child.token_ids) for index, child in partials.items()}
-    return {index: group.sampling.most_tokens(index) - had.get(index, 0) for index in group.wanted if index not in complete}
-
-
-def _beyond_most(group: Group, left: dict[int, int], complete: int) -> frozenset[int]:
-    """Return the children that may draw more tokens than each of those that are waited for: `finish_after`, so many of which
-    were complete when the group came, else all but one. Of two that are longest neither may."""
-    if group.sampling.lengths is None or group.score or len(left) < 2:
-        return frozenset()
-    enough = group.sampling.finish_after
-    most = len(left) - 1 if enough is None else max(1, enough - complete)
-    bound = sorted(left.values())[most - 1]
-    return frozenset(index for index, tokens in left.items() if tokens > bound)
-
-
-def _in_turn(group: Group, fresh: dict[int, int], last: Collection[int]) -> list[int]:
-    """Return the fresh children, with the tokens that each may draw: where lengths are known the longest first, but those that
-    go last behind the others."""
-    if group.sampling.lengths is None or group.score:
-        return list(fresh)
-    return sorted(fresh, key=lambda index: (index in last, -fresh[index]))
 
 
 def _ended_as(child: PartialSample, group: Group, eos: frozenset[int], stops: Stops | None) -> FinishReason | None:
@@ -248,7 +186,7 @@ class Sequence:
         self.num_prompt = len(state.group.prompt)
         self.length = self.num_prompt
         """tokens it has, prompt and output, pending ones included"""
-        self.limit = self.num_prompt + state.group.sampling.most_tokens(index)
+        self.limit = self.num_prompt + state.group.sampling.max_tokens
         """the length that ends it"""
         self.given: np.ndarray | None = None
         """[tokens] int32 to score; None: it draws"""
@@ -290,12 +228,11 @@ class Sequence:
         """[max_blocks] int32, a view of that place"""
 
     @property
-    def rank(self) -> Rank:
-        """Who goes first where slots or KV are scarce: the first line, whoever is not late, then as the engine's order says. A
-        turn is as old as its conversation."""
-        state, drawn = self.state, len(self.output)
-        standing = Candidate(state.order, drawn, self.index, state.expected, lead_of(self))
-        return *state.line[1:], state.late(self.index), *state.ranks(standing)
+    def rank(self) -> tuple[int, ...]:
+        """Return what sorts sequences of one client where slots or KV are scarce: the first one starts first and is preempted
+        last. By priority, then the one with the fewest tokens of output (least attained service, Kleinrock 1976), so that none
+        starts late and runs alone at the end; then by age, where a turn is as old as its conversation."""
+        return -self.state.group.sampling.priority, len(self.output), *self.state.order, self.index
 
     @property
     def drew(self) -> bool:
@@ -443,17 +380,6 @@ class Sequence:
             seed=self.state.seed,
             **({} if self.tracked is None else self.tracked.columns() | self.tracked.stopped(reason, self.output)),
         )
-
-
-def lead_of(seq: Sequence) -> int:
-    """Return how many tokens a sequence may still draw; of a prompt whose children go by their lengths, the longest of them."""
-    state = seq.state
-    return state.lead if state.by_length and not state.forked else seq.limit - seq.num_prompt - len(seq.output)
-
-
-def work_of(seq: Sequence) -> int:
-    """Return how many tokens a sequence, and the children that are to fork from it, may still draw."""
-    return seq.limit - seq.num_prompt - len(seq.output) if seq.state.forked else seq.state.work
 
 
 Row = tuple[Sequence, int, int, int, tuple[int, ...]]

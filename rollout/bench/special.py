@@ -19,7 +19,6 @@ from rollout.bench import (
     refresh,
     score,
     sharing,
-    tail,
     train_step,
     turns,
 )
@@ -69,7 +68,6 @@ WITH_MODEL = {
     fidelity.NAME: Benchmark(
         lambda it: [fidelity.measure(it.text, it.engine, it.folder, it.open_target, it.scale)], any_kv=True
     ),
-    tail.NAME: Benchmark(lambda it: tail.measure(it.text, it.engine, it.folder, it.scale, it.repeat)),
     score.NAME: Benchmark(lambda it: score.measure(it.text, it.engine, it.folder, it.scale, it.repeat)),
     train_step.NAME: Benchmark(lambda it: train_step.measure(it.folder, it.engine, it.text, it.scale, it.repeat)),
     turns.NAME: Benchmark(lambda it: turns.measure(it.folder, it.engine, it.text, it.scale), between_processes=True),

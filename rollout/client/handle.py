@@ -53,7 +53,7 @@ class PartialOutputs:
         check_chunk(chunk, group, bounds)
         if index in self._ended:  # a service that was killed in between runs it again
             return None
-        known, end, most = self._known.get(index, 0), chunk.first + len(chunk.token_ids), group.sampling.most_tokens(index)
+        known, end, most = self._known.get(index, 0), chunk.first + len(chunk.token_ids), group.sampling.max_tokens
         if chunk.first > known or end > most:
             raise ValueError(
                 f"tokens from {chunk.first} to {end} of child {index}, of which {known} are known: must follow these, up to "
@@ -255,7 +255,7 @@ class Handle:
     def add_samples(self, samples: Sequence[Sample]) -> None:
         """Add samples that arrived together; repeated ones are ignored. Raises ValueError, and adds none, if one is impossible
         for this group."""
-        most = self.group.sampling.most_tokens
+        most = self.group.sampling.max_tokens
         for sample in samples:
             if sample.index not in self._indices and sample.index not in self.group.wanted:
                 raise ValueError(f"sample {sample.index} of a group of {self.n}")
@@ -265,7 +265,7 @@ class Handle:
                 if self._ended or sample.index in self._indices:
                     continue
                 self._indices.add(sample.index)
-                self._in_flight -= most(sample.index)
+                self._in_flight -= most
                 self._outputs.end(sample.index)
                 new.append(sample)
             self._samples += new
@@ -338,12 +338,8 @@ class Handle:
 
 
 def max_tokens_of(group: Group) -> int:
-    """Return the maximum of tokens that the children of a group generate. Missing `lengths` count 0: the service refuses the
-    group."""
-    sampling, indices = group.sampling, group.indices
-    if sampling.lengths is None:
-        return sampling.max_tokens * (sampling.n if indices is None else len(indices))
-    return sum(sampling.lengths if indices is None else (sampling.lengths[i] for i in indices if i < len(sampling.lengths)))
+    """Return the maximum of tokens that the children of a group generate."""
+    return group.sampling.max_tokens * (group.sampling.n if group.indices is None else len(group.indices))
 
 
 def one_by_one(callback: OnSample) -> OnChange:

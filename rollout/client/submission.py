@@ -86,7 +86,7 @@ def scored_group(group_id: str, prompt: Prompt, completions: Sequence[Prompt], s
     sampling = plain(Sampling() if sampling is None else sampling)
     longest = max(map(len, tokens))
     own = {"n": len(tokens), "max_tokens": longest, "min_tokens": min(sampling.min_tokens, longest), "seed": sampling.seed or 0}
-    sampling = msgspec.structs.replace(sampling, finish_after=None, min_len_to_cut=0, deadline_s=None, lengths=None, **own)
+    sampling = msgspec.structs.replace(sampling, finish_after=None, min_len_to_cut=0, deadline_s=None, **own)
     partials = []
     for index, each in enumerate(tokens):
         zeros = np.zeros(len(each), np.float32)  # ignored by the service

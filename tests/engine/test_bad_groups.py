@@ -44,9 +44,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     *(({"finish_after": bad}, f"finish_after={bad}: must be None or between 1 and n=2") for bad in (0, 3)),
     *(({"min_len_to_cut": bad, "finish_after": 1}, f"min_len_to_cut={bad}: must be between 0 and") for bad in (-1, 5)),
     ({"min_len_to_cut": 1}, "min_len_to_cut=1 without finish_after"),
-    *(({"lengths": bad}, "must be a tuple of n=2 numbers, one for each child") for bad in ((), (1,), (1, 2, 3), [1, 2])),
-    *(({"lengths": (1, bad)}, f"lengths: {bad} of child 1 must be from 1") for bad in (-1, 0, 5, 2**63)),
-    ({"lengths": (2, 3), "min_tokens": 3}, "lengths: 2 of child 0 must be from 3 (min_tokens, and 1) to max_tokens=4"),
     *(({"deadline_s": bad}, f"deadline_s={bad}: must be None or a positive") for bad in (0.0, -1.0, NAN, INF)),
     *(({"priority": bad}, f"priority={bad}: must be between") for bad in (-1_000_001, 1_000_001)),
     *(({"logit_bias": {bad: 1.0}}, f"logit_bias holds {bad}: the model's token ids are 0 to 22") for bad in (-1, VOCAB)),
@@ -73,7 +70,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     *(({name: bad}, f"{name}={bad!r}: must be a number") for name in NUMBER_FIELDS for bad in (True, "2", np.array(1.0))),
     *(({name: None}, f"{name}=None: must be a") for name in {*INTEGER_FIELDS, *NUMBER_FIELDS} - OPTIONAL_FIELDS),
-    *(({name: (2.0, 1)}, f"{name} holds 2.0: must be integers") for name in ("stop_token_ids", "allowed_token_ids", "lengths")),
+    *(({name: (2.0, 1)}, f"{name} holds 2.0: must be integers") for name in ("stop_token_ids", "allowed_token_ids")),
     ({"logit_bias": {1.0: 1.0}}, "logit_bias holds 1.0: must be integers"),
     ({"logit_bias": {1: "1"}}, "logit_bias holds '1': must be numbers"),
 ]
@@ -102,7 +99,6 @@ def test_the_largest_and_smallest_that_are_good() -> None:
         {"temperature": 0.0, "top_k": 2**31 - 1, "top_p": 1e-9, "min_p": 0.0, "seed": 2**63 - 1},
         {"stop_token_ids": (0, VOCAB - 1), "max_kv_lag": 3, "max_version_lag": 3, "finish_after": 2, "min_len_to_cut": 4},
         {"stop": ("é" * 4, "a")},
-        {"n": 3, "max_tokens": 9, "lengths": (1, 9, 4)},
         {"logit_bias": {0: -100.0, VOCAB - 1: 100.0}, "allowed_token_ids": (0, 1, VOCAB - 1), "repetition_penalty": 0.01},
     ):
         group(**fields).validate(LIMITS, VOCAB, CONTEXT)
@@ -110,7 +106,7 @@ def test_the_largest_and_smallest_that_are_good() -> None:
 
 def test_numbers_of_numpy_are_numbers() -> None:
     for kind in (np.int64, np.int32, np.uint8):
-        some = {"stop_token_ids": (kind(3),), "allowed_token_ids": tuple(np.arange(4, 7, dtype=kind)), "lengths": (kind(3), 4)}
+        some = {"stop_token_ids": (kind(3),), "allowed_token_ids": tuple(np.arange(4, 7, dtype=kind))}
         group(n=kind(2), seed=kind(7), **some, logit_bias={kind(5): np.float32(2), 6: 1}).validate(LIMITS, VOCAB, CONTEXT)
     group(temperature=np.float32(0.5), top_p=np.float64(0.5), kv_ttl_s=np.int64(1)).validate(LIMITS, VOCAB, CONTEXT)
 

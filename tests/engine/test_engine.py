@@ -289,7 +289,6 @@ def test_limits_are_the_caller_s() -> None:
         ("cpu_offload_gib", -1.0),
         ("cpu_offload_gib", 1e9),
         ("foreground_s", -1.0),
-        ("order", "shortest"),
         ("foreground_s", float("inf")),
         ("mirror_ahead", True),
         ("copy_ahead", True),

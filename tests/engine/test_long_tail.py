@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import random
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from engine.config import OrderName
 from engine.engine import Engine
-from engine.scheduling import admission, cohorts
-from engine.scheduling.invariants import check
 from engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
 from rollout.client.handle import PartialOutputs
 from tests.support.equivalence import assert_same
 from tests.support.plans import commit, launch, rows, small_scheduler, step, submit
+from tests.support.simulator import END, script
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import engine as toy_engine
 from tests.support.toy import group, run
@@ -435,11 +433,16 @@ def test_no_child_is_cut_too_short() -> None:
 @pytest.mark.parametrize(("least", "ends"), [(0, 0), (3, 0), (5, 2), (10, 2)])
 def test_a_complete_child_that_need_not_be_cut_counts(least: int, ends: int) -> None:
     """Up to `min_len_to_cut` tokens, whether it ends in the step in which enough have ended, as child 1, or later, as 2."""
-    own = (5, 5, 6, 30)
-    asked = group("g", [7, 8], n=4, max_tokens=30, lengths=own, ignore_eos=True, finish_after=1, min_len_to_cut=least)
-    got = lengths(run(toy_engine(), [asked]))
-    assert got[:2] == [("length", 5), ("length" if ends else "cut", 5)]
-    assert got[2:] == [("length", 6) if least > 5 else ("cut", 5), ("cut", max(5, least))]
+    scheduler, own, ended = small_scheduler(64), np.array([[5, 5, 6, 30]]), Samples()
+    sampling = Sampling(n=4, max_tokens=30, finish_after=1, min_len_to_cut=least)
+    scheduler.submit(Group("0", np.array([7, 8], np.int32), sampling), "", 1, frozenset({END}))
+    while scheduler.has_work:
+        plan = launch(scheduler)
+        for sample in commit(scheduler, plan, script(scheduler, plan, own)):
+            ended["0", sample.index] = sample
+    got = lengths(ended)
+    assert got[:2] == [("stop", 5), ("stop" if ends else "cut", 5)]
+    assert got[2:] == [("stop", 6) if least > 5 else ("cut", 5), ("cut", max(5, least))]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -512,141 +515,15 @@ def test_who_starts_first() -> None:
     assert [step(scheduler)[0][0] for _ in range(4)] == ["c", "d", "a", "b"]
 
 
-@pytest.mark.parametrize("order", get_args(OrderName))
-def test_samples_do_not_depend_on_the_order(order: str) -> None:
+@pytest.mark.parametrize("priorities", [(0, 0, 0, 0, 0), (0, 3, -1, 3, 2)])
+def test_samples_do_not_depend_on_priorities(priorities: tuple[int, ...]) -> None:
     """Nor does anything get lost: under pressure, with and without host memory."""
-    groups = [natural(seed=i, lengths=(45, 60, 30, 50, 55, 40) if i % 2 else None) for i in range(5)]
-    asked = [msgspec.structs.replace(each, id=f"g{i}") for i, each in enumerate(groups)]
-    roomy = run(toy_engine(kv_tokens=4096), asked)
+    roomy = run(toy_engine(kv_tokens=4096), [msgspec.structs.replace(natural(seed=i), id=f"g{i}") for i in range(5)])
+    asked = [msgspec.structs.replace(natural(seed=i, priority=priority), id=f"g{i}") for i, priority in enumerate(priorities)]
     for host in (0, 0.0001):
-        engine = toy_engine(kv_tokens=96, order=order, cpu_offload_gib=host)
+        engine = toy_engine(kv_tokens=96, cpu_offload_gib=host)
         assert_same(roomy, run(engine, asked))
         assert engine.counters.soft_resets + engine.counters.offloads >= 3
-
-
-def test_each_child_may_have_a_length_of_its_own() -> None:
-    """It ends there, and is what it would have been until then; also where it has begun, elsewhere, or is complete already."""
-    own = (3, 8, 1, 6)
-    asked = group("g", range(5, 16), n=4, max_tokens=8, ignore_eos=True, seed=2)
-    cut = group("g", range(5, 16), n=4, max_tokens=8, ignore_eos=True, seed=2, lengths=own)
-    whole, got = run(toy_engine(), [asked]), run(toy_engine(), [cut])
-    for (id, index), sample in got.items():
-        assert sample.finish_reason == "length" and len(sample.token_ids) == own[index]
-        assert sample.token_ids.tolist() == whole[id, index].token_ids[: own[index]].tolist()
-    partials = tuple(PartialSample.of(msgspec.structs.replace(got["g", index], token_ids=got["g", index].token_ids[:some],
-                  logprobs=got["g", index].logprobs[:some])) for index, some in ((0, 3), (1, 2)))  # fmt: skip
-    again = run(toy_engine(), [msgspec.structs.replace(cut, indices=(0, 1, 3), partials=partials)])
-    assert_same({key: sample for key, sample in got.items() if key[1] != 2}, again)
-    too_long = msgspec.structs.replace(partials[0], index=2)
-    with pytest.raises(ValueError, match="max_tokens=1"):
-        msgspec.structs.replace(cut, partials=(too_long,)).validate(Limits(), 199, 512)
-
-
-def test_the_longest_child_of_each_group_goes_last_and_of_the_others_the_longest_first() -> None:
-    """With a place to run it starts at once; a child as long as another one is not the longest, nor is an only child."""
-
-    def ends(lengths: dict[str, tuple[int, ...]], slots: int, order: str = "longest_last") -> list[str]:
-        scheduler = small_scheduler(64, max_num_seqs=slots, max_batch_tokens=16, order=order)
-        for name, own in lengths.items():
-            submit(scheduler, name, [ord(name)], n=len(own), max_tokens=max(own), lengths=own)
-        ended = []
-        while scheduler.has_work:
-            ended += [f"{sample.group_id}{sample.index}" for sample in commit(scheduler, launch(scheduler))]
-        return ended
-
-    groups = {"a": (9, 2, 3), "b": (2, 4, 8), "c": (5, 5), "d": (6,)}
-    assert ends(groups, 1) == ["a2", "b1", "d0", "c0", "c1", "a1", "b0", "a0", "b2"], "a prompt goes by its longest child"
-    assert ends(groups, 16)[-1] == "a0" and len(ends(groups, 16)) == 9
-    assert ends(groups, 1, "least_far")[-2:] != ["a0", "b2"], "the negative control"
-
-
-def ends_by_steps(
-    groups: dict[str, tuple[int, ...]], order: str = "longest_last", slots: int = 2, **sampling: Any
-) -> dict[str, int]:
-    """When children end, in steps, of groups with these lengths that are all there at the start."""
-    scheduler, ended = small_scheduler(64, max_num_seqs=slots, max_batch_tokens=16, order=order), {}
-    for name, own in groups.items():
-        submit(scheduler, name, [1 + len(name)], n=len(own), max_tokens=max(own), lengths=own, **sampling)
-    for number in range(1000):
-        if not scheduler.has_work:
-            break
-        for sample in commit(scheduler, launch(scheduler)):
-            ended[f"{sample.group_id}/{sample.index}"] = number
-        check(scheduler)
-    return ended
-
-
-def test_a_longest_child_starts_in_time_to_end_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits only as long as little is lost: all end nearly as soon as with the longest first, and the others before that."""
-    short = {f"g{i}": (4, 5, 4) for i in range(12)}
-
-    def steps(order: str, longest: int) -> tuple[int, int]:
-        """Until all but the longest of each group have ended, and until all have: at least 55, and as many as the longest
-        has."""
-        groups = {**short, "a": (longest, 3, 2)}
-        ended = ends_by_steps(groups, order, slots=4)
-        last = {f"{name}/{own.index(max(own))}" for name, own in groups.items()}
-        return max(at for child, at in ended.items() if child not in last), max(ended.values())
-
-    most, all_of_them = steps("longest_last", 60)
-    first_most, first_all = steps("first_come", 60)
-    assert 60 <= all_of_them < 72 < first_all and most < 30 < first_most, (most, all_of_them, first_most, first_all)
-    early = steps("longest_last", 20)
-    monkeypatch.setattr(admission, "is_due", lambda *_: False)
-    assert steps("longest_last", 60)[1] > 75, "the negative control: it starts when nobody else waits"
-    assert steps("longest_last", 20) == early, "one that is in time anyway waits for all others"
-
-
-def test_who_is_not_waited_for_goes_last_with_finish_after_too() -> None:
-    """As many as are cut then, whatever their length: they never start where others wait."""
-    groups = {name: (9, 2, 30, 4) for name in "abc"}
-    ended = ends_by_steps(groups, slots=1, finish_after=2)
-    assert max(at for child, at in ended.items() if child[-1] in "13") < 3 * (2 + 4) + 3
-    scheduler = small_scheduler(64, max_num_seqs=1, max_batch_tokens=16, order="longest_last")
-    for name, own in groups.items():
-        submit(scheduler, name, [5], n=4, max_tokens=30, lengths=own, finish_after=2)
-    samples = []
-    while scheduler.has_work:
-        samples += commit(scheduler, launch(scheduler))
-    assert sum(len(sample.token_ids) for sample in samples if sample.finish_reason == "cut") == 2 * 3, "their first tokens"
-
-
-@pytest.mark.parametrize("steps", [8, 10**9])
-def test_nobody_waits_for_ever_in_a_stream(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More comes than can be computed. By waves the first group's longest child ends; were all that come one wave, it would
-    not: the control."""
-    monkeypatch.setattr(cohorts, "WAVE_STEPS", steps)
-    scheduler, ended = small_scheduler(256, max_num_seqs=2, max_batch_tokens=16, order="longest_last"), set()
-    for number in range(200):
-        for each in range(6 if not number else number % 4 == 0):
-            own = (9, 4, 4) if number or each else (6, 1, 2)
-            submit(scheduler, f"g{number}.{each}", [7], n=3, max_tokens=max(own), lengths=own)
-        ended |= {(sample.group_id, sample.index) for sample in commit(scheduler, launch(scheduler))}
-        scheduler.counters.steps += 1
-        check(scheduler)
-    assert (("g0.0", 0) in ended) == (steps == 8)
-    assert len({group for group, _ in ended}) > 5
-
-
-def test_a_client_without_groups_has_no_wave() -> None:
-    scheduler = small_scheduler(order="longest_last")
-    for name in "ab":
-        submit(scheduler, name, [1], client=name, max_tokens=2)
-    assert scheduler.groups["b"].line == ("b", 0, 1) and set(scheduler.children._waves._open) == {"a", "b"}
-    while scheduler.has_work:
-        step(scheduler)
-    assert not scheduler.children._waves._open
-
-
-def test_what_a_group_is_expected_to_get_follows_from_its_longest_child() -> None:
-    engine = toy_engine(order="longest_expected")
-    engine.submit(natural())
-    expected = []
-    while engine.has_work:
-        ended = engine.step()
-        if ended and "g" in engine.scheduler.groups:
-            expected.append((engine.scheduler.groups["g"].expected, max(len(sample.token_ids) for sample in ended)))
-    assert len(expected) > 2 and all(known == longest for known, longest in expected), "children that run in step end in order"
 
 
 def test_who_is_preempted_first() -> None:

@@ -6,18 +6,14 @@ from collections import Counter
 
 import numpy as np
 
-from engine.scheduling.order import ORDERS
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.types import Group, Sampling
 
 
-def sequence(
-    number: int, client: str = "", started: bool = False, output: int = 0, index: int = 0, by: str = "first_come"
-) -> Sequence:
+def sequence(number: int, client: str = "", started: bool = False, output: int = 0, index: int = 0) -> Sequence:
     group = Group(f"g{number}", np.array([1], np.int32), Sampling())
     state = GroupState(group, client, number, 0, 0.0, frozenset())
-    state.ranks = ORDERS[by]
     made = Sequence(state, index)
     made.started = started
     made.output = [1] * output
@@ -43,19 +39,10 @@ def queue_of(*sequences: Sequence) -> WaitingQueue:
 
 def test_the_child_that_has_come_least_far_goes_first_whatever_its_group() -> None:
     children = [(1, 9), (2, 3), (3, 0), (0, 3)]
-    waiting = queue_of(*(sequence(number, started=True, output=drawn, by="least_far") for number, drawn in children))
-    assert order(waiting) == ["g3", "g0", "g2", "g1"]
     waiting = queue_of(*(sequence(number, started=True, output=drawn) for number, drawn in children))
-    assert order(waiting) == ["g0", "g1", "g2", "g3"], "the negative control"
-
-
-def test_groups_that_have_a_long_child_go_first_and_those_of_which_nothing_is_known() -> None:
-    short, unknown, long = (sequence(number, started=True, by="longest_expected") for number in range(3))
-    queue = queue_of(short, unknown, long)
-    for seq, tokens in ((short, 20), (long, 200)):
-        seq.state.longest = tokens
-    queue.rank_again([short, long, sequence(7)])
-    assert order(queue) == ["g1", "g2", "g0"], "max_tokens is 256"
+    assert order(waiting) == ["g3", "g0", "g2", "g1"]
+    waiting = queue_of(*(sequence(number, started=True) for number, _ in children))
+    assert order(waiting) == ["g0", "g1", "g2", "g3"], "the negative control: of equal ones the oldest group"
 
 
 def test_the_oldest_group_goes_first() -> None:

@@ -282,22 +282,6 @@ def test_bench_score_compares_with_prefill_and_with_generation(tiny_model: Path,
     assert summary["max_abs_delta"] == 0 and (summary["completions"], summary["tokens"]) == (64, 32)
 
 
-def test_bench_tail_runs_with_drafts_and_without(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, few in {"GROUPS": 3, "N": 4, "MOST": 3, "ANSWERS": 4}.items():
-        monkeypatch.setattr(bench.tail, name, few)
-    out = tmp_path / "rows.jsonl"
-    options = {"in_process": True, "scale": 0.1, "repeat": 1, "dtype": "float32", "threads": 1}
-    assert bench.run(("tail",), model=str(tiny_model), json_file=str(out), **options) == 0  # type: ignore[arg-type]
-    drafted, plain, summary = map(json.loads, out.read_text().splitlines())
-    assert (drafted["workload"], plain["workload"]) == ("tail", "tail_plain")
-    for name in ("seconds_to_most", "seconds_to_all", "tokens_per_step"):
-        assert summary[name] == drafted[name] > 0 and summary[f"{name}_plain"] == plain[name] > 0
-    assert summary["tokens_per_step"] >= summary["tokens_per_step_plain"] == 1 and summary["tail_tokens_per_step"] >= 1
-    assert summary["step_ms"] and all(ms > 0 for ms in summary["step_ms"].values())
-    assert 0 < summary["counted_to_most"] <= summary["counted_to_all"] and summary["steps"] <= summary["steps_plain"] + 2
-    assert summary["bound_to_most"] >= summary["bound_to_all"] > 0 and summary["ratio_counted_to_most"] > 0
-
-
 def test_bench_without_drafts_in_turn_at_another_temperature(tiny_model: Path) -> None:
     workload = find("single_stream").scaled(0.01, 32, 0.7)
     engine = EngineConfig(model=str(tiny_model), dtype="float32", threads=1)

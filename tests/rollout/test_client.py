@@ -262,10 +262,10 @@ def test_numbers_of_numpy_are_numbers(shared: RolloutClient) -> None:
 
 
 def test_numbers_of_numpy_inside_of_containers(shared: RolloutClient) -> None:
-    lists = Sampling(n=2, max_tokens=3, stop_token_ids=[7, 8], allowed_token_ids=[5, 6], lengths=[3, 3], logit_bias={5: 2.0})  # type: ignore[arg-type]
+    lists = Sampling(n=2, max_tokens=3, stop_token_ids=[7, 8], allowed_token_ids=[5, 6], logit_bias={5: 2.0})  # type: ignore[arg-type]
     of_numpy = Sampling(
         n=2, max_tokens=3, stop_token_ids=np.array([7, 8]), allowed_token_ids=tuple(np.arange(5, 7)),
-        lengths=np.array([3, 3], np.int32), logit_bias={np.int64(5): np.float32(2)}, stop=(np.str_("x"),),
+        logit_bias={np.int64(5): np.float32(2)}, stop=(np.str_("x"),),
         temperature=np.array(0.5),
     )  # type: ignore[arg-type]  # fmt: skip
     plainly = plain(of_numpy)

@@ -192,11 +192,10 @@ def test_groups_over_the_budget_wait_until_children_have_come_back() -> None:
 
 
 @pytest.mark.parametrize("indices", [None, (1, 2)])
-@pytest.mark.parametrize("lengths", [None, (3, 5, 7)])
-def test_what_is_in_flight_is_the_prompt_and_the_most_of_each_child_that_is_missing(indices: Any, lengths: Any) -> None:
-    group = group_of("g", [5, 6], Sampling(n=3, max_tokens=10, lengths=lengths), indices)
+def test_what_is_in_flight_is_the_prompt_and_the_most_of_each_child_that_is_missing(indices: Any) -> None:
+    group = group_of("g", [5, 6], Sampling(n=3, max_tokens=10), indices)
     one = sendable(group, serial=1, require_version=0, limits=Limits())
-    left = {index: 10 if lengths is None else lengths[index] for index in group.wanted}
+    left = dict.fromkeys(group.wanted, 10)
     for index in [None, *group.wanted]:
         if index is not None:
             one.add_sample(sample("g", index))
@@ -217,11 +216,10 @@ def test_of_samples_that_come_together_all_are_handed_out_or_none() -> None:
     assert told == [2, 0, 1] and one.done
 
 
-@pytest.mark.parametrize("fields", [{"n": 10**12}, {"n": 10**12, "lengths": (1,)}, {"n": 3, "lengths": (1,)}])
-def test_what_the_service_will_refuse_costs_the_client_nothing(fields: dict[str, Any]) -> None:
-    """The children are not counted one by one; one that has no length is the service's to refuse."""
+def test_what_the_service_will_refuse_costs_the_client_nothing() -> None:
+    """The children are not counted one by one."""
     groups = OpenGroups(WeightHistory())
-    group = group_of("g", [5, 6], Sampling(max_tokens=10, **fields))
+    group = group_of("g", [5, 6], Sampling(n=10**12, max_tokens=10))
     groups.add(sendable(group, serial=1, require_version=0, limits=Limits()))
     assert sent(groups) == ["g"]
 

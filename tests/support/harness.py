@@ -12,12 +12,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from engine.config import EngineConfig, OrderName
+from engine.config import EngineConfig
 from engine.kv.block import BlockCopies
 from engine.scheduling.counters import Counters
 from engine.scheduling.invariants import check
@@ -100,7 +100,7 @@ def expected(group: Group) -> list[list[int]]:
     children = []
     for index in range(group.sampling.n):
         tokens: list[int] = []
-        while len(tokens) < group.sampling.most_tokens(index) and not ended_by(group, tokens):
+        while len(tokens) < group.sampling.max_tokens and not ended_by(group, tokens):
             seen = (*group.prompt.tolist(), *tokens)
             tokens.append(draw(seen, group.sampling.seed or 0, index, rules_of(group, tokens)))
         children.append(tokens)
@@ -454,14 +454,13 @@ def with_given(group: Group) -> Group:
     return msgspec.structs.replace(group, partials=tuple(children), score=True)
 
 
-def random_harness(r: random.Random, foreground_s: float, order: OrderName, drafts: int) -> Harness:
+def random_harness(r: random.Random, foreground_s: float, drafts: int) -> Harness:
     size = r.choice([1, 2, 4, 8])
     return Harness(
         r.choice([10, 16, 32, 128]),
         r.choice([0, 3, 20, 200]),
         block_size=size,
         max_num_seqs=r.choice([1, 2, 5, 16]),
-        order=order,
         max_batch_tokens=r.choice([16, 32, 64]),
         mirror_ahead=r.random() < 0.5,
         copy_ahead=r.random() < 0.5,
@@ -472,11 +471,6 @@ def random_harness(r: random.Random, foreground_s: float, order: OrderName, draf
         foreground_s=foreground_s,
         drafts=drafts,
     )
-
-
-def order_of(seed: int) -> OrderName:
-    """Return each order in turn, for schedules with group policies and for those without."""
-    return get_args(OrderName)[seed // 2 % len(get_args(OrderName))]
 
 
 def policies(r: random.Random, n: int) -> dict[str, Any]:
@@ -527,8 +521,8 @@ LOGIT_RULES: list[dict[str, Any]] = [
 
 def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness], None] = Harness.check) -> Harness:
     """Submit, abort, refresh, step and broken copies in random order and at random times, the invariants checked after each."""
-    r, time, more, turns, changes, own, bounds = (random.Random(seed) for _ in range(7))
-    h = random_harness(r, time.choice([0.0, 0.1, 1.0]), order_of(seed), more.choice([0, 2, 6]))
+    r, time, more, turns, changes, bounds = (random.Random(seed) for _ in range(6))
+    h = random_harness(r, time.choice([0.0, 0.1, 1.0]), more.choice([0, 2, 6]))
     base = [r.randrange(1, VOCAB) for _ in range(40)]
     breaks = r.random() < 0.4
     lags = r.choice([[0], [0, 1, 2], [2]])
@@ -544,12 +538,11 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
             rules = policies(r, n) if seed % 2 else {}
             rules |= changes.choice(LOGIT_RULES)
             most = r.choice([1, 3, 12])
-            rules |= {"lengths": tuple(own.randrange(1, most + 1) for _ in range(n)) if own.random() < 0.4 else None}
             rules |= {"max_version_lag": bounds.choice([None, None, 0, 1])}
             rules |= {"min_len_to_cut": bounds.randrange(most + 1) if rules.get("finish_after") else 0}
             rules |= {"stop": changes.choice([(), ("abca", "ccc"), ("bcbc",)])} if seed % 4 == 3 else {}
             if more.random() < 0.2:
-                rules |= {"score": True, "finish_after": None, "min_len_to_cut": 0, "lengths": None}
+                rules |= {"score": True, "finish_after": None, "min_len_to_cut": 0}
             h.submit(
                 f"g{number}",
                 prompt,
@@ -627,7 +620,6 @@ def tight_schedule(seed: int) -> None:
         min_run_tokens=r.choice([0, 4]),
         lookahead_blocks=r.choice([1, 2]),
         overlap=r.random() < 0.5,
-        order=order_of(seed),
         drafts=r.choice([0, 3]),
     )
     for number in range(r.randrange(1, 5)):

@@ -60,11 +60,11 @@ def launch(scheduler: Scheduler) -> Plan:
     return plan
 
 
-def commit(scheduler: Scheduler, plan: Plan, token: int = 9) -> list[Sample]:
-    """Commit a launched step that sampled `token` everywhere. Returns the children that ended."""
+def commit(scheduler: Scheduler, plan: Plan, token: int | np.ndarray = 9) -> list[Sample]:
+    """Commit a launched step that sampled `token` everywhere, or these [draws]. Returns the children that ended."""
     draws = len(plan.sampling)
-    zeros = np.zeros(draws, np.float32)
-    return scheduler.commit(plan, SampledTokens(np.full(draws, token, np.int32), zeros, None, np.ones(draws, bool)))
+    tokens, zeros = np.zeros(draws, np.int32) + np.asarray(token, np.int32), np.zeros(draws, np.float32)
+    return scheduler.commit(plan, SampledTokens(tokens, zeros, None, np.ones(draws, bool)))
 
 
 def step(scheduler: Scheduler, token: int = 9) -> list[PlanRow]:
