@@ -361,7 +361,7 @@ class ServiceEnd:
         if self.authenticator is not None:
             self.authenticator.close()
         if self._cookie is not None:
-            self._cookie.close()  # while nobody else can have the address
+            self._cookie.close()  # before another process can bind the address
         self._context.destroy(linger=int(linger * 1000))
         self._wakes.close()
 

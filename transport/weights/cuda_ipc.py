@@ -8,7 +8,7 @@ What travels is bytes and integers in a Struct. The trainer holds the tensors un
 meanwhile is noticed by the digests, which are those of the bytes that it found.
 
 torch counts the readers of a storage in shared memory, for senders that do not wait for their readers, and keeps the memory of
-one whose readers never came. This sender waits, so the count is given back at once, and the service is told of none.
+one whose readers never came. This sender waits, so it releases the count at once and sends none to the service.
 """
 
 from __future__ import annotations

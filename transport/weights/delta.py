@@ -3,7 +3,7 @@
     trainer's end    keeps a copy of what was sent last (host memory, as large as the model), and the version and digest that
                      the service then answered
     service's end    adds the differences to its live weights, and stages the sum like any payload: the manifest has the
-                     digest of every whole tensor, so what is not what the trainer meant is refused
+                     digest of every whole tensor, so a wrong result is refused
 
     slice       at most SLICE_BYTES of one tensor; its elements as integers of their size, of which n have changed
                 ┌ n ┬ wide ┬ bitmap? ┬ where ─────────────────┬ narrow ───────────────┬ wide ────────────┐
@@ -37,7 +37,7 @@ HEAD_BYTES = 12
 MOST_BYTES = HEAD_BYTES + 4 * SLICE_BYTES
 """of a coded slice: at worst every element is a byte, with its gap and both differences"""
 MARK = -128
-"""a narrow difference that stands for the next wide one"""
+"""narrow difference that refers to the next wide one"""
 
 
 class DeltaOffer(WeightOffer, frozen=True, tag="delta", forbid_unknown_fields=True):
@@ -62,7 +62,7 @@ class DeltaOffer(WeightOffer, frozen=True, tag="delta", forbid_unknown_fields=Tr
         for info in expected.manifest:
             dtype = live.inventory.dtype(info.name)
             if info.dtype != dtype:
-                raise WrongBase(f"tensor {info.name!r:.200} comes as {info.dtype}, live it is {dtype}: send it in that dtype")
+                raise WrongBase(f"tensor {info.name!r:.200} is sent as {info.dtype}, the live one is {dtype}: send that dtype")
         if not 0 <= self.size <= expected.total + len(expected.manifest) * MOST_BYTES:
             raise InvalidRequest(f"{self.size} bytes of differences for {expected.total} bytes of tensors")
         return DeltaPayload(self.size, expected.manifest, live.inventory)

@@ -251,7 +251,7 @@ class Broadcaster:
             self._group = future.result()
             return True
         finally:
-            if self._group is None:  # nobody will use it
+            if self._group is None:  # it has no user
                 future.add_done_callback(partial(_left, self.offer.backend))
             del future, make  # an error's traceback would hold them, and they it, and with both all that is sent
 
@@ -457,7 +457,7 @@ def proof(offer: DistributedOffer, rank: int) -> bytes:
 def check_proof(shown: Any, offer: DistributedOffer, rank: int) -> None:
     """Raises RuntimeError unless the [PROOF_BYTES] uint8 tensor is the proof of this rank."""
     if not hmac.compare_digest(shown.cpu().numpy().tobytes(), proof(offer, rank)):
-        raise RuntimeError("whoever joined the group does not have its secret")
+        raise RuntimeError("a process that does not know the secret joined the group")
 
 
 def _proof_tensor(content: bytes | None, device: Any) -> Any:
