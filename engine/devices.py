@@ -207,7 +207,7 @@ class CudaDevice:
         if config.exact:
             make_exact(model.module)
             return ExecutionPath(None, ARITHMETIC, None, "")
-        return fuse(model, backend) if config.fused_layers else None
+        return fuse(model, backend) if config.advanced.fused_layers else None
 
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
         if not (config.cuda_graphs and isinstance(backend, TritonAttention)):
@@ -297,20 +297,25 @@ def choose_backend(
 
 
 def resolved(config: EngineConfig, device: Device) -> EngineConfig:
-    """The configuration with what it leaves to the device. Raises ValueError if the device cannot copy ahead and is to."""
-    ahead = {"mirror_ahead": config.mirror_ahead, "copy_ahead": config.copy_ahead}
+    """Fill in the defaults that depend on the device. Raises ValueError for mirror_ahead or copy_ahead on a device that cannot
+    copy while it computes."""
+    tuning = config.advanced
+    ahead = {"mirror_ahead": tuning.mirror_ahead, "copy_ahead": tuning.copy_ahead}
     for name, asked in ahead.items():
         if asked and not device.copies_ahead:
-            raise ValueError(f"{name}=True with device={config.device}: it costs more than it saves there; leave it out")
+            raise ValueError(
+                f"advanced.{name}=True with device={config.device}: it costs more than it saves there; leave it out"
+            )
     overlaps = device.overlaps if config.overlap_steps is None else config.overlap_steps
     seqs, tokens = device.sizes
     if config.max_batch_tokens is not None:
         seqs = min(seqs, config.max_batch_tokens)
+    chosen = {name: device.copies_ahead if asked is None else asked for name, asked in ahead.items()}
     return msgspec.structs.replace(
         config,
         max_num_seqs=seqs if config.max_num_seqs is None else config.max_num_seqs,
         max_batch_tokens=max(tokens, config.most_seqs) if config.max_batch_tokens is None else config.max_batch_tokens,
         overlap_steps=overlaps,
         drafts=(0 if overlaps else DRAFTS) if config.drafts is None else config.drafts,
-        **{name: device.copies_ahead if asked is None else asked for name, asked in ahead.items()},
+        advanced=msgspec.structs.replace(tuning, **chosen),
     )
