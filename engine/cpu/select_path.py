@@ -37,7 +37,7 @@ from engine.forward.model import ExecutionPath, NativeLayers
 from engine.memory import HostMemory
 from engine.scheduling.plan import plan_by_hand
 
-log = logging.getLogger("rollout.engine")
+log = logging.getLogger("rollout.engine.cpu")
 
 OUTPUTS = 256
 """of each product that are compared with the exact sum"""

@@ -32,7 +32,7 @@ from engine.forward.attention import Backend
 from engine.forward.batch import Batch
 from engine.kv.pages import PagedKV
 
-log = logging.getLogger("rollout.engine")
+log = logging.getLogger("rollout.engine.cuda")
 
 Run = Callable[[], torch.Tensor]
 Capture = Callable[[Run], Run]

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.functional import rms_norm
 
-log = logging.getLogger("rollout.engine")
+log = logging.getLogger("rollout.engine.cuda")
 
 SAMPLES = 64
 """rows that a norm's two ways are compared on"""

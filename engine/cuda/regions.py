@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-log = logging.getLogger("rollout.engine")
+log = logging.getLogger("rollout.engine.cuda")
 
 PIECE_BYTES = 256 << 20
 """of memory that is mapped at once, at most"""

@@ -145,7 +145,7 @@ def test_other_bytes_than_the_manifest_s_are_refused(name: str) -> None:
     memory, named = FakeDeviceMemory(), tensors(1)
     weights = Weights(module(), memory=memory)
     staging = staged(weights, named, spoiled(named, name, 0.5))
-    with pytest.raises(InvalidWeights, match=f"'{name}': the bytes are not those of the manifest's digest"):
+    with pytest.raises(InvalidWeights, match=f"'{name}': the bytes do not match the manifest's digest"):
         settled(weights, memory, staging)
 
 
