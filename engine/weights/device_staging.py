@@ -101,9 +101,7 @@ class DeviceStaging(Staging):
     def _check(self, digests: list[str], finite: list[list[bool]]) -> None:
         for i, part in enumerate(self._parts):
             if digests[2 * i] != part.info.digest:
-                raise InvalidWeights(
-                    "the bytes do not match the manifest's digest", part.info.name
-                )
+                raise InvalidWeights("the bytes do not match the manifest's digest", part.info.name)
             staged_is, sent_is = finite[i]
             if not staged_is:
                 cast = part.place is not None and part.place.dtype != part.dtype

@@ -170,9 +170,7 @@ class Staging:
                     raise _not_finite(part, raw)
                 part.land(staged, start)
             if sent.hexdigest() != part.info.digest:
-                raise InvalidWeights(
-                    "the bytes do not match the manifest's digest", part.info.name
-                )
+                raise InvalidWeights("the bytes do not match the manifest's digest", part.info.name)
             if part.target is not None:
                 assert part.place is not None
                 self.digests[part.target] = (sent if part.place.dtype == part.dtype else cast).hexdigest()

@@ -229,7 +229,7 @@ def test_refused_with_the_tensor_named(named: Any, tensor: str, reason: str) -> 
 def test_what_is_no_pair_of_name_and_tensor_is_told(given: Any) -> None:
     with pytest.raises(
         InvalidWeights,
-        match=r"the model, its state_dict\(\), or pairs of name and tensor as model.named_parameters\(\) gives them",
+        match=r"the model, its state_dict\(\), or \(name, tensor\) pairs as from model.named_parameters\(\)",
     ):
         tiny_engine().refresh(given)
 
