@@ -189,7 +189,7 @@ def look_at_module(module: Any) -> DecoderSizes:
     _need({name for name, _ in body.named_children()} == BODY, f"the model has other modules than {sorted(BODY)}")
     _need(type(body.embed_tokens) is nn.Embedding, "unsupported class of the embedding")
     first = body.layers[0]
-    _need({name for name, _ in first.named_children()} == LAYER, "a decoder layer of another kind")
+    _need({name for name, _ in first.named_children()} == LAYER, "unsupported decoder layer")
     _need(hasattr(first.self_attn, "q_proj") and hasattr(first.mlp, "gate_proj"), "unsupported projections")
     dim, q, kv = first.self_attn.head_dim, first.self_attn.q_proj.out_features, first.self_attn.k_proj.out_features
     hidden, inner = first.input_layernorm.weight.numel(), first.mlp.gate_proj.out_features
@@ -203,7 +203,7 @@ def look_at_module(module: Any) -> DecoderSizes:
 
 
 def _look_at(layer: Any, hidden: int, inner: int, q: int, kv: int, dim: int) -> None:
-    _need({name for name, _ in layer.named_children()} == LAYER, "a decoder layer of another kind")
+    _need({name for name, _ in layer.named_children()} == LAYER, "unsupported decoder layer")
     attention, mlp = layer.self_attn, layer.mlp
     names = {name for name, _ in attention.named_children()}
     _need(names <= ATTENTION and ATTENTION - names in (set(), HEAD_NORMS), "unsupported attention layer")

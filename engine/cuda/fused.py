@@ -236,7 +236,7 @@ def _need(ok: bool, what: str) -> None:
 
 def _look_at(layer: Any) -> None:
     """Check that a layer looks like those that we fuse. Raises NotFused."""
-    _need({name for name, _ in layer.named_children()} == LAYER, "a decoder layer of another kind")
+    _need({name for name, _ in layer.named_children()} == LAYER, "unsupported decoder layer")
     attention, mlp = layer.self_attn, layer.mlp
     names = {name for name, _ in attention.named_children()}
     _need(names - PROJECTIONS in (set(), HEAD_NORMS) and names >= PROJECTIONS, "unsupported attention layer")

@@ -172,8 +172,8 @@ def test_new_weights_are_seen() -> None:
     ("name", "sizes", "why"),
     [
         ("gemma3_text", {"head_dim": 32}, "the embedding"),
-        ("olmo2", {}, "a decoder layer of another kind"),
-        ("phi3", {}, "a decoder layer of another kind"),
+        ("olmo2", {}, "unsupported decoder layer"),
+        ("phi3", {}, "unsupported decoder layer"),
         ("llama", {"head_dim": 16}, "head_dim 16"),
         ("llama", {"hidden_act": "gelu"}, "unsupported activation"),
         ("llama", {"hidden_size": 102}, "hidden_size 102"),
