@@ -21,27 +21,22 @@ fills the slots on the device from the masters.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from engine.memory import DeviceMemory, HostMemory, host_buffer, placed, side_by_side, storage_bytes
+from engine.memory import DeviceMemory, HostMemory, storage_bytes
 from engine.types import Adapter, Served, TensorInfo
+from engine.weights.buffers import RefreshBuffers
 from engine.weights.device_staging import DeviceStaging
 from engine.weights.inventory import Digests, Inventory
 from engine.weights.lora import AdapterBase, AdapterMerge
 from engine.weights.offload import OffloadedModel
 from engine.weights.resident import ResidentTensors
-from engine.weights.staging import SLICE_BYTES, StagedTensor, Staging
+from engine.weights.staging import StagedTensor, Staging
 from engine.weights.tensors import InvalidWeights
 from engine.weights.versions import check_named, next_version
-
-log = logging.getLogger("rollout.engine.weights")
-
-DEVICE_SLICE_BYTES = 64 << 20
-"""slice of the exchange with tensors on a device, where each copy has a latency of some 10 µs"""
 
 
 class WeightsTorn(RuntimeError):
@@ -80,15 +75,7 @@ class Weights:
         here = {name: tensor for name, tensor in self._tensors.items() if name not in self.inventory.offloaded}
         self._resident = ResidentTensors(here, self._memory)
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
-        starts, self._size = side_by_side(self._tensors.values())
-        self._places = dict(zip(self._tensors, starts, strict=True))
-        """first byte of each tensor in the staging buffer"""
-        self._buffer: torch.Tensor | None = None
-        """staging buffer in host memory, used again by later refreshes"""
-        self._staged_in: torch.Tensor | None = None
-        """buffer of the open staging: `_buffer`, or temporary memory on the device"""
-        self._scratch = torch.empty(SLICE_BYTES, dtype=torch.uint8)
-        self._device_scratch: torch.Tensor | None = None
+        self._buffers = RefreshBuffers(self._tensors, self.inventory.offloaded, self._memory, self._resident.size)
         self._staging: Staging | None = None
         self.dropped = False
         """the weights were dropped by a sleep, and no refresh of all tensors has completed since"""
@@ -123,16 +110,14 @@ class Weights:
         """Release the memory of the tensors and of staging until `restore_memory`. keep: copy the contents to host memory
         (tensors of the CPU stay in place); otherwise they are lost."""
         assert self._staging is None
-        self._device_scratch = None
-        if not keep or self._memory.is_host:
-            self._buffer = None
+        self._buffers.release(host=not keep or self._memory.is_host)
         if not keep or not self._memory.is_host:
             self._digests.learn(self._tensors)  # while they can be read
         if not keep:
             self.base.clear()
         if self._streamed is not None:
             self._streamed.release_memory(keep)
-        self._resident.release(keep, self._host_buffer)
+        self._resident.release(keep, self._buffers.host_memory)
         self.dropped |= not keep
 
     def restore_memory(self) -> None:
@@ -175,37 +160,19 @@ class Weights:
         if partial:
             self._digests.learn(self._tensors.keys() - set(targets))  # not at the exchange, which pauses generation
         on_device = on_device and adapter is None and self._streamed is None and self._memory.hashes is not None
-        on_device = self._take_room(on_device)
-        merging = None if adapter is None else AdapterMerge(adapter, manifest, self.inventory, self.base, self._place)
+        if not self.dropped:
+            on_device = self._buffers.open(on_device)
+        merging = None if adapter is None else AdapterMerge(adapter, manifest, self.inventory, self.base, self._buffers.place)
         parts = parts_of(manifest, targets, self._destination) if merging is None else merging.parts
         if on_device:
             self._staging = DeviceStaging(version, manifest, parts, self._memory, self._close_staging)
         else:
-            self._staging = Staging(version, manifest, parts, self._scratch.numpy(), self._close_staging, merging)
+            self._staging = Staging(version, manifest, parts, self._buffers.scratch.numpy(), self._close_staging, merging)
         return self._staging
-
-    def _take_room(self, on_device: bool) -> bool:
-        """Allocate the staging memory: on the device if asked for and possible, else in host memory. Returns whether it is on
-        the device. Dropped weights need none."""
-        if self.dropped:
-            return on_device
-        self._staged_in = self._memory.room(self._size) if on_device else None
-        if on_device and self._staged_in is None:
-            log.info("refresh is staged in host memory, the device has no room mib=%.0f", self._size / 2**20)
-        if self._staged_in is not None:
-            return True
-        self._staged_in = self._host_buffer()
-        return False
 
     def _destination(self, name: str) -> torch.Tensor:
         """Return the tensor that staging writes: the staged twin, or the live tensor if the weights were dropped."""
-        return self._tensors[name].detach() if self.dropped else self._place(name)
-
-    def _host_buffer(self) -> torch.Tensor:
-        """Return the [bytes] uint8 for staging and for sleeps, pinned for CUDA."""
-        if self._buffer is None:
-            self._buffer = host_buffer(max(self._size, self._resident.size), pin=not self._memory.is_host)
-        return self._buffer
+        return self._tensors[name].detach() if self.dropped else self._buffers.place(name)
 
     def commit(self, staging: Staging) -> None:
         """Exchange staged and live tensors, then set the version. Call it between two steps.
@@ -233,7 +200,7 @@ class Weights:
         done: list[tuple[Any, Any]] = []
         saved: tuple[Any, Any] | None = None
         try:
-            for live, staged, scratch in (views for name in staging.names for views in self._slices(name)):
+            for live, staged, scratch in (views for name in staging.names for views in self._buffers.slices(name)):
                 saved = None
                 scratch[...] = live
                 saved = live, scratch  # from here on the scratch has the old bytes of this slice
@@ -260,28 +227,8 @@ class Weights:
             self._streamed.ring.fill()
 
     def _close_staging(self) -> None:
-        roomy, self._staging, self._staged_in = self._staged_in is not self._buffer, None, None
-        if roomy:
-            self._memory.trim()
-
-    def _place(self, name: str) -> torch.Tensor:
-        """Return the staged twin of a live tensor."""
-        assert self._staged_in is not None
-        return placed(self._staged_in, self._places[name], self._tensors[name])
-
-    def _slices(self, name: str) -> Iterator[tuple[Any, Any, Any]]:
-        """Yield [slice] uint8 views of a live tensor, its staged twin and the scratch. On the CPU they are numpy arrays, since
-        numpy copies in one thread."""
-        scratch: Any
-        live: Any = self._tensors[name].detach().view(-1).view(torch.uint8)
-        staged: Any = self._place(name).view(-1).view(torch.uint8)
-        if self._memory.is_host or name in self.inventory.offloaded:
-            live, staged, scratch = live.numpy(), staged.numpy(), self._scratch.numpy()
-        else:
-            scratch = self._scratch_on_device()
-        for start in range(0, len(live), len(scratch)):
-            end = min(start + len(scratch), len(live))
-            yield live[start:end], staged[start:end], scratch[: end - start]
+        self._staging = None
+        self._buffers.close()
 
     @property
     def digest(self) -> str:
@@ -299,11 +246,6 @@ class Weights:
         if self._resident.asleep and not self._memory.is_host:
             raise ValueError("the weights are asleep, so their digest cannot be computed: wake them first")
         return self._digests.read_live()
-
-    def _scratch_on_device(self) -> torch.Tensor:
-        if self._device_scratch is None:
-            self._device_scratch = torch.empty(DEVICE_SLICE_BYTES, dtype=torch.uint8, device=self._memory.device)
-        return self._device_scratch
 
     def _check_addresses(self) -> None:
         for name, tensor in self._tensors.items():

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from engine.engine import Engine
 from engine.types import Group, Sample, Sampling, TensorInfo
 from engine.weights import staging
+from engine.weights.buffers import RefreshBuffers
 from engine.weights.live import Weights, WeightsTorn
 from engine.weights.staging import Staging, source_of
 from engine.weights.tensors import InvalidWeights, describe, persistent_buffers, with_digest
@@ -385,7 +386,7 @@ def test_torn_weights_are_never_sampled(monkeypatch: pytest.MonkeyPatch) -> None
     broken = Failing(np.zeros(4, np.uint8), 2)
     plain = np.zeros(4, np.uint8)
     views = iter([(broken, plain, plain.copy()), (Failing(plain, 1), plain, plain)])
-    monkeypatch.setattr(Weights, "_slices", lambda self, name: [next(views)])
+    monkeypatch.setattr(RefreshBuffers, "slices", lambda self, name: [next(views)])
     for _ in range(2):
         with pytest.raises(WeightsTorn):
             engine.refresh(pushed())
@@ -468,7 +469,7 @@ def test_good_refreshes_over_running_samples_long() -> None:
 
 def test_applying_without_staging_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: tensors go into the live model as they come."""
-    monkeypatch.setattr(Weights, "_place", lambda self, name: self._tensors[name])
+    monkeypatch.setattr(RefreshBuffers, "place", lambda self, name: self._tensors[name])
     engine = watermark_engine()
     with pytest.raises(AssertionError, match=f"are .*{MIXED}"):
         check_marks(watermark_run(engine, 25, 1000)[0])
