@@ -33,6 +33,14 @@ ADVANCED_BOUNDS = {
 """the same for AdvancedConfig"""
 
 
+def _check_bounds(config: msgspec.Struct, bounds: dict[str, tuple[int, int]]) -> None:
+    """Raises ValueError naming the field and its bounds."""
+    for name, (least, most) in bounds.items():
+        value = getattr(config, name)
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"{name}={value}: must be {least:,} to {most:,}")
+
+
 class WeightOffload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keep some decoder layers in host memory and prefetch each before it runs. Samples are the same to the bit. Setting any of
     these fields turns weight offload on (docs/decisions/weight-offload.md)."""
@@ -187,11 +195,3 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
         need(self.kv_dtype in get_args(KVName), f"kv_dtype={self.kv_dtype!r}: must be one of {', '.join(get_args(KVName))}")
         need(self.order in get_args(OrderName), f"order={self.order!r}: must be one of {', '.join(get_args(OrderName))}")
-
-
-def _check_bounds(config: msgspec.Struct, bounds: dict[str, tuple[int, int]]) -> None:
-    """Raises ValueError naming the field and its bounds."""
-    for name, (least, most) in bounds.items():
-        value = getattr(config, name)
-        if value is not None and not least <= value <= most:
-            raise ValueError(f"{name}={value}: must be {least:,} to {most:,}")
