@@ -231,11 +231,9 @@ def attend(
     CHUNK: tl.constexpr, SPAN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
     FP8: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Process tile after tile, span by span. One loop runs over all keys of a span, so that copies continue across its chunks.
-    The result of a chunk is merged into that of its span, and this into that of the tile.
-
-    words: the pool as int32, for scales. scaling: of scores, times log2(e). window: positions that a query attends to, 0 =
-    all."""
+    """Process tile after tile, span by span: one loop over the keys of a span, so that copies continue across its chunks.
+    Chunks are merged into spans, spans into the tile. words: the pool as int32, for scales. scaling: of scores, times log2(e).
+    window: 0 = all."""
     PER: tl.constexpr = (CHUNK + N - 1) // N  # turns of a chunk
     row = tl.arange(0, M)
     d = tl.arange(0, DIM_PAD)

@@ -89,8 +89,8 @@ class BlockStore:
             block.owners += 1
 
     def pin(self, block: Block, full: bool) -> None:
-        """Add a user, one of the owners: restore the block if it is not on the device. A partial block will be written, so its
-        host copy is freed once this step has read it. Raises OutOfBlocks."""
+        """Add a user, one of the owners; restore the block if needed. A partial block's host copy is freed after this step.
+        Raises OutOfBlocks."""
         assert block.owners > block.users and not block.lost
         if block.device is None:
             self.homes.restore(block, self._take_device())
@@ -107,8 +107,7 @@ class BlockStore:
             self.idle[block] = None
 
     def disown(self, block: Block, used: bool) -> None:
-        """Remove an owner. used: it was a user as well. Without owners, a full block stays in the prefix index and any other
-        block is freed."""
+        """Remove an owner. used: also a user. Without owners, a full block stays in the prefix index, another one is freed."""
         assert block.owners > 0 and block.users >= used
         block.owners -= 1
         block.users -= used
@@ -123,8 +122,8 @@ class BlockStore:
             self._destroy(block)
 
     def take_over(self, block: Block) -> Block:
-        """Give the device slot of a shared block to its only user, who will write to it, if there is no slot for a copy. The
-        other owners keep a copy in host memory if there is room, and lose the block otherwise."""
+        """Give the device slot of a shared block to its only user if there is no slot for a copy. The other owners keep a copy
+        in host memory if there is room, and lose the block otherwise."""
         assert block.users == 1 and block.owners > 1 and block.device is not None
         if block.host is None and self._host_room():
             self.homes.offload(block)
@@ -140,8 +139,7 @@ class BlockStore:
         return mine
 
     def copy(self, block: Block) -> Block:
-        """Copy a shared block for one of its users, which releases the shared one. Returns the private copy. Raises
-        OutOfBlocks."""
+        """Copy a shared block for one of its users, which releases it. Returns the private copy. Raises OutOfBlocks."""
         assert block.users >= 1 and block.owners > 1
         mine = self.new(block.version)
         mine.later = block.later
@@ -151,7 +149,7 @@ class BlockStore:
 
     # ── eviction and offload ──────────────────────────────────────────────────────────────────────────────────────────
     def offload(self, block: Block) -> bool:
-        """Move an idle block to host memory, without a copy if it is mirrored. Returns False if host memory is full."""
+        """Move an idle block to host memory, without a copy if mirrored. Returns False if host memory is full."""
         assert block.users == 0 and block.device is not None
         if block.host is None:
             if not self._host_room():
@@ -161,16 +159,14 @@ class BlockStore:
         return True
 
     def drop(self, block: Block) -> None:
-        """Remove an idle block from the device. A block without a host copy is lost; its owners notice when they are
-        scheduled."""
+        """Remove an idle block from the device. Without a host copy it is lost, which its owners notice later."""
         assert block.users == 0
         self._leave_device(block)
         if block.lost:
             self.index.remove(block)
 
     def prefetch(self, block: Block) -> None:
-        """Restore a block whose owners wait, during the step's compute. It is idle until one of them runs. Raises
-        OutOfBlocks."""
+        """Restore a block whose owners wait, during the step's compute. It stays idle. Raises OutOfBlocks."""
         assert block.owners > block.users == 0
         self.homes.restore(block, self._take_device(), ahead=True)
         self.idle[block] = None
@@ -181,15 +177,14 @@ class BlockStore:
             self._evict_cached()
 
     def mirror(self, block: Block) -> bool:
-        """Copy a full block to host memory; it stays on the device. Returns False if host memory has no free slot."""
+        """Copy a full block to host memory; it stays on the device. Returns False if host memory is full."""
         assert block.device is not None and block.host is None
         if room := self.host.free > 0:
             self.homes.mirror(block)
         return room
 
     def offload_all(self) -> None:
-        """Empty the device while no block is in use: offload blocks, those with owners first, and drop those that do not
-        fit."""
+        """Empty the device while no block is in use: offload blocks, owned ones first; drop those that do not fit."""
         for block in list(self.idle):
             if not self.offload(block):
                 self.drop(block)
@@ -219,8 +214,8 @@ class BlockStore:
         self.homes.clear()
 
     def move_failed(self) -> set[Block]:
-        """Record that the step's copies failed. Returns the blocks whose bytes on the device are invalid. The scheduler resets
-        the sequences that use them, then calls `discard`."""
+        """Record that the step's copies failed. Returns the blocks with invalid bytes on the device. The scheduler resets the
+        sequences that use them, then calls `discard`."""
         for block in [*self.homes.to_host, *self.homes.stale_hosts]:  # incomplete or outdated
             self._drop_host(block)
             if block.owners == 0 and block.device is None:
@@ -234,7 +229,7 @@ class BlockStore:
         return broken
 
     def discard(self, broken: Iterable[Block]) -> None:
-        """Drop blocks with invalid bytes, which no running sequence uses any more. Owners that wait lose them."""
+        """Drop blocks with invalid bytes, which no running sequence uses. Owners that wait lose them."""
         for block in broken:
             assert block.users == 0
             self._drop_host(block)
@@ -260,7 +255,7 @@ class BlockStore:
             self.cached_host[block] = None
 
     def _host_room(self) -> bool:
-        """Return whether host memory has a free slot; evicts the least recently used cached block if necessary."""
+        """Return whether host memory has a free slot; evicts a cached block if necessary."""
         if not self.host.free and self.cached_host:
             block, _ = self.cached_host.popitem(last=False)
             self._destroy(block)
