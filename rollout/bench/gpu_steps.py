@@ -84,11 +84,12 @@ def exact(bench: Bench) -> Rows:
         yield {"left_out": "exact is an option of CUDA"}
         return
     times: dict[tuple[str, int | str], float] = {}
-    for variant, options in {
+    variants: dict[str, dict[str, Any]] = {
         "plain": {"advanced": AdvancedConfig()},
         "fused": {"advanced": FUSED},
         "exact": {"advanced": AdvancedConfig(), "exact": True},
-    }.items():
+    }
+    for variant, options in variants.items():
         try:
             engine = bench.engine(kv_tokens=pool_tokens(bench), **options)
             for row in kept(forwards(bench, engine)):
