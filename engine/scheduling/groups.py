@@ -38,7 +38,7 @@ class Groups:
         clock: Callable[[], float],
     ) -> None:
         self.block_size = config.block_size
-        self.min_run_tokens = config.min_run_tokens
+        self.min_run_tokens = config.advanced.min_run_tokens
         self.store = store
         self.tables = tables
         self.running_table = running_table

@@ -135,7 +135,7 @@ class Scheduler:
             rows = decoding if pending else self.drafts.extend(decoding, most - len(decoding), self.version, self._planned, now)
         if not rows:
             return copies_only(self._planned, self.store.moves)
-        shared = tuple(shared_prefixes(rows, self.block_size)) if self.config.share_prefix else ()
+        shared = tuple(shared_prefixes(rows, self.block_size)) if self.config.advanced.share_prefix else ()
         self._rows[self._planned] = rows
         if not pending:
             self.shares.step_began(now)

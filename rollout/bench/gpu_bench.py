@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import transformers
 
-from engine.config import EngineConfig, KVName
+from engine.config import AdvancedConfig, EngineConfig, KVName
 from engine.engine import Engine
 from engine.forward.model import Model
 from rollout.bench.by_hand import median_ms, release
@@ -22,6 +22,7 @@ from rollout.bench.sharing import FANOUT, LONG_PREFIX, MANY_LONG, PrefixShape
 from rollout.bench.workloads import Workload, find
 
 Rows = Iterator[dict[str, Any]]
+FUSED = AdvancedConfig(fused_layers=True)
 
 COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960}
 MODELS: dict[str, dict[str, Any]] = {
@@ -154,7 +155,7 @@ class Bench:
         return total - (0 if tied else int(self.module.get_input_embeddings().weight.nbytes))
 
     def settings(self, **config: Any) -> EngineConfig:
-        shared = {"cpu_offload_gib": 0, "fused_layers": True, "kv_dtype": self.kv_dtype}
+        shared = {"cpu_offload_gib": 0, "advanced": FUSED, "kv_dtype": self.kv_dtype}
         options = {**shared, "max_num_seqs": self.sizes.rows, **config}
         options["max_batch_tokens"] = max(options.get("max_batch_tokens", self.sizes.batch_tokens), options["max_num_seqs"])
         return EngineConfig(model=self.name, dtype=self.dtype, device=str(self.device), attention=self.attention, **options)

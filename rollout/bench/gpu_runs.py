@@ -14,7 +14,7 @@ from engine.types import Sampling
 from rollout.bench.against import parse, peer
 from rollout.bench.by_hand import release
 from rollout.bench.errors import BenchFailed
-from rollout.bench.gpu_bench import Bench, Rows, kept
+from rollout.bench.gpu_bench import FUSED, Bench, Rows, kept
 from rollout.bench.runner import one_run, peer_run, peer_setup
 from rollout.bench.target import EngineTarget
 from rollout.bench.workloads import Workload
@@ -104,7 +104,7 @@ def offloaded(bench: Bench, workload: Workload, variants: tuple[str, ...]) -> Ro
         "offload": tight,
         "no_copies": {**tight, "change": without_copies},
         "roomy": {**alone, "kv_tokens": workload.roomy().kv_tokens(32)},
-        "not_ahead": {**tight, "mirror_ahead": False, "copy_ahead": False},
+        "not_ahead": {**tight, "advanced": msgspec.structs.replace(FUSED, mirror_ahead=False, copy_ahead=False)},
         "no_offload": alone,
     }
     for name in variants:

@@ -11,13 +11,14 @@ import msgspec
 import numpy as np
 import torch
 
+from engine.config import AdvancedConfig
 from engine.cuda.exact import make_plain
 from engine.engine import Engine
 from engine.forward.batch import Batch
 from engine.types import Group, Sampling
 from rollout.bench import sharing as sharing_by_hand
 from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed
-from rollout.bench.gpu_bench import Bench, Rows, kept
+from rollout.bench.gpu_bench import FUSED, Bench, Rows, kept
 from rollout.bench.gpu_limit import ForwardCost, beside_limit
 from rollout.bench.inputs import lognormal
 
@@ -83,11 +84,12 @@ def exact(bench: Bench) -> Rows:
         yield {"left_out": "exact is an option of CUDA"}
         return
     times: dict[tuple[str, int | str], float] = {}
-    for variant, options in {
-        "plain": {"fused_layers": False},
-        "fused": {"fused_layers": True},
-        "exact": {"fused_layers": False, "exact": True},
-    }.items():
+    variants: dict[str, dict[str, Any]] = {
+        "plain": {"advanced": AdvancedConfig()},
+        "fused": {"advanced": FUSED},
+        "exact": {"advanced": AdvancedConfig(), "exact": True},
+    }
+    for variant, options in variants.items():
         try:
             engine = bench.engine(kv_tokens=pool_tokens(bench), **options)
             for row in kept(forwards(bench, engine)):

@@ -91,7 +91,8 @@ def variants(
         configs["/roomy"] = tight_engine(workload.roomy(), engine)
         configs["/no_offload"] = msgspec.structs.replace(own, cpu_offload_gib=0)
     if unshared:
-        configs["/unshared"] = msgspec.structs.replace(own, share_prefix=False)
+        unshared_prefix = msgspec.structs.replace(own.advanced, share_prefix=False)
+        configs["/unshared"] = msgspec.structs.replace(own, advanced=unshared_prefix)
     if undrafted:
         configs["/undrafted"] = msgspec.structs.replace(own, drafts=0)
     return configs

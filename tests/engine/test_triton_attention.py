@@ -246,7 +246,7 @@ def test_the_smallest_case_of_production(kept_in_fp8: bool, monkeypatch: pytest.
 
 def test_a_device_without_room_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.cuda.attention._limits", lambda device: (LaunchLimits(75, 16 << 10, 64 << 10), 1))
-    with pytest.raises(TritonUnavailable, match="KiB of shared memory in a program"):
+    with pytest.raises(TritonUnavailable, match="KiB of shared memory per program"):
         TritonAttention(DEVICE, StepCapacity(16, 2, 8, 4, 1, 256, 4), 1)
 
 

@@ -129,7 +129,7 @@ def test_an_item_that_fails_ends_no_other(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(bench: Bench, workload: Any, **config: Any) -> dict[str, Any]:
-        if config.get("mirror_ahead") is False:
+        if "advanced" in config:
             raise MemoryError("injected")
         return {"tokens_per_second": 2.0}
 

@@ -637,7 +637,7 @@ def test_on_one_device_it_is_staged_there(gpu: FakeGPU, served: Any) -> None:
     for version in (1, 2):
         refreshed = client.refresh(weights_of(version), via="cuda_ipc")
         assert refreshed.via == "cuda_ipc" and refreshed.digest == digest_of(version)
-        assert len(memory.taken_rooms) == version and engine.weights._buffer is None
+        assert len(memory.taken_rooms) == version and engine.weights._buffers.host is None
     damaged = weights_of(3)
     damaged["w4"][-1, -1] = float("nan")
     with pytest.raises(WeightsRefused, match="'w4': it holds NaN or infinity"):
