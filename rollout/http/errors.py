@@ -110,7 +110,9 @@ async def handle_error(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # uvicorn discards it
     if isinstance(error, HTTPException):  # of Starlette's router
         path = request.scope["path"][:200]
-        allowed = (error.headers or {}).get("Allow")
-        message = f"{path} takes {allowed}" if allowed else f"there is no {path!r}: docs/http.md lists the routes"
+        allowed = sorted((error.headers or {}).get("Allow", "").split(", "))
+        message = (
+            f"{path} takes {', '.join(allowed)}" if allowed != [""] else f"there is no {path!r}: docs/http.md lists the routes"
+        )
         error = HttpError(error.status_code, message)
     return response_of(error)

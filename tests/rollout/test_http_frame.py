@@ -235,6 +235,19 @@ def test_whoever_hangs_up_is_cancelled(tiny_model: Path) -> None:
         assert stack.generate().status_code == 200
 
 
+def test_a_disconnect_ends_a_request_that_has_another_one_pipelined_after_it(tiny_model: Path) -> None:
+    """uvicorn reports the disconnect to the last request only."""
+    with stack_of(tiny_model) as stack:
+        stack.engine.step_s = 0.001
+        body = json.dumps({"token_ids": [5], "sampling_params": {"max_tokens": 40_000}, "stream": True}).encode()
+        request = POST + b"content-length: %d\r\n\r\n" % len(body) + body
+        with raw(stack.port) as connection:
+            connection.sendall(request + request)
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        until(lambda: not stack.engine.groups)
+        assert len(stack.engine.aborted) == 1, "the second request never started"
+
+
 # streams
 
 
