@@ -105,7 +105,7 @@ class ChatRoutes:
 
     async def chat(self, request: Request, body: ChatRequest) -> Any:
         generation = self._generation
-        head = {"created": int(time.time()), "model": generation.model(body.model)}
+        head: dict[str, Any] = {"created": int(time.time()), "model": generation.model(body.model)}
         refuse_unsupported(body)
         messages = template_messages(body.messages)
         template = self._template(body.chat_template_kwargs, body.tools if body.tool_choice != "none" else None)
@@ -155,7 +155,7 @@ class ChatRoutes:
         text = self._text.of(sample, options.skip_special, options.keep_stop)
         content, calls = tool_calls(text) if body.with_tools else (text, [])
         message: dict[str, Any] = {"role": "assistant", "content": content}
-        choice = {"index": sample.index, "message": message, "logprobs": self._logprobs(sample, body)}
+        choice: dict[str, Any] = {"index": sample.index, "message": message, "logprobs": self._logprobs(sample, body)}
         choice |= finish(prompt.group.sampling, sample)
         if calls:
             message["tool_calls"] = calls

@@ -162,7 +162,7 @@ class SGLangRoutes:
         groups = [self._group(*each, body) for each in zip(prompts, own_params, ids, strict=True)]
         generation.check_samples(groups)
         scored = body.logprob_start_len not in (None, -1)
-        scores = await generation.score(request, groups, 0) if scored else [None] * len(groups)
+        scores: list[Sample | None] = await generation.score(request, groups, 0) if scored else [None] * len(groups)
         first = itertools.accumulate((group.sampling.n for group in groups), initial=0)
         made = [
             SGLangPrompt(id=id, group=group, params=own, first=at, score=score)

@@ -144,22 +144,24 @@ class CompletionRoutes:
         generation.check_samples([group])
         if stream:
             return EventStream(request, self._generate_events(group, body, id))
-        scores = [None] if params.prompt_logprobs is None else await generation.score(request, [group], params.prompt_logprobs)
+        scores: list[Sample | None] = []
+        if params.prompt_logprobs is not None:
+            scores = await generation.score(request, [group], params.prompt_logprobs)
         (samples,) = await generation.sample(request, [group])
-        answer = {
+        answer: dict[str, Any] = {
             "request_id": id,
             "model": generation.models[0],
             "choices": [self._tokens_choice(group, sample, sample, body) for sample in samples],
             "prompt_token_ids": body.token_ids if body.return_token_ids else None,
             "usage": usage([group], samples),
         }
-        if params.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(scores[0], generation.text.token)
+        for score in scores:
+            answer["prompt_logprobs"] = prompt_logprobs(score, generation.text.token)
         return EventStream(request, one_event(answer)) if body.stream else answer
 
     def _tokens_choice(self, group: PromptGroup, tokens: Tokens, sample: Sample | None, body: TokensRequest) -> dict[str, Any]:
         logprobs = None if body.sampling_params.logprobs is None else {"content": token_contents(tokens, self._heads)}
-        choice = {"index": tokens.index, "token_ids": tokens.token_ids.tolist(), "logprobs": logprobs}
+        choice: dict[str, Any] = {"index": tokens.index, "token_ids": tokens.token_ids.tolist(), "logprobs": logprobs}
         return choice | finish(group.sampling, sample)
 
     async def _generate_events(self, group: PromptGroup, body: TokensRequest, id: str) -> Contents:
@@ -175,7 +177,7 @@ class CompletionRoutes:
 
     async def completions(self, request: Request, body: CompletionRequest) -> Any:
         generation = self._generation
-        head = {"object": "text_completion", "created": int(time.time()), "model": generation.model(body.model)}
+        head: dict[str, Any] = {"object": "text_completion", "created": int(time.time()), "model": generation.model(body.model)}
         if body.suffix:
             raise not_served("suffix", "leave it out", "suffix")
         prompts = await unless_disconnected(request, self._prompts(body))
@@ -187,7 +189,7 @@ class CompletionRoutes:
         if stream:
             return EventStream(request, self._completion_events(groups, body, head))
         top = max(body.prompt_logprobs or 0, body.logprobs or 0 if body.echo else 0)
-        scores = await generation.score(request, groups, top) if scored else [None] * len(groups)
+        scores: list[Sample | None] = await generation.score(request, groups, top) if scored else [None] * len(groups)
         samples = await generation.sample(request, groups)
         choices: list[dict[str, Any]] = []
         for group, score, children in zip(groups, scores, samples, strict=True):
