@@ -126,7 +126,7 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
         disconnected.remove_done_callback(cancel)
 
 
-class EventStream(StreamingResponse):
+class EventStream(StreamingResponse):  # type: ignore[misc]
     """Server-sent events, one for each JSON object of `contents`, then [DONE]. When the client disconnects, `contents` is
     closed, which aborts its samples. An error before the first event is raised; a later one is sent as the last event."""
 
