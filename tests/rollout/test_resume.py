@@ -220,7 +220,7 @@ def test_scores_are_those_of_the_samples(clients: tuple[RolloutClient, RolloutCl
     ("prompts", "completions", "why"),
     [
         ([PROMPT], [], "1 prompts, 0 lists of completions"),
-        ([PROMPT], [[]], "a prompt without completions"),
+        ([PROMPT], [[]], "no completions to score for a prompt"),
         ([PROMPT], [[[1], []]], "completion 1 has no tokens"),
         ([PROMPT], [[["a"]]], "integer token ids"),
         ([PROMPT], [[[10_000]]], "holds token id 10000"),
