@@ -135,13 +135,13 @@ def bench(args: BenchArgs) -> Callable[[], int]:
     """Import the workloads of a checkout. Raises InputError where there is none: the wheel has no benchmarks. Returns what runs
     them, and returns the exit status."""
     try:
-        from rollout.bench import BenchFailed, run
+        from rollout.bench import BenchFailed, BenchOptions, run
     except ModuleNotFoundError as error:
         raise InputError("the benchmarks are not installed with the package: run them in a checkout of its sources") from error
 
     def measure() -> int:
         try:
-            return run(**msgspec.structs.asdict(args))
+            return run(BenchOptions(**msgspec.structs.asdict(args)))
         except BenchFailed as error:
             print(f"rollout bench: {error}", file=sys.stderr)
             return 1

@@ -11,8 +11,8 @@ import torch
 from engine.config import EngineConfig
 from engine.cpu.isa import ISAS, here
 from rollout import models
-from rollout.bench.errors import BoundBroken
 from rollout.bench.floor import LOOKS, Looks, MachineRates, matrices_of, shape_of, work_of
+from rollout.bench.harness import BoundBroken
 from rollout.bench.inputs import PromptText
 from rollout.bench.runner import measure
 from rollout.bench.target import open_engine
