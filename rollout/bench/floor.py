@@ -183,9 +183,9 @@ def broken(name: str, share: float, floor: Row) -> str:
     what = "peak_flops_per_second" if compute else "bytes_per_second"
     of = f"the register peak of {floor['floor_isa']}" if compute else "reading memory"
     return (
-        f"{name}: a run reached {share:.2f} of the floor, more than 1 is impossible: the {floor['floor_bound']} bound is wrong, "
-        f"{of}, {floor[what] / 1e9:.1f} G/s (lowest measurement: {floor[what + '_worst'] / 1e9:.1f}). Measure again on a quiet "
-        "machine; if the result is the same, rollout/bench/floor.py counts this model's work wrongly"
+        f"{name}: a run reached {share:.2f} of the floor, and more than 1 is impossible: the {floor['floor_bound']} bound is "
+        f"wrong, {of}, {floor[what] / 1e9:.1f} G/s (lowest measurement: {floor[what + '_worst'] / 1e9:.1f}). Measure again on "
+        "a quiet machine; if the result is the same, rollout/bench/floor.py counts this model's work wrongly"
     )
 
 

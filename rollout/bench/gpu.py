@@ -53,7 +53,7 @@ def check(args: Args, known: dict[str, Any]) -> list[str]:
     cuda = torch.device(args.device).type == "cuda"
     rules = (
         (args.model not in MODELS, f"--model {args.model!r}: must be one of {', '.join(MODELS)}"),
-        (unknown, f"--parts: no part {unknown[:1]}; there are: {', '.join(known)}"),
+        (unknown, f"--parts: no part {next(iter(unknown), None)!r}; there are: {', '.join(known)}"),
         (
             cuda and not torch.cuda.is_available(),
             f"--device {args.device}: torch {torch.__version__} finds no CUDA device here; try --device cpu --quick",

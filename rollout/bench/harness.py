@@ -89,8 +89,11 @@ class BenchSetup:
 
     def config(self, **changes: Any) -> EngineConfig:
         """Return the engine's configuration for the options, with some fields changed."""
-        given = {name: getattr(self.options, name) for name in ("dtype", "threads", "isa", "kv_dtype", "device")}
-        return EngineConfig(**{"model": str(self.folder), **given, **changes})
+        fields: dict[str, Any] = {
+            name: getattr(self.options, name) for name in ("dtype", "threads", "isa", "kv_dtype", "device")
+        }
+        fields["model"] = changes["model"] if "model" in changes else str(self.folder)
+        return EngineConfig(**(fields | changes))
 
     def scaled(self, tokens: int, at_least: int) -> int:
         """Multiply a number of tokens by `--scale`."""

@@ -81,10 +81,14 @@ def figures(row: Row) -> str:
 
 def commit_of(root: Path) -> str:
     """Return the short hash of a checkout's commit, with "+changes" if files differ from it; "" outside of git."""
-    git = ["git", "-C", str(root)]
-    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True)
-    return head.stdout.strip() + "+changes" * bool(changed.stdout.strip())
+
+    def git(*words: str) -> str:
+        try:
+            return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True).stdout.strip()
+        except OSError:  # no git here
+            return ""
+
+    return git("rev-parse", "--short", "HEAD") + "+changes" * bool(git("status", "--porcelain", "--untracked-files=no"))
 
 
 def machine() -> str:

@@ -33,7 +33,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.drafts import never_falling
 from engine.types import Group, Sample, Sampling
-from rollout.bench.errors import BenchFailed
+from rollout.bench.harness import BenchFailed
 from rollout.bench.inputs import PromptText
 from rollout.models import hide_progress_bars, load_tokenizer
 

@@ -41,9 +41,16 @@ class ServiceTarget:
     name = "rollout"
 
     def __init__(self, client: RolloutClient, service: RunningService) -> None:
-        self.generate = client.generate
-        self.status = client.status
-        self.peak_rss_bytes = service.peak_rss_bytes
+        self.client, self.service = client, service
+
+    def generate(self, prompts: list[np.ndarray], sampling: Sampling | list[Sampling]) -> Iterator[Sample]:
+        return self.client.generate(prompts, sampling)
+
+    def status(self) -> dict[str, Any]:
+        return self.client.status()
+
+    def peak_rss_bytes(self) -> int:
+        return self.service.peak_rss_bytes()
 
 
 class EngineTarget:

@@ -163,7 +163,7 @@ def test_parts_that_begin_too_late_are_left_out(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--model", "huge"], "--model 'huge': must be one of qwen3-8b, qwen3-0.6b, tiny"),
-        (["--parts", "decode,dance"], "no part ['dance']; there are: machine, decode"),
+        (["--parts", "decode,dance"], "no part 'dance'; there are: machine, decode"),
         (["--device", "cuda"], "finds no CUDA device here"),
     ],
 )
