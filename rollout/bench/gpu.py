@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import torch
 import tyro
 
+from rollout.bench.against import parse
 from rollout.bench.by_hand import release
 from rollout.bench.gpu_bench import MODELS, Args, Bench, Rows, kept
 from rollout.bench.gpu_runs import ipc, machine, naps, offload, refresh, workloads
@@ -51,7 +52,8 @@ def check(args: Args, known: dict[str, Any]) -> list[str]:
     names = [name for name in args.parts.split(",") if name] or list(known)
     unknown = [name for name in names if name not in known]
     cuda = torch.device(args.device).type == "cuda"
-    rules = (
+    rules: tuple[tuple[object, str], ...] = (
+        (parse(args.against)[1], f"--against {args.against}: this benchmark compares with engines, not with checkouts"),
         (args.model not in MODELS, f"--model {args.model!r}: must be one of {', '.join(MODELS)}"),
         (unknown, f"--parts: no part {next(iter(unknown), None)!r}; there are: {', '.join(known)}"),
         (

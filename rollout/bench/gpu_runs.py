@@ -67,7 +67,7 @@ def in_turn(bench: Bench, kinds: list[Workload]) -> Rows:
         ours = run_workload(bench, workload, kv_tokens=workload.kv_tokens(32), max_num_seqs=at_once)
         speeds[workload.name] = ours["tokens_per_second"]
         yield ours
-    for name, python in parse(bench.against).items():
+    for name, python in parse(bench.against)[0].items():
         done = 0
         try:
             for workload, theirs, version in other_engine(bench, kinds, name, python):

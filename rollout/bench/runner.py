@@ -143,7 +143,7 @@ def peer_run(workload: Workload, text: PromptSource, one: Peer, run: int, limit_
 
 def ratio(ours: list[Row], others: list[Row], name: str = "tokens_per_second") -> float:
     """Return the median over the turns of a figure of ours over that of the other."""
-    return statistics.median(a[name] / b[name] for a, b in zip(ours, others, strict=True))
+    return float(statistics.median(a[name] / b[name] for a, b in zip(ours, others, strict=True)))
 
 
 def ratios(runs: dict[str, list[Row]]) -> dict[str, float]:
