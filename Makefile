@@ -114,7 +114,7 @@ endurance: model
 test-gpu: $(GPU_READY)
 	@$(GPU_PYTHON) -m pytest -m gpu -W default tests/gpu/test_attention_oracle.py $(ARGS)
 	@$(GPU_PYTHON) -m pytest -m gpu -W default tests/gpu tests/engine/test_streaming.py --ignore tests/gpu/test_attention_oracle.py $(ARGS)
-	@$(GPU_PYTHON) -m pytest -W default tests/engine/test_triton_attention.py tests/engine/test_sampler_triton.py \
+	@$(GPU_PYTHON) -m pytest -m '' -W default tests/engine/test_triton_attention.py tests/engine/test_sampler_triton.py \
 		tests/engine/test_graphs.py tests/engine/test_norms.py tests/engine/test_fused.py tests/engine/test_exact.py \
 		tests/engine/test_device_digests.py tests/rollout/test_exact_on_device.py $(ARGS)
 
