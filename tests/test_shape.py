@@ -190,6 +190,34 @@ def test_the_client_is_slim() -> None:
     assert not heavy & set(loaded)
 
 
+WITHOUT_A_MODEL = """
+import sys
+from rollout.commands.main import main
+
+for words in sys.argv[1:]:
+    try:
+        main(words.split())
+    except SystemExit:
+        pass
+    print(words, "loads", *{"torch", "transformers"} & set(sys.modules), file=sys.stderr)
+"""
+COMMANDS = (
+    "--help", "serve --help", "keys init --file {folder}/keys.json", "serve --model /nowhere --ready-file /nowhere/ready",
+    "status --address tcp://127.0.0.1:1 --timeout 0.1", "top --address tcp://127.0.0.1:1 --once --timeout 0.1",
+    "fleet drain --address tcp://127.0.0.1:1", "generate --prompts /nowhere --out - --address tcp://127.0.0.1:1",
+)  # fmt: skip
+
+
+def test_commands_that_load_no_model_load_no_torch(tmp_path: Path) -> None:
+    """Nor does a router import it: its replicas hold the models."""
+    words = [command.format(folder=tmp_path) for command in COMMANDS]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_A_MODEL, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    told = [line for line in done.stderr.splitlines() if " loads" in line]
+    assert told == [f"{each} loads" for each in words], done.stderr
+    router = "rollout.fleet.fleet, rollout.service.loop, rollout.commands.serve_fleet, rollout.commands.starting"
+    assert not {"torch", "transformers"} & set(run_python(f"import sys, {router}; print(*sys.modules)").split())
+
+
 def test_torch_would_be_noticed() -> None:
     assert "torch" in run_python("import engine.kv.pages, sys; print(*sorted(sys.modules))").split()
 

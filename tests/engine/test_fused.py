@@ -36,8 +36,15 @@ def decoder(module: Any) -> tuple[FusedDecoder, Model]:
     return FusedDecoder(model.module, asked, fused_kernels), model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("qwen3", torch.bfloat16),
+        ("qwen2", torch.float32),
+        pytest.param("qwen3", torch.float32, marks=pytest.mark.long),
+        pytest.param("qwen2", torch.bfloat16, marks=pytest.mark.long),
+    ],
+)
 def test_the_logits_of_the_module(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.cuda.fused.CHECKED_ROWS", CHECKED_ROWS[:1])
     options = SMALL | ({"head_dim": 24} if family == "qwen3" else {})
