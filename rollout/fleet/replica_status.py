@@ -1,9 +1,9 @@
-"""What replicas tell of themselves: checked before the front counts on it, and compared with what was given to them.
+"""Status messages of replicas: checked, and compared with the groups that the replica was sent.
 
-A replica that lives and answers may still have lost groups, or compute nothing. Its own status tells, once a second; it comes
-behind all samples that were sent by then, since a connection keeps the order. So where a replica holds fewer groups than it was
-sent before it was asked, and has not given back, some are lost; and where it holds them, may compute, and its counters stand
-still, it does not compute. A step that takes minutes is neither: a replica answers between steps only.
+A replica that answers may still have lost groups, or compute nothing. It sends its status once a second, after all samples sent
+before, since a connection keeps the order. So a replica that reports fewer groups than it was sent before the request, and has
+not finished, has lost some; and one with groups whose counters do not change computes nothing. A step that takes minutes is
+neither: a replica answers between steps only.
 """
 
 from __future__ import annotations
@@ -14,37 +14,35 @@ from typing import Annotated, Any
 
 import msgspec
 
-MOST_DEPTH = 8
+MAX_DEPTH = 8
 """of a status: objects in objects"""
-MOST_VALUES = 100_000
+MAX_VALUES = 100_000
 """numbers and texts of a status"""
-MOST_MISSING = 4
+MAX_MISSING = 4
 """statuses in a row in which groups are missing"""
-STILL_S = 60.0
-"""longest that a replica may answer, and compute nothing of what it holds"""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class Sizes(msgspec.Struct, frozen=True):
-    """Of the weights of a replica, in bytes."""
+class WeightSizes(msgspec.Struct, frozen=True):
+    """Sizes of a replica's weights in bytes."""
 
     resident_bytes: Count = 0
     offloaded_bytes: Count = 0
 
 
-class Told(msgspec.Struct, frozen=True):
-    """Fields of a status that the front counts on. All others are passed on."""
+class ReplicaStatus(msgspec.Struct, frozen=True):
+    """Fields of a status that the router uses. All others are passed on."""
 
     groups: Count
-    """that its engine holds"""
+    """in its engine"""
     steps: Count
     generated_tokens: Count
-    weights: Sizes = Sizes()
+    weights: WeightSizes = WeightSizes()
 
 
-class ToldWeights(msgspec.Struct, frozen=True):
-    """Which weights a replica says it has."""
+class ReplicaWeights(msgspec.Struct, frozen=True):
+    """The weights that a replica reports."""
 
     version: Count
     digest: str
@@ -52,42 +50,44 @@ class ToldWeights(msgspec.Struct, frozen=True):
     names: Count
 
 
-def told(status: dict[str, Any]) -> Told:
-    """Read a status. Raises ValueError for one that is none: a field missing, numbers that are not finite."""
-    left = MOST_VALUES
+def read_status(status: dict[str, Any]) -> ReplicaStatus:
+    """Convert a status. Raises ValueError for missing fields, wrong types, and numbers that are not finite."""
+    left = MAX_VALUES
     open_: list[tuple[Any, int]] = [(status, 0)]
     while open_:
         value, depth = open_.pop()
         left -= 1
-        if isinstance(value, dict | list) and depth < MOST_DEPTH:
+        if isinstance(value, dict | list) and depth < MAX_DEPTH:
             open_ += [(each, depth + 1) for each in (value.values() if isinstance(value, dict) else value)]
         elif isinstance(value, dict | list) or left < 0:
-            raise ValueError(f"a status of more than {MOST_VALUES} values, or {MOST_DEPTH} levels")
+            raise ValueError(f"a status of more than {MAX_VALUES} values, or {MAX_DEPTH} levels")
         elif isinstance(value, int | float) and not (math.isfinite(value) and abs(value) < 2**63):
             raise ValueError(f"a status holds {str(value)[:40]}, which is no count")
-    return msgspec.convert(status, Told)
+    return msgspec.convert(status, ReplicaStatus)
 
 
 @dataclass(slots=True)
 class ProgressWatch:
-    """What the statuses of one replica have said, one after the other."""
+    """Compares the statuses of one replica in their order."""
 
+    no_progress_s: float
+    """longest time that the counters of a replica with groups may stay the same"""
     missing: int = 0
     """statuses in a row that did not name all groups"""
     seen: tuple[int, int] = (-1, -1)
-    """counters, as they stood"""
+    """the last counters"""
     since: float = 0.0
-    """when they changed, or nothing was to be done"""
+    """when the counters changed, or the replica had nothing to do"""
 
-    def look(self, told: Told, sent: int, may_run: bool, now: float) -> str:
-        """Compare a status with the groups that the replica was sent before it was asked, and that have not come back. may_run:
-        the fleet is not paused, asleep or draining. Returns why the replica is of no use, "" if it is."""
-        counters = (told.steps, told.generated_tokens)
-        if counters != self.seen or not sent or not may_run:
+    def check(self, status: ReplicaStatus, sent: int | None, now: float) -> str:
+        """Compare a status with the number of groups that the replica was sent before the request and has not finished.
+        `sent`: None: the fleet is paused, asleep or draining. Returns why the replica is unhealthy, "" if it is healthy."""
+        counters = (status.steps, status.generated_tokens)
+        if counters != self.seen or not sent:
             self.seen, self.since = counters, now
-        self.missing = self.missing + 1 if may_run and told.groups < sent else 0
-        if self.missing >= MOST_MISSING:
-            return f"it has lost groups: it holds {told.groups} of {sent} that it was given and has not given back"
-        if now - self.since > STILL_S:
-            return f"it has computed nothing for {STILL_S} s, and holds {told.groups} groups"
+        self.missing = self.missing + 1 if sent is not None and status.groups < sent else 0
+        if self.missing >= MAX_MISSING:
+            return f"it has lost groups: it reports {status.groups} of {sent} unfinished groups"
+        if now - self.since > self.no_progress_s:
+            return f"it has computed nothing for {self.no_progress_s} s, and has {status.groups} groups"
         return ""

@@ -1,58 +1,76 @@
-"""Changes of a fleet that people ask for: more or fewer replicas, one that is to go, all restarted in turn."""
+"""Changes of a fleet that an administrator asks for: more or fewer replicas, one drained, all restarted in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rollout.fleet.join_listener import JoinListener
 from rollout.fleet.launcher import LauncherLike
 from rollout.fleet.replica import Replica, State
 from transport.messages import MOST_REPLICAS
 
-USE = (State.DEAD, State.JOINING, State.STALE, State.SUSPECT, State.SERVING)
-"""least first"""
+RANK = (State.DEAD, State.JOINING, State.STALE, State.SUSPECT, State.SERVING)
+"""removed first to last"""
 
 
-class Changes:
-    """Written by the service's thread. replicas: those of `Members`, by name."""
+class Scaling:
+    """Written by the service's thread. replicas: those of `ReplicaSet`, by name."""
 
-    def __init__(self, launcher: LauncherLike, replicas: Mapping[str, Replica]) -> None:
+    def __init__(self, joins: JoinListener, launcher: LauncherLike | None, replicas: Mapping[str, Replica]) -> None:
+        self._joins = joins
         self._launcher = launcher
         self._replicas = replicas
-        self._to_roll: list[str] = []
+        self._to_restart: list[str] = []
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the replicas that should run."""
+        return {*self._joins.names, *(self._launcher.names if self._launcher is not None else ())}
 
     def change(self, action: str, count: int, name: str) -> None:
         """Scale to `count` replicas, drain the one of this name, or roll: restart all, in turn. Raises ValueError."""
-        if action == "scale" and not 1 <= count <= MOST_REPLICAS:
-            raise ValueError(f"scale to {count} replicas: must be 1 to {MOST_REPLICAS}")
-        if action == "drain" and name not in self._replicas:
-            raise ValueError(f"no replica {name!r}: there are {', '.join(self._replicas)}")
-        for going in self._launcher.scale(count, self._use) if action == "scale" else [name] if action == "drain" else []:
-            self.retire(going)
-        self._to_roll = list(self._replicas) if action == "roll" else self._to_roll
+        match action:
+            case "scale":
+                if not 1 <= count <= MOST_REPLICAS:
+                    raise ValueError(f"scale to {count} replicas: must be 1 to {MOST_REPLICAS}")
+                for removed in (self._launcher or self._joins).scale(count, self._rank):
+                    self.drain(removed)
+            case "drain":
+                if name not in self._replicas:
+                    raise ValueError(f"no replica {name!r}: there are {', '.join(self._replicas)}")
+                self.drain(name)
+            case "roll":
+                self._to_restart = list(self._replicas)
 
-    def tend(self, serving: int) -> None:
-        """Do what is due: end those that go and run nothing, restart the next one when all serve. serving: how many do."""
+    def poll(self, serving: int) -> None:
+        """Remove drained replicas that are idle; restart the next one once all serve. serving: how many do."""
         for replica in self._replicas.values():
-            if replica.leaving and not replica.load:
-                self._launcher.remove(replica.name)
-        if self._to_roll and serving == self._launcher.wanted:
-            self.restart(self._to_roll.pop(0))
+            if replica.draining and not replica.load:
+                self.remove(replica.name)
+        if self._to_restart and serving == len(self.names):
+            self.restart(self._to_restart.pop(0))
 
-    def retire(self, name: str) -> None:
-        """Give a replica nothing more, and end it when nothing runs there. Raises KeyError."""
+    def drain(self, name: str) -> None:
+        """Give a replica no more groups, and remove it once it is idle."""
         replica = self._replicas.get(name)
         if replica is None:
-            self._launcher.remove(name)
+            self.remove(name)
         else:
-            replica.leaving = True
+            replica.draining = True
+
+    def remove(self, name: str) -> None:
+        """Stop a replica for good."""
+        self._joins.remove(name)
+        if self._launcher is not None:
+            self._launcher.remove(name)
 
     def restart(self, name: str) -> None:
-        """Stop a replica in order, if it is there; what it runs goes on elsewhere from the tokens it has."""
+        """Stop a replica in order, if it is there; its children continue elsewhere from the tokens they have."""
         if name in self._replicas:
             self._replicas[name].restarting = True
-            self._launcher.restart(name)
+            self._joins.restart(name)
 
-    def _use(self, name: str) -> tuple[int, int]:
-        """Rank a replica by what is lost without it: one that is dead or starts does nothing, one that serves has its load."""
+    def _rank(self, name: str) -> tuple[int, int]:
+        """Rank a replica by what its removal costs: a dead or starting one does nothing, a serving one has its load."""
         replica = self._replicas.get(name)
-        return (USE.index(State.JOINING), 0) if replica is None else (USE.index(replica.state), replica.load)
+        return (RANK.index(State.JOINING), 0) if replica is None else (RANK.index(replica.state), replica.load)
