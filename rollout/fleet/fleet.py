@@ -46,6 +46,10 @@ NOTHING = dict.fromkeys(
     ("running", "waiting", "groups", "steps", "generated_tokens", "offloads", "soft_resets", "recomputed_tokens"), 0
 )
 """a status before any replica has reported its own"""
+CONTROLS: dict[Mode, Make] = {
+    Mode.PAUSED: partial(m.Control, action="pause"),
+    Mode.DRAINING: partial(m.Control, action="drain"),
+}
 
 
 class Fleet:
@@ -57,7 +61,6 @@ class Fleet:
         service = Service(fleet, "tcp://127.0.0.1:5655")
         fleet.inbox.wake = service.wake
         service.run()
-        fleet.close()
 
     Args:
         joins: where replicas join.
@@ -179,7 +182,9 @@ class Fleet:
         if now >= self._poll_at:
             self._poll_at = now + self._timing.poll_s
             self.replicas.poll(now)
-            self._end_waiting(now)
+            since = self.replicas.none_since
+            if since is not None and now - since > self._grace_s:
+                self._groups.give_up(f"no replica has served for {self._grace_s} s (replica_grace_s)")
         elif arrived:
             self.replicas.update(now)
         while events := self.replicas.take_events():
@@ -201,11 +206,6 @@ class Fleet:
     def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
         """Return new tokens of running children, as far as replicas have streamed them."""
         return self._groups.chunks(group_id, since, least, most)
-
-    def _end_waiting(self, now: float) -> None:
-        since = self.replicas.none_since
-        if since is not None and now - since > self._grace_s:
-            self._groups.give_up(f"no replica has served for {self._grace_s} s (replica_grace_s)")
 
     def _handle(self, event: ReplicaLost | StatusArrived, now: float) -> None:
         replica = event.replica
@@ -281,11 +281,8 @@ class Fleet:
     def _set_mode(self, mode: Mode) -> None:
         """Set the mode, also of replicas that join later."""
         self._mode = mode
-        controls: dict[Mode, Make] = {
-            Mode.PAUSED: partial(m.Control, action="pause"),
-            Mode.DRAINING: partial(m.Control, action="drain"),
-        }
-        self.replicas.first_requests = [*([controls[mode]] if mode in controls else []), *self._asleep.requests()]
+        control = [CONTROLS[mode]] if mode in CONTROLS else []
+        self.replicas.first_requests = [*control, *self._asleep.requests()]
 
     def change_replicas(self, action: str, count: int, name: str) -> None:
         """Scale, drain or roll (`Scaling.change`). Raises ValueError."""
@@ -303,5 +300,5 @@ class Fleet:
             "version": self.version,
             "state": self.mode.value,
             "fleet": totals(self.replicas, self._groups),
-            "replicas": [described(one, self.replicas.pid(one.name), len(self._groups.at[one])) for one in replicas],
+            "replicas": [described(one, self._joins.pid(one.name), len(self._groups.at[one])) for one in replicas],
         }

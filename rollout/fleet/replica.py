@@ -15,12 +15,12 @@ from engine.types import Limits
 from rollout.client.link import Link
 from rollout.client.timeouts import Timeouts
 from rollout.fleet.event_queue import EventQueue
-from rollout.fleet.replica_status import ProgressWatch
+from rollout.fleet.replica_status import ProgressWatch, ReplicaStatus, read_status
 from rollout.fleet.timing import TIMING, Timing
 from rollout.logs import logger
 from transport.errors import NotBelieved
 from transport.keys.files import ClientKeys
-from transport.messages import GATHERS, Welcome
+from transport.messages import GATHERS, StatusRequest, Welcome
 from transport.sockets import ClientEnd
 
 NEVER_S = 1e9
@@ -137,9 +137,44 @@ class Replica:
         """Send a request. `then` is called in the service's thread with the answer, and never if the replica is lost before."""
         self._on_answer(self.request(make), then)
 
-    def overdue(self, now: float) -> bool:
-        """Whether an answer is overdue."""
-        return any(now - at > self._timing.overdue_s for at in self._requested_at.values())
+    def set_state(self, state: State, why: str) -> None:
+        if self.state is not state:
+            log.info("replica name=%s %s -> %s why=%r", self.name, self.state.value, state.value, why)
+        self.state, self.why = state, why
+
+    def request_status(self, then: Callable[[ReplicaStatus, float], None]) -> None:
+        """Request the status, unless a request is open. `then` is called with it and the time of the request."""
+        if self.status_requested_at is not None:
+            return
+        self.status_requested_at = requested_at = self._clock()
+
+        def arrived(answer: Future[Any]) -> None:
+            self.status_requested_at = None
+            if answer.exception() is None:
+                status = read_status(answer.result())
+                self.status = answer.result()
+                then(status, requested_at)
+
+        self.request_then(StatusRequest, arrived)
+
+    def overdue(self, now: float) -> str:
+        """Return why the replica is lost if an answer is overdue, "" if none is."""
+        overdue = any(now - at > self._timing.overdue_s for at in self._requested_at.values())
+        return f"it has not answered a request for {self._timing.overdue_s} s, and is connected" if overdue else ""
+
+    def silent(self, now: float) -> str:
+        """Update `silent_since`. Returns why the replica is lost if its link was down for too long, "" if not."""
+        welcomed = self.link is not None and self.link.welcome is not None
+        if welcomed and self.connected:
+            self.silent_since = None
+            return ""
+        if self.silent_since is None:
+            self.silent_since = now
+        if not welcomed:
+            slow = now - self.silent_since > self._timing.welcome_s
+            return f"it has not answered for {self._timing.welcome_s} s" if slow else ""
+        down = now - self.silent_since > self._timing.lost_s
+        return f"its link was down for {self._timing.lost_s} s" if down else ""
 
     def returned_unasked(self) -> None:
         """Note that it returned a child that was not aborted, so it is stopping. If it does not stop, that is a failure."""

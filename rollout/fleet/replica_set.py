@@ -21,7 +21,7 @@ from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.join_listener import JoinListener, ReplicaEvent
 from rollout.fleet.launcher import LauncherLike
 from rollout.fleet.replica import Make, Replica, State, linked, serving
-from rollout.fleet.replica_status import ReplicaStatus, ReplicaWeights, read_status
+from rollout.fleet.replica_status import ReplicaStatus, ReplicaWeights
 from rollout.fleet.scaling import Scaling
 from rollout.fleet.timing import TIMING, Timing
 from rollout.fleet.weights import FleetWeights
@@ -122,9 +122,6 @@ class ReplicaSet:
         """List the replicas that may be sent requests."""
         return linked(self.by_name)
 
-    def pid(self, name: str) -> int | None:
-        return self._joins.pid(name)
-
     def take_events(self) -> list[ReplicaLost | StatusArrived]:
         """Return what has happened since the last call."""
         events, self._events = self._events, []
@@ -142,7 +139,7 @@ class ReplicaSet:
         if now - self._status_at >= self._timing.status_s:
             self._status_at = now
             for replica in self.linked():
-                self._request_status(replica)
+                replica.request_status(partial(self._status_arrived, replica))
                 if replica.state is State.STALE and self.weights.settled:
                     self._admit(replica)
         self.none_since = None if self.serving() or self.weights.lost else self.none_since or now
@@ -164,7 +161,7 @@ class ReplicaSet:
         if replica.state is State.DEAD:
             return
         log.warning("replica lost name=%s state=%s why=%r", replica.name, replica.state.value, why)
-        self._set(replica, State.DEAD, why)
+        replica.set_state(State.DEAD, why)
         self.deaths += 1
         replica.deaths += 1
         replica.disconnect()
@@ -212,7 +209,7 @@ class ReplicaSet:
         if replica is None:
             replica = self.by_name[event.name] = Replica(event.name, self._inbox, self._timing, self._clock)
         if event.address is not None:
-            self._set(replica, State.JOINING, "the router connects to it")
+            replica.set_state(State.JOINING, "the router connects to it")
             replica.connect(event.address, partial(self._welcomed, replica))
             return
         self.lose(replica, event.why, sick=False)
@@ -228,12 +225,10 @@ class ReplicaSet:
         facts = ReplicaFacts.of(answer.result())
         if self.facts is None:
             self.facts = facts
-        differs = [name for name in facts.__struct_fields__ if getattr(facts, name) != getattr(self.facts, name)]
-        if differs:
-            what = ", ".join(f"{name} {getattr(facts, name)!r} for {getattr(self.facts, name)!r}" for name in differs)
+        if what := differences(facts, self.facts):
             self.lose(replica, f"its configuration differs from the fleet's: {what}")
             return
-        self._request_status(replica)
+        replica.request_status(partial(self._status_arrived, replica))
         replica.request_then(lambda id: m.WeightsRequest(id), partial(self._weights_reported, replica))
 
     def _weights_reported(self, replica: Replica, answer: Future[Any]) -> None:
@@ -243,7 +238,7 @@ class ReplicaSet:
         has = msgspec.convert(answer.result(), ReplicaWeights)
         replica.version, replica.digest, replica.base_digest = has.version, has.digest, has.base_digest
         self.weights.names = max(self.weights.names, has.names)
-        self._set(replica, State.STALE, "its weights are compared with the live ones")
+        replica.set_state(State.STALE, "its weights are compared with the live ones")
         if self.weights.settled:
             self._admit(replica)
 
@@ -271,13 +266,13 @@ class ReplicaSet:
             self._failed_updates.pop(replica, None)
             for make in self.first_requests:
                 replica.request(make)  # it answers a drain when it is idle
-            self._set(replica, State.SERVING, "it has the live weights")
+            replica.set_state(State.SERVING, "it has the live weights")
             self.none_since = None
         elif replica.version >= weights.version:
             self.lose(replica, f"its weights are other ones: {replica.version} {replica.digest[:12]}, not {weights.version}")
         else:
             what = "waits for a refresh" if weights.lost else f"gets {weights.version}"
-            self._set(replica, State.STALE, f"it has version {replica.version} and {what}")
+            replica.set_state(State.STALE, f"it has version {replica.version} and {what}")
             weights.update(replica)
 
     def _updated(self, replica: Replica, error: Exception | None) -> None:
@@ -298,55 +293,34 @@ class ReplicaSet:
 
     # checks
 
-    def _request_status(self, replica: Replica) -> None:
-        """Request the status, unless a request is open."""
-        if replica.status_requested_at is None:
-            replica.status_requested_at = self._clock()
-            replica.request_then(m.StatusRequest, partial(self._status_arrived, replica))
-
-    def _status_arrived(self, replica: Replica, answer: Future[Any]) -> None:
-        requested_at, replica.status_requested_at = replica.status_requested_at, None
-        if answer.exception() is not None or requested_at is None:
-            return
-        status = read_status(answer.result())
-        replica.status = answer.result()
+    def _status_arrived(self, replica: Replica, status: ReplicaStatus, requested_at: float) -> None:
         self.weights.sized(status.weights.resident_bytes + status.weights.offloaded_bytes)
         if replica.state is State.SERVING:
             self._events.append(StatusArrived(replica, status, requested_at))
 
     def _check_work(self, replica: Replica, now: float) -> None:
-        timing = self._timing
-        if replica.overdue(now):
-            self.lose(replica, f"it has not answered a request for {timing.overdue_s} s, and is connected")
-        elif replica.stopping_since is not None and now - replica.stopping_since > timing.stopping_s:
+        if why := replica.overdue(now):
+            self.lose(replica, why)
+        elif replica.stopping_since is not None and now - replica.stopping_since > self._timing.stopping_s:
             replica.stopping_since = None
             self.failed(replica, f"returned at {now}", None)
 
     def _check_link(self, replica: Replica, now: float) -> None:
         if replica.link is None:
-            return replica.retry_connect()
-        if replica.link.welcome is None:
-            replica.silent_since = replica.silent_since or now
-            if now - replica.silent_since > self._timing.welcome_s:
-                self.lose(replica, f"it has not answered for {self._timing.welcome_s} s", sick=False)
-            return
-        if replica.connected:
-            replica.silent_since = None
-            if replica.state is State.SUSPECT:
-                self._set(replica, State.STALE, "its link is back")
-                self._admit(replica)
-            return
-        if replica.silent_since is None:
-            replica.silent_since = now
-        if now - replica.silent_since > self._timing.lost_s:
-            self.lose(replica, f"its link was down for {self._timing.lost_s} s", sick=False)
-        elif replica.state is State.SERVING:
-            self._set(replica, State.SUSPECT, "its link is down")
+            replica.retry_connect()
+        elif why := replica.silent(now):
+            self.lose(replica, why, sick=False)
+        elif replica.silent_since is not None and replica.state is State.SERVING:
+            replica.set_state(State.SUSPECT, "its link is down")
+        elif replica.silent_since is None and replica.state is State.SUSPECT:
+            replica.set_state(State.STALE, "its link is back")
+            self._admit(replica)
 
-    def _set(self, replica: Replica, state: State, why: str) -> None:
-        if replica.state is not state:
-            log.info("replica name=%s %s -> %s why=%r", replica.name, replica.state.value, state.value, why)
-        replica.state, replica.why = state, why
+
+def differences(one: ReplicaFacts, other: ReplicaFacts) -> str:
+    """Describe the fields in which `one` differs from `other`, "" if they are equal."""
+    pairs = [(name, getattr(one, name), getattr(other, name)) for name in one.__struct_fields__]
+    return ", ".join(f"{name} {mine!r} for {theirs!r}" for name, mine, theirs in pairs if mine != theirs)
 
 
 def results(answers: list[Future[Any]]) -> list[Any]:

@@ -14,8 +14,7 @@ import torch
 from engine.types import Sampling
 from rollout.client.api import RolloutClient
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.replica import State
-from rollout.fleet.replica_set import ReplicaSet
+from rollout.fleet.replica import Replica, State
 from rollout.fleet.transaction import ReplicaTransaction
 from tests.support.adapters import write
 from tests.support.fleet import WAIT, Threads, fleet_of, front_of, step_until
@@ -105,11 +104,11 @@ def test_differences_are_against_what_the_front_has_kept(tmp_path: Path) -> None
 def test_a_replica_that_dies_in_the_middle_of_an_adapter_is_stale_until_it_has_it(tmp_path: Path) -> None:
     stale: list[str] = []
     states: list[tuple[State, int]] = []
-    begin, tell = ReplicaTransaction._begun, ReplicaSet._set
+    begin, tell = ReplicaTransaction._begun, Replica.set_state
 
-    def told(self: ReplicaSet, replica: Any, state: State, why: str) -> None:
-        states.extend([(state, replica.version)] if replica.name == "r0" and stale else [])
-        tell(self, replica, state, why)
+    def told(self: Replica, state: State, why: str) -> None:
+        states.extend([(state, self.version)] if self.name == "r0" and stale else [])
+        tell(self, state, why)
 
     with fleet_and_one() as (fleet, threads, client, other):
 
@@ -122,7 +121,7 @@ def test_a_replica_that_dies_in_the_middle_of_an_adapter_is_stale_until_it_has_i
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(ReplicaTransaction, "_begun", die)
-            patched.setattr(ReplicaSet, "_set", told)
+            patched.setattr(Replica, "set_state", told)
             done = client.refresh_lora(write(tmp_path))
             until(lambda: serve_both(client), "it is back", WAIT)
         assert other.refresh_lora(tmp_path).digest == done.digest
