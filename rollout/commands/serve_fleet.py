@@ -1,10 +1,11 @@
-"""`rollout serve --replicas N`: a front in this process, N services with an engine each as its children. Imports no torch."""
+"""`rollout serve --replicas N`: a router in this process, and N replicas as child processes. Imports no torch."""
 
 from __future__ import annotations
 
 import gc
 import math
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,9 +22,8 @@ from engine.types import Limits, Served
 from rollout import models
 from rollout.commands.starting import listen
 from rollout.config import DEFAULT_ENDPOINT, CannotServe, Config, FleetConfig, InputError, TrackingConfig, dump
-from rollout.fleet.join_listener import JoinListener, MixedLauncher
-from rollout.fleet.launcher import Host, Launcher, LauncherLike
-from rollout.fleet.state_file import ReplicaStateFile
+from rollout.fleet.join_listener import JoinEndpoint, JoinListener
+from rollout.fleet.launcher import Host, Launcher, LauncherLike, RouterFolder
 from rollout.metrics.sinks import open_sinks
 from rollout.metrics.tracker import Tracker
 from transport.errors import ServiceLost
@@ -34,40 +34,43 @@ if TYPE_CHECKING:
     from rollout.service.loop import Service
 
 KV_SHARE = 0.25
-"""of the free memory, for the KV of all replicas of a host without GPUs, as one engine would take"""
+"""share of the free memory for the KV of all replicas of a host without GPUs, as for one engine"""
 YOUNG_OBJECTS = 10_000
-"""before Python looks for garbage among them: at its own 700, samples that wait for a moment, none of which is garbage, are
-looked at again and again"""
+"""new objects between two garbage collections: at Python's 700, the collector examines waiting samples again and again"""
 GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 @contextmanager
 def fleet_service(config: Config, journal: Journal | None) -> Iterator[Service]:
-    """Have replicas and make the service in front of them, which closes the journal. Raises InputError, CannotServe where
-    those that are started here do not start."""
+    """Start replicas and the router's service, which closes the journal. Raises InputError, CannotServe if local replicas do
+    not start."""
     from rollout.fleet.fleet import Fleet
 
     with ExitStack() as stack:
         try:
-            # a port in use, or keys that cannot be used, are told before a model is loaded
+            # so that a port in use, or unusable keys, are reported before a model is loaded
             ServiceEnd(config.service.endpoint, config.limits, config.service.keys).close()
-            launcher = make_launcher(config)
+            joins, launcher = make_replicas(config)
             sinks = open_sinks(config.tracking)
         except models.ModelNotFound as error:
             raise CannotServe(str(error)) from error
         except ValueError as error:
             raise InputError(str(error)) from error
+        before = Served() if journal is None else journal.weights
+        survivors = isinstance(launcher, Launcher) and launcher.folder.returning
         fleet = Fleet(
+            joins,
             launcher,
-            config.limits,
-            config.fleet.replica_grace_s,
-            config.engine.seed,
-            before=Served() if journal is None else journal.weights,
+            limits=config.limits,
+            replica_grace_s=config.fleet.replica_grace_s,
+            seed=config.engine.seed,
+            before=before,
+            returning=survivors or before.version > 0,
         )
         stack.callback(fleet.close)
         try:
             if config.fleet.replicas:
-                fleet.open(count=1 if launcher.outlived else config.fleet.replicas, patient=bool(launcher.outlived))
+                fleet.open(count=1 if survivors else config.fleet.replicas, patient=survivors)
             else:
                 fleet.open(math.inf, count=1, patient=True)
             service = listen(config, fleet, journal, Tracker(config.tracking, sinks))
@@ -78,36 +81,38 @@ def fleet_service(config: Config, journal: Journal | None) -> Iterator[Service]:
         yield service
 
 
-def make_launcher(config: Config) -> LauncherLike:
-    """Make what starts replicas, lets them join, or both. Raises ModelNotFound, InputError, CannotServe, ValueError."""
-    joins = make_joins(config)
-    if not config.fleet.replicas:
-        assert joins is not None
-        return joins
-    try:
+def make_replicas(config: Config) -> tuple[JoinListener, LauncherLike | None]:
+    """Listen for replicas, and start those that the configuration asks for. Raises ModelNotFound, InputError, CannotServe,
+    ValueError."""
+    with ExitStack() as started:
+        endpoints: list[JoinEndpoint] = []
+        launcher: LauncherLike | None = None
+        address = listening_address(config.fleet)
+        if address is not None:
+            endpoints.append(JoinEndpoint(ServiceEnd(address, Limits(), config.service.keys)))
+            started.callback(endpoints[0].end.close)
         if config.fleet.ray is not None:
-            assert joins is not None
-            return ray_launcher(config, joins)
-        launcher = local_launcher(config)
-    except BaseException:
-        if joins is not None:
-            joins.close()
-        raise
-    return launcher if joins is None else MixedLauncher(launcher, joins)
+            launcher = ray_launcher(config, endpoints[0].end.endpoint)
+        elif config.fleet.replicas:
+            launcher = local = local_launcher(config)
+            started.callback(local.close)
+            endpoints.append(JoinEndpoint(ServiceEnd(local.folder.endpoint, Limits()), local.admit))
+        joins = JoinListener(*endpoints)
+        started.pop_all()  # the fleet closes them
+    return joins, launcher
 
 
-def make_joins(config: Config) -> JoinListener | None:
-    """Listen for replicas, if the front is to. Raises ValueError."""
-    endpoint = config.fleet.listen_replicas
-    if endpoint is None and config.fleet.ray == "local":
-        endpoint = "tcp://127.0.0.1:*"
-    if endpoint is None and config.fleet.ray is not None:
+def listening_address(fleet: FleetConfig) -> str | None:
+    """Return the address at which replicas that were started elsewhere join; None: there are none. Raises InputError."""
+    if fleet.listen_replicas is None and fleet.ray == "local":
+        return "tcp://127.0.0.1:*"
+    if fleet.listen_replicas is None and fleet.ray is not None:
         raise InputError("--ray with a cluster: --listen-replicas tcp://*:PORT is where its replicas join; see docs/fleet.md")
-    return None if endpoint is None else JoinListener(ServiceEnd(endpoint, Limits(), config.service.keys))
+    return fleet.listen_replicas
 
 
-def ray_launcher(config: Config, joins: JoinListener) -> LauncherLike:
-    """Make what has replicas on a Ray cluster. Raises CannotServe, InputError, ModelNotFound."""
+def ray_launcher(config: Config, endpoint: str) -> LauncherLike:
+    """Start replicas on a Ray cluster, which join at `endpoint`. Raises CannotServe, InputError, ModelNotFound."""
     from rollout.fleet.ray_launcher import RayLauncher
 
     fleet, engine = config.fleet, config.engine
@@ -123,12 +128,12 @@ def ray_launcher(config: Config, joins: JoinListener) -> LauncherLike:
             own = with_memory_share(own, fleet.replicas)
         replica = replica_config(config, own)
         service = msgspec.structs.replace(replica.service, endpoint=DEFAULT_ENDPOINT, exit_without_clients_s=None)
-        joined = FleetConfig(join=fleet.ray_join or joins.endpoint, name=name)
+        joined = FleetConfig(join=fleet.ray_join or endpoint, name=name)
         return dump(msgspec.structs.replace(replica, service=service, fleet=joined))
 
     gpus = 1.0 if engine.device.startswith("cuda") else 0.0
     try:
-        return RayLauncher(joins, fleet.replicas, toml, fleet.ray, fleet.ray_cpus, gpus)
+        return RayLauncher(endpoint, fleet.replicas, toml, fleet.ray, fleet.ray_cpus, gpus)
     except ModuleNotFoundError as error:
         raise CannotServe(f"--ray: {error}; pip install -e '.[ray]'") from error
     except (RuntimeError, TimeoutError) as error:
@@ -136,18 +141,22 @@ def ray_launcher(config: Config, joins: JoinListener) -> LauncherLike:
 
 
 def local_launcher(config: Config) -> Launcher:
-    """Make what starts replicas on this host. With a journal a front may be killed and go on: they outlive it. Raises
-    ModelNotFound, InputError."""
+    """Start replicas on this host. With a journal they outlive a router that is killed. Raises ModelNotFound, InputError,
+    CannotServe."""
     model, journal = models.resolve(config.engine.model), config.service.journal
     places, engine = divided(msgspec.structs.replace(config.engine, model=str(model)), config.fleet.replicas)
-    told = xxhash.xxh3_128_hexdigest(dump(replica_config(config, config.engine)).encode())
-    kept = ReplicaStateFile(None if journal is None else Path(f"{journal}.replicas"), told)
-    command = partial(replica_command, dump(replica_config(config, engine)), journal is None)
-    return Launcher(command, places, kept=kept)
+    digest = xxhash.xxh3_128_hexdigest(dump(replica_config(config, config.engine)).encode())
+    try:
+        folder = RouterFolder(None if journal is None else Path(f"{journal}.replicas"), digest)
+        toml = folder.path / f"replica-{os.getpid()}.toml"
+        toml.write_text(dump(replica_config(config, engine)))
+    except OSError as error:
+        raise CannotServe(f"replicas cannot be started: {error}") from error
+    return Launcher(partial(replica_command, toml, folder), places, folder)
 
 
 def described(config: Config) -> str:
-    """Tell people where the replicas come from."""
+    """Describe where the replicas come from."""
     where = "" if config.fleet.ray is None else f" on Ray ({config.fleet.ray})"
     ways = [f"{config.fleet.replicas} replicas{where}"] if config.fleet.replicas else []
     if config.fleet.listen_replicas is not None:
@@ -155,18 +164,22 @@ def described(config: Config) -> str:
     return ", ".join(ways)
 
 
-def replica_command(toml: str, ends_with_front: bool, ready: Path) -> list[str]:
-    """Return the words of a replica's process that writes where it listens into `ready`. A socket in a folder of this user's:
-    replicas have no keys."""
-    config = ready.with_suffix(".toml")
-    config.write_text(toml)
-    serve = [sys.executable, "-m", "rollout", "serve", "--config", str(config), "--ready-file", str(ready)]
-    serve += ["--service.endpoint", f"ipc://{ready}.sock"]
-    return [*serve, "--exit-on-stdin-close"] if ends_with_front else serve
+def replica_command(toml: Path, folder: RouterFolder, name: str) -> list[str]:
+    """Return the command line of a replica. It listens at a socket in a folder of this user: local replicas have no keys."""
+    serve = [sys.executable, "-m", "rollout", "serve", "--config", str(toml)]
+    serve += [
+        "--service.endpoint",
+        f"ipc://{folder.path}/{secrets.token_hex(4)}",
+        "--join",
+        folder.endpoint,
+        "--fleet.name",
+        name,
+    ]
+    return serve if folder.lasting else [*serve, "--exit-on-stdin-close"]
 
 
 def replica_config(config: Config, engine: EngineConfig) -> Config:
-    """Return what a replica is told: the front has the clients, and their metrics."""
+    """Return the configuration of a replica: clients and metrics are the router's."""
     alone_s = None if config.service.journal is None else config.fleet.front_grace_s
     service = msgspec.structs.replace(config.service, keys=None, journal=None, exit_without_clients_s=alone_s)
     return msgspec.structs.replace(config, engine=engine, service=service, tracking=TrackingConfig(), fleet=FleetConfig())
@@ -187,7 +200,7 @@ def divided(engine: EngineConfig, replicas: int) -> tuple[list[Host], EngineConf
 
 
 def with_memory_share(engine: EngineConfig, replicas: int) -> EngineConfig:
-    """Give each of the replicas that share a host its part of the memory; those on GPUs have their own."""
+    """Give each replica of a host its part of the host's memory; replicas on GPUs have their own."""
     if engine.device.startswith("cuda"):
         return engine
     threshold = engine.advanced.cpu_offload_safety_threshold / replicas
@@ -199,7 +212,7 @@ def with_memory_share(engine: EngineConfig, replicas: int) -> EngineConfig:
 
 
 def core_sets(cores: list[int], replicas: int) -> list[frozenset[int]]:
-    """Give each replica as many neighbouring cores as the others; an empty set, which is any core, where there are too few."""
+    """Give each replica the same number of neighbouring cores; an empty set, which means any core, if there are too few."""
     each = len(cores) // replicas
     return [frozenset(cores[i * each : (i + 1) * each]) for i in range(replicas)]
 

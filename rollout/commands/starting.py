@@ -1,4 +1,4 @@
-"""From a configuration to a service that listens: what `rollout serve` of an engine, of a front and of a replica share."""
+"""Starts a service from a configuration: shared by `rollout serve` of an engine, a router and a replica."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 def start(config: Config, make: Callable[[Config], Any] | None = None) -> tuple[EngineLike, Service]:
-    """Make the engine, by `load` where nothing else is named, and listen. What was opened is closed again if it raises:
-    InputError, CannotServe."""
+    """Make the engine with `make`, by default `load`, and listen. Closes everything again if it raises: InputError,
+    CannotServe."""
     with ExitStack() as started:
         try:
-            # a port in use, keys and a journal that cannot be used are told before a model is loaded
+            # report a port in use, or unusable keys or journal, before a model is loaded
             ServiceEnd(config.service.endpoint, config.limits, config.service.keys).close()
             journal = open_journal(config)
             if journal is not None:
@@ -49,11 +49,11 @@ def start(config: Config, make: Callable[[Config], Any] | None = None) -> tuple[
 
 
 def listen(config: Config, engine: EngineLike, journal: Journal | None, tracker: Tracker) -> Service:
-    """Make the service of an engine, or of what is like one; it closes the journal and the tracker. Raises ValueError."""
+    """Make the service of an engine or a fleet; it closes the journal and the tracker. Raises ValueError."""
     from rollout.service.loop import Service
 
-    live_of(engine)  # its digest takes a pass over the weights, for which no client is to wait
-    models = frozenset[Part]() if isinstance(engine, HasReplicas) else MODELS  # a front's step is its own work
+    live_of(engine)  # computes the digest of the weights now, so that no client waits for it
+    models = frozenset[Part]() if isinstance(engine, HasReplicas) else MODELS  # a router's step runs no model
     return Service(
         engine,
         config.service.endpoint,
@@ -69,14 +69,14 @@ def listen(config: Config, engine: EngineLike, journal: Journal | None, tracker:
 
 
 def open_journal(config: Config) -> Journal | None:
-    """Open the journal, if there is to be one. Raises InputError."""
+    """Open the journal, if one is configured. Raises InputError."""
     from rollout.service.journal import Journal
 
     return None if config.service.journal is None else Journal(config.service.journal, config.engine.model)
 
 
 def load(config: Config) -> Engine:
-    """Make the engine of `config.engine`, its model fetched if need be. Raises CannotServe, ValueError."""
+    """Make the engine of `config.engine`; downloads its model if necessary. Raises CannotServe, ValueError."""
     from engine.engine import Engine
     from engine.forward.model import BrokenModel, UnsupportedModel
     from rollout import models
@@ -90,7 +90,7 @@ def load(config: Config) -> Engine:
 
 
 def make_tracker(config: TrackingConfig, sinks: list[Sink], engine: Any) -> Tracker:
-    """Make the tracker of these sinks, with the audit if it is on."""
+    """Make the tracker of these sinks, with the audit if enabled."""
     if not config.audit_every:
         return Tracker(config, sinks)
     from rollout.metrics.audit import Audit
@@ -100,7 +100,7 @@ def make_tracker(config: TrackingConfig, sinks: list[Sink], engine: Any) -> Trac
 
 
 class Stopper:
-    """SIGINT and SIGTERM: before the service exists they end the process, from then on they ask the service to stop."""
+    """Handles SIGINT and SIGTERM: they stop the service; before it exists, they exit the process."""
 
     def __init__(self) -> None:
         self.service_stop: Callable[[], None] | None = None
@@ -118,5 +118,5 @@ class Stopper:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         if self.service_stop is None:
-            raise SystemExit(self.status)  # which gets lost where Python is in a finalizer just then
+            raise SystemExit(self.status)  # lost if Python runs a finalizer just then
         self.service_stop()

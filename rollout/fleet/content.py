@@ -1,7 +1,7 @@
-"""Weights as the front has them: payloads in its shared memory, and which of them make up what is live.
+"""The router's copy of the weights: payloads in its shared memory, and which of them are live.
 
-live = base, or base + adapter        base: None, the checkpoint of the replicas; whole tensors; or some over the checkpoint
-refresh of whole tensors  → base, no adapter          of some → into base          of an adapter → in place of the last one
+live = base, or base + adapter     base: None (the replicas' checkpoint), whole tensors, or some tensors over the checkpoint
+refresh of whole tensors  → base, no adapter          of some → written into base          of an adapter → replaces the last one
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from transport.weights.shm import Segment, ShmOffer
 
 WIDTHS = dict(DTYPES.values())
 """bytes of an element, by dtype"""
-MOST_VERSIONS = 1024
-"""that are remembered: of groups that run"""
+MAX_VERSIONS = 1024
+"""stored versions: running groups may have them"""
 
 
 class SharedWeights(msgspec.Struct, frozen=True, eq=False):
-    """Weights in a segment of the front's."""
+    """Weights in a segment of the router."""
 
     version: int
     partial: bool
-    """tensors that are not in the manifest are the base checkpoint's, or those that were live before"""
+    """tensors that are not in the manifest stay as they were"""
     manifest: list[TensorInfo]
     offer: ShmOffer
     memory: np.ndarray
-    """[bytes] uint8: what is offered"""
+    """[bytes] uint8: the offered segment"""
     kv: KVPolicy = "keep"
     adapter: Adapter | None = None
-    """the manifest lists what an adapter is made of, and the weights are base + adapter"""
+    """the manifest lists the matrices of an adapter, and the weights are base + adapter"""
 
     def pieces(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the name and the [bytes] uint8 of each tensor."""
@@ -46,8 +46,7 @@ class SharedWeights(msgspec.Struct, frozen=True, eq=False):
 
 
 class Versions:
-    """Versions of weights that are live, or were, as far back as MOST_VERSIONS. Read by any thread: the set is exchanged, and
-    never changed."""
+    """The MAX_VERSIONS newest versions that are or were live. Read by any thread: the set is replaced, never changed."""
 
     def __init__(self, version: int) -> None:
         self._known = frozenset((version,))
@@ -56,24 +55,23 @@ class Versions:
         return version in self._known
 
     def add(self, version: int) -> None:
-        """Add one that replicas are about to have."""
-        self._known = frozenset(sorted(self._known | {version})[-MOST_VERSIONS:])
+        """Add a version that replicas are about to get."""
+        self._known = frozenset(sorted(self._known | {version})[-MAX_VERSIONS:])
 
 
 class LiveContent:
-    """What is live, for replicas that come later, and for refreshes that say what has changed. Also `LiveTensors`: the bytes
-    as they were sent."""
+    """The live weights, for replicas that join later and for deltas. Also `LiveTensors`: the bytes as they were sent."""
 
     def __init__(self) -> None:
         self.base: SharedWeights | None = None
-        """what was refreshed since the checkpoint; None: nothing, or only replicas have it"""
+        """weights that were refreshed since the checkpoint; None: none, or only replicas have them"""
         self.since = 0
-        """version from which on replicas have what the adapter is for, where `base` is None; 0: the checkpoint is that"""
+        """if `base` is None: the first version with the weights to which the adapter is added; 0: the checkpoint"""
         self.adapter: SharedWeights | None = None
         self._borrowed = False
-        """the base lies in the memory of a replica"""
+        """the base is in the memory of a replica"""
         self._segments = [Segment(), Segment()]
-        """of the base, and the one to stage into"""
+        """one with the base, and one to stage into"""
         self._adapter_segments = [Segment(), Segment()]
         """likewise"""
         self._tensors: dict[str, tuple[TensorInfo, np.ndarray]] = {}
@@ -81,17 +79,17 @@ class LiveContent:
 
     @property
     def whole(self) -> bool:
-        """Whether what is here makes the live weights of any replica's."""
+        """Whether this gives any replica the live weights."""
         return self.base is not None or (self.adapter is not None and self.since == 0)
 
     def spare(self, adapter: bool) -> Segment:
-        """Return memory to stage into; what is live stays as it is."""
+        """Return memory to stage into, without changing the live weights."""
         return (self._adapter_segments if adapter else self._segments)[1]
 
     def keep(self, content: SharedWeights) -> None:
-        """Keep what has become live."""
+        """Store weights that have become live."""
         if self._borrowed and (content.partial or content.adapter is not None):
-            self.give_back()  # it is not there any more
+            self.give_back()  # the replica changes it
         if content.adapter is not None:
             self._adapter_segments.reverse()
             self.adapter = content
@@ -101,24 +99,24 @@ class LiveContent:
             self._segments.reverse()
             self.base = content
         elif self.base is None:
-            self.since = content.version  # what it was laid over is the replicas'
+            self.since = content.version  # only replicas have the other tensors
         else:
             self.base = self._laid_over(self.base, content)
         infos = {info.name: info for info in self.base.manifest} if self.base is not None else {}
         self._tensors = {name: (infos[name], piece) for name, piece in self.base.pieces()} if self.base is not None else {}
 
     def borrow(self, base: SharedWeights) -> None:
-        """Take for the base what a replica has in its memory."""
+        """Use weights in the memory of a replica as the base."""
         self.base, self._borrowed = base, True
 
     def give_back(self) -> None:
-        """Forget a base that was borrowed."""
+        """Drop a borrowed base."""
         if self._borrowed and self.base is not None:
             self.since = max(self.since, self.base.version)
             self.base, self._borrowed = None, False
 
     def next_for(self, version: int) -> SharedWeights | None:
-        """Find what a replica of this version needs next; None: nothing here makes its weights the live ones."""
+        """Return what a replica of this version needs next; None: nothing here gives it the live weights."""
         if self.base is not None and version < self.base.version:
             return self.base
         if self.adapter is None or not self.since <= version < self.adapter.version:
@@ -130,13 +128,13 @@ class LiveContent:
             segment.close()
 
     def _laid_over(self, base: SharedWeights, content: SharedWeights) -> SharedWeights:
-        """Write some tensors over those of the base."""
+        """Replace some tensors of the base."""
         old, new = dict(base.pieces()), dict(content.pieces())
         infos = {info.name: info for info in (*base.manifest, *content.manifest)}
         memory, offer = base.memory, base.offer
         if all(name in old and len(old[name]) == len(piece) for name, piece in new.items()):
             for name, piece in new.items():
-                old[name][:] = piece  # a replica that reads it just now finds another digest, and asks again
+                old[name][:] = piece  # a replica that is reading them finds another digest, and retries
         else:
             kept = np.concatenate([new.get(name, old.get(name)) for name in infos])
             memory = self._segments[0].reserve(len(kept))
@@ -147,9 +145,9 @@ class LiveContent:
     # as `LiveTensors`
 
     def dtype(self, name: str) -> str:
-        """Return the dtype that a tensor was sent in. Raises WrongBase for one that the front has not."""
+        """Return the dtype in which a tensor was sent. Raises WrongBase for a tensor that is not stored here."""
         if self.adapter is not None or name not in self._tensors:
-            raise WrongBase(f"the front of the fleet has not kept tensor {name!r:.200}: send whole tensors")
+            raise WrongBase(f"the router has no copy of tensor {name!r:.200}: send whole tensors")
         return self._tensors[name][0].dtype
 
     def size(self, name: str) -> tuple[int, int]:
@@ -161,7 +159,7 @@ class LiveContent:
 
 
 def bytes_of(info: TensorInfo) -> int:
-    """Count the bytes of a tensor as it is sent. Raises WeightsRefused for a dtype that no weights have."""
+    """Return the size of a tensor in bytes, as it is sent. Raises WeightsRefused for an unknown dtype."""
     if info.dtype not in WIDTHS:
         raise WeightsRefused(f"tensor {info.name!r:.200} is {info.dtype!r:.40}: must be one of {', '.join(WIDTHS)}")
     return math.prod(info.shape) * WIDTHS[info.dtype]

@@ -1,6 +1,6 @@
-"""From the threads of the links to the thread of the front's service: what has happened, as calls to make.
+"""Passes events from the threads of the links to the thread of the router's service, as calls to make.
 
-link threads --post(call)--> Inbox --run, by the service's thread--> groups, members, weights
+link threads --post(call)--> EventQueue --run, by the service's thread--> groups, replicas, weights
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 
-MOST_AT_ONCE = 512
-"""calls of one turn of the loop; clients have their turn between"""
+MAX_CALLS = 512
+"""calls in one iteration of the loop; clients are served between"""
 
 
 class EventQueue:
-    """True while something waits. `wake`: ends the service's wait for messages, see `Service.wake`."""
+    """Calls that wait for the service's thread; false when empty. `wake`: ends the service's wait (`Service.wake`)."""
 
     def __init__(self) -> None:
         self.wake: Callable[[], None] = lambda: None
@@ -24,18 +24,18 @@ class EventQueue:
         return not self._waiting.empty()
 
     def post(self, call: Callable[[], None], size: int = 1) -> None:
-        """Have `call` made by the service's thread; it is worth `size` of MOST_AT_ONCE. For any thread."""
+        """Have the service's thread make `call`; it counts as `size` of MAX_CALLS. For any thread."""
         self._waiting.put((call, size))
         if not self._woken:
             self._woken = True
             self.wake()
 
     def run(self) -> None:
-        """Make calls that wait, until they are MOST_AT_ONCE. For the service's thread."""
-        self._woken = False  # before looking: what is posted from here on wakes again
+        """Make waiting calls, at most MAX_CALLS. For the service's thread."""
+        self._woken = False  # before the loop: a later post wakes again
         made = 0
         for _ in range(self._waiting.qsize()):
-            if made >= MOST_AT_ONCE:
+            if made >= MAX_CALLS:
                 return
             call, size = self._waiting.get_nowait()
             call()

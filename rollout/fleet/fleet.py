@@ -1,13 +1,15 @@
-"""Fleet: what a front's service has for an engine.
+"""The engine interface of a router's service: groups, weights and modes of all replicas.
 
-Service.submit ─→ Groups ─→ Link of a replica ─→ ... ─→ Inbox ─→ step ─→ samples          Members: who serves
-Service.commit ─→ FleetWeights ─→ Transaction over all ─→ ... ─→ Inbox ─→ step
+Service.submit ─→ FleetGroups ─→ Link of a replica ─→ ... ─→ EventQueue ─→ step ─→ samples         ReplicaSet: who serves
+Service.commit ─→ FleetWeights ─→ ReplicaTransaction over all ─→ ... ─→ EventQueue ─→ step
+
+`step` takes events from below and passes them on: failures of groups to the replicas, lost replicas to the groups.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -27,13 +29,15 @@ from engine.types import (
     TokenChunk,
 )
 from rollout.fleet.event_queue import EventQueue
-from rollout.fleet.failures import sent_before
 from rollout.fleet.groups import FleetGroups
+from rollout.fleet.join_listener import JoinListener
 from rollout.fleet.launcher import LauncherLike
 from rollout.fleet.merge import counters, described, merged, totals
-from rollout.fleet.replica import Replica, State
-from rollout.fleet.replica_set import LOOK_S, Make, ReplicaFacts, ReplicaSet
+from rollout.fleet.replica import Make, Replica, State
+from rollout.fleet.replica_set import LOOK_S, ReplicaFacts, ReplicaLost, ReplicaSet, StatusArrived
+from rollout.fleet.retries import sent_before
 from rollout.fleet.sleeping import SleepState
+from rollout.fleet.timing import TIMING, Timing
 from rollout.fleet.weights import FleetStaging
 from transport import messages as m
 from transport.errors import ServiceLost
@@ -41,83 +45,94 @@ from transport.errors import ServiceLost
 NOTHING = dict.fromkeys(
     ("running", "waiting", "groups", "steps", "generated_tokens", "offloads", "soft_resets", "recomputed_tokens"), 0
 )
-"""of a status, when no replica has told its own"""
-TEND_S = 0.2
-"""between two looks at the replicas while nothing comes from them"""
+"""a status before any replica has reported its own"""
+CONTROLS: dict[Mode, Make] = {
+    Mode.PAUSED: partial(m.Control, action="pause"),
+    Mode.DRAINING: partial(m.Control, action="drain"),
+}
 
 
 class Fleet:
     """Engine of a service that has replicas. Called by that service's thread only.
 
     Example:
-        fleet = Fleet(Launcher(command, places))
-        fleet.open()
+        fleet = Fleet(JoinListener(JoinEndpoint(end)))
+        fleet.open(count=1, patient=True)
         service = Service(fleet, "tcp://127.0.0.1:5655")
         fleet.inbox.wake = service.wake
         service.run()
-        fleet.close()
 
     Args:
-        launcher: starts replicas and tells where they listen.
+        joins: where replicas join.
+        launcher: starts processes that join; None: all are started elsewhere.
         limits: what clients may ask for; no more than the replicas' own.
         replica_grace_s: a group waits so long for a replica that serves, then it ends as "error".
-        seed: groups without a seed of their own draw theirs from this one.
-        before: the weights that were live when the front before was killed; version 0: there was none."""
+        seed: from which groups without a seed get theirs.
+        before: the weights that were live when the router before was killed; version 0: there was none.
+        returning: replicas of a router that was killed may join again."""
 
     def __init__(
         self,
-        launcher: LauncherLike,
+        joins: JoinListener,
+        launcher: LauncherLike | None = None,
+        *,
         limits: Limits | None = None,
         replica_grace_s: float = 60.0,
         seed: int = 0,
         before: Served = NONE_SERVED,
+        returning: bool = False,
+        timing: Timing = TIMING,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits or Limits()
         self.inbox = EventQueue()
+        self.replicas = ReplicaSet(joins, launcher, self.inbox, before, returning, timing, clock)
+        self.weights = self.replicas.weights
+        self._joins = joins
         self._launcher = launcher
+        self._groups = FleetGroups(self.inbox, self.replicas, seed)
         self._grace_s = replica_grace_s
-        self._members = ReplicaSet(launcher, self.inbox, self._lost, self._serving, self._asked_of_all, self._sent, before)
-        self.weights = self._members.weights
-        members, weights = self._members, self.weights
-        told = members.failed, weights.versions.__contains__
-        self._groups = FleetGroups(self.inbox, members.serving, lambda: self.version, *told, seed)
+        self._timing = timing
+        self._clock = clock
         self._mode = Mode.RUNNING
-        """RUNNING, DRAINING or PAUSED: what was asked for last"""
+        """RUNNING, DRAINING or PAUSED: the last request"""
         self._asleep = SleepState()
         self._drains: dict[Replica, Future[Any]] = {}
         self._retired: list[dict[str, Any]] = []
         """counters of replicas that are dead, added up"""
-        self._tend_at = 0.0
+        self._poll_at = 0.0
 
     def open(self, timeout: float = 600.0, count: int | None = None, patient: bool = False) -> None:
-        """Wait until replicas serve: `count` of them, None = all; or would, if the live weights were not lost. Raises
-        ServiceLost with what has become of one that ended, unless `patient`, or of all at the time-out."""
-        deadline = time.monotonic() + timeout
+        """Wait until replicas serve: `count` of them, None = all; or are linked, if the live weights were lost. Raises
+        ServiceLost with the reason if a replica ends, unless `patient`, or at the time-out."""
+        deadline = self._clock() + timeout
         while True:
             self.step()
-            up = self._members.linked() if self.weights.lost else self._members.serving()
-            serving, wanted = len(up), count or self._launcher.wanted
-            if serving >= wanted:
+            up = self.replicas.linked() if self.weights.lost else self.replicas.serving()
+            wanted = count or max(1, len(self.replicas.scaling.names))
+            if len(up) >= wanted:
                 return
-            if (self._members.deaths and not patient) or time.monotonic() > deadline:
-                dead = [f"replica {one.name}: {one.why}" for one in self._members.replicas.values() if one.state is State.DEAD]
-                why = "; ".join(dead) or f"{serving} of {wanted} replicas serve"
+            if (self.replicas.deaths and not patient) or self._clock() > deadline:
+                dead = [f"replica {one.name}: {one.why}" for one in self.replicas.by_name.values() if one.state is State.DEAD]
+                why = "; ".join(dead) or f"{len(up)} of {wanted} replicas serve"
                 raise ServiceLost(f"the fleet does not start: {why}")
             time.sleep(LOOK_S)
 
     def close(self) -> None:
-        """End the replicas."""
-        for replica in self._members.replicas.values():
+        """Disconnect from the replicas, and stop those that the launcher has started."""
+        for replica in self.replicas.by_name.values():
             replica.disconnect()
-        self._launcher.close()
+        if self._launcher is not None:
+            self._launcher.close()
+        self._joins.close()
         self.weights.close()
 
-    # what it is
+    # properties
 
     @property
     def model(self) -> ReplicaFacts:
-        assert self._members.facts is not None, "open() waits for a replica"
-        return self._members.facts
+        assert self.replicas.facts is not None, "open() waits for a replica"
+        return self.replicas.facts
 
     @property
     def arithmetic(self) -> str:
@@ -133,7 +148,7 @@ class Fleet:
 
     @property
     def version(self) -> int:
-        """Version that every replica has that serves."""
+        """Version of the weights that all serving replicas have."""
         return self.weights.version
 
     @property
@@ -146,63 +161,66 @@ class Fleet:
 
     @property
     def has_work(self) -> bool:
-        """Whether something has come from the replicas, or it is time to look at them."""
-        return bool(self.inbox) or self._groups.has_work or time.monotonic() >= self._tend_at
+        """Whether replicas have sent something, or a poll is due."""
+        return bool(self.inbox) or self._groups.has_work or self._clock() >= self._poll_at
 
     def submit(self, group: Group, client: str = "") -> None:
-        """Take a group, as the service has checked it. What a replica finds wrong with it comes as samples that end as "error".
-        Raises ValueError for an id that is live."""
+        """Add a group that the service has validated. If replicas refuse it, its samples end as "error". Raises ValueError for
+        an id that is live."""
         if group.id in self._groups.open:
             raise ValueError(f"group id {group.id} is live")
-        self._groups.submit(group, client, time.monotonic())
+        self._groups.submit(group, client, self._clock())
 
     def step(self) -> list[Sample]:
-        """Take in what has come. Returns the samples that ended."""
-        came = bool(self.inbox)
+        """Process what replicas have sent. Returns the samples that ended."""
+        arrived = bool(self.inbox)
         self.inbox.run()
-        now = time.monotonic()
-        if now >= self._tend_at:
-            self._tend_at = now + TEND_S
-            self._members.tend(now)
-            self._wait_for_replicas(now)
-        elif came:
-            self.weights.tend(now)
+        now = self._clock()
+        failures, self._groups.failures = self._groups.failures, []
+        for failure in failures:
+            self.replicas.failed(*failure)
+        if now >= self._poll_at:
+            self._poll_at = now + self._timing.poll_s
+            self.replicas.poll(now)
+            since = self.replicas.none_since
+            if since is not None and now - since > self._grace_s:
+                self._groups.give_up(f"no replica has served for {self._grace_s} s (replica_grace_s)")
+        elif arrived:
+            self.replicas.update(now)
+        while events := self.replicas.take_events():
+            for event in events:
+                self._handle(event, now)
         if self._groups.waiting:
             self._groups.place_waiting(now)
         while self._groups.unsent:
             self._groups.unsent.pop().calls.wake()
-        if came and self.weights.staging:
-            self.inbox.wake()  # what has come may be what the refresh waits for
+        if arrived and self.weights.staging:
+            self.inbox.wake()  # the refresh may have waited for what has arrived
         ended, self._groups.ended = self._groups.ended, []
         return ended
 
     def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
-        """Ask for the end of a group, or of one child. Returns those that no replica has; `step` returns the others when they
-        come."""
+        """Abort a group, or one child. Returns the children that no replica has; `step` returns the others when they arrive."""
         return self._groups.abort(group_id, index)
 
     def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
-        """Return new tokens of children that run, as far as replicas have streamed them."""
+        """Return new tokens of running children, as far as replicas have streamed them."""
         return self._groups.chunks(group_id, since, least, most)
 
-    def _wait_for_replicas(self, now: float) -> None:
-        since = self._members.none_since
-        if since is not None and now - since > self._grace_s:
-            self._groups.give_up(f"no replica has served for {self._grace_s} s (replica_grace_s)")
-
-    def _lost(self, replica: Replica) -> None:
-        if replica.status:
-            self._retired = [merged([*self._retired, counters(replica.status)])]
-        replica.status = {}
-        self._drains.pop(replica, None)
-        self._groups.move(replica, time.monotonic())
-
-    def _sent(self, replica: Replica, before: float) -> int | None:
-        """Count the groups that a replica holds; None where it may do nothing with them."""
-        return sent_before(self._groups.at.get(replica, ()), before) if self.mode is Mode.RUNNING else None
-
-    def _serving(self) -> None:
-        self._groups.place_waiting(time.monotonic())
+    def _handle(self, event: ReplicaLost | StatusArrived, now: float) -> None:
+        replica = event.replica
+        match event:
+            case ReplicaLost():
+                if replica.status:
+                    self._retired = [merged([*self._retired, counters(replica.status)])]
+                replica.status = {}
+                self._drains.pop(replica, None)
+                self._groups.move(replica, now)
+            case StatusArrived(_, status, requested_at):
+                running = self.mode is Mode.RUNNING
+                sent = sent_before(self._groups.at.get(replica, ()), requested_at) if running else None
+                if replica.state is State.SERVING and (why := replica.progress.check(status, sent, now)):
+                    self.replicas.lose(replica, why)
 
     # weights
 
@@ -214,65 +232,65 @@ class Fleet:
         partial: bool = False,
         adapter: Adapter | None = None,
     ) -> FleetStaging:
-        """Begin a refresh of all replicas. Raises WeightsRefused, Busy, SourceUnreachable."""
+        """Begin a refresh of all replicas. Raises WeightsRefused, Busy, SourceUnreachable, ValueError while they are asleep."""
         if "weights" in self._asleep.parts:
             raise ValueError("the replicas are asleep: wake them, then refresh")
         return self.weights.stage(manifest, version, partial, adapter)
 
     def commit(self, staging: Any, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed | None:
-        """Have what all replicas have prepared applied by all. None: not all have said yet that they have it."""
+        """Apply what all replicas have prepared. None: not all have confirmed it yet."""
         if kv == "abort" and not staging.transaction.committing:
             self._groups.aborts += 1
-        return self.weights.commit(staging, kv, via)
+        refreshed = self.weights.commit(staging, kv, via)
+        self.replicas.update(self._clock())
+        return refreshed
 
     # modes
 
     def pause(self) -> None:
-        self._mode = Mode.PAUSED
-        self._members.ask_all(partial(m.Control, action="pause"))
+        self._set_mode(Mode.PAUSED)
+        self.replicas.request_all(partial(m.Control, action="pause"))
 
     def resume(self) -> None:
-        self._mode = Mode.RUNNING
+        self._set_mode(Mode.RUNNING)
         self._drains.clear()
-        self._members.ask_all(partial(m.Control, action="resume"))
+        self.replicas.request_all(partial(m.Control, action="resume"))
 
     def drain(self) -> bool:
-        """Start no group. Returns True once no replica has one that it began."""
+        """Start no more groups. Returns True once no replica has a running one."""
         if self._mode is Mode.RUNNING:
-            self._mode = Mode.DRAINING
-        for replica in self._members.linked():
+            self._set_mode(Mode.DRAINING)
+        for replica in self.replicas.linked():
             if replica not in self._drains:
                 self._drains[replica] = replica.request(partial(m.Control, action="drain"))
         return all(future.done() for future in self._drains.values())
 
     def sleep(self, level: int = 1) -> int:
-        """Have all replicas give memory back. Returns how many bytes went back."""
+        """Release memory of all replicas. Returns how many bytes. Raises ValueError during a refresh."""
         if self.weights.staging:
             raise ValueError("a refresh is being staged; finish or abandon it first")
-        freed = self._asleep.sleep(level, self._members.ask_all)
+        freed = self._asleep.sleep(level, self.replicas.request_all)
         self.weights.dropped |= level == 2
+        self._set_mode(self._mode)
         return freed
 
     def wake(self, tags: Collection[Tag] | None = None) -> None:
-        self._asleep.wake(tags, self._members.ask_all)
+        self._asleep.wake(tags, self.replicas.request_all)
+        self._set_mode(self._mode)
 
-    def _asked_of_all(self) -> list[Make]:
-        """List what a replica must be told that comes now."""
-        modes: dict[Mode, Make] = {
-            Mode.PAUSED: partial(m.Control, action="pause"),
-            Mode.DRAINING: partial(m.Control, action="drain"),
-        }
-        asked = [modes[self._mode]] if self._mode in modes else []
-        return [*asked, *self._asleep.told()]
+    def _set_mode(self, mode: Mode) -> None:
+        """Set the mode, also of replicas that join later."""
+        self._mode = mode
+        control = [CONTROLS[mode]] if mode in CONTROLS else []
+        self.replicas.first_requests = [*control, *self._asleep.requests()]
 
     def change_replicas(self, action: str, count: int, name: str) -> None:
-        self._members.changes.change(action, count, name)
-
-    # looking
+        """Scale, drain or roll (`Scaling.change`). Raises ValueError."""
+        self.replicas.scaling.change(action, count, name)
 
     def status(self) -> dict[str, Any]:
-        """Tell everything there is to know: the sum of all replicas, then each."""
-        replicas = list(self._members.replicas.values())
+        """Return the merged status of all replicas, then that of each."""
+        replicas = list(self.replicas.by_name.values())
         whole = merged([*(one.status for one in replicas if one.status), *self._retired])
         return {
             **NOTHING,
@@ -281,6 +299,6 @@ class Fleet:
             "arithmetic": self.arithmetic,
             "version": self.version,
             "state": self.mode.value,
-            "fleet": totals(self._members, self._groups),
-            "replicas": [described(one, self._launcher.pid(one.name), len(self._groups.at[one])) for one in replicas],
+            "fleet": totals(self.replicas, self._groups),
+            "replicas": [described(one, self._joins.pid(one.name), len(self._groups.at[one])) for one in replicas],
         }

@@ -1,84 +1,84 @@
-"""The groups of the front: which children run where, and which have come. A child is given out once, wherever it was made.
+"""The groups of the router: which children run on which replica. Each child is returned once.
 
-    submit -> place -> Part at a replica -> sample -> once out          replica lost -> its children unplaced -> place again
+    submit -> place -> PlacedChildren -> sample -> ended          replica lost -> its children unplaced -> place again
 
-A child is a function of (arithmetic, weights, prompt, seed, index), so it may be moved, and be made twice.
+A child is a function of (arithmetic, weights, prompt, seed, index), so it may be moved, and be generated twice.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
 from engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk
 from rollout.client.link import Link
 from rollout.client.submission import handle_of, submit_of
-from rollout.fleet import failures, routing
+from rollout.fleet import retries, routing
 from rollout.fleet.event_queue import EventQueue
-from rollout.fleet.failures import candidates, note, of_the_group, spent, unasked
 from rollout.fleet.placement import OpenGroup, PlacedChildren, new_tokens, seeded
 from rollout.fleet.replica import Replica
+from rollout.fleet.replica_set import ReplicaSet
+from rollout.fleet.retries import candidates, concerns_group, count_failure, exhausted, runs_again
 from rollout.fleet.sample_locations import SampleLocations
 from transport.checks import NOTHING
 from transport.errors import NotBelieved, RolloutError, ServiceLost, StaleWeights
 
-MOST_PLACED = 2048
-"""children of waiting groups that are sent, or ended, at once"""
+MAX_PLACED = 2048
+"""children of waiting groups that are sent, or ended, in one iteration of the loop"""
+
+
+class GroupFailure(NamedTuple):
+    """A replica has failed on a group, or its link has ended."""
+
+    replica: Replica
+    group_id: str
+    error: RolloutError | None
+    """why it refused; None: a sample ended as "error\""""
 
 
 class FleetGroups:
     """Written by the service's thread.
 
     Args:
-        serving: replicas that may be given groups.
-        version: of the live weights; a replica that has older ones refuses.
-        fail: called with a replica that has failed on a group, or whose link has ended.
-        was_live: whether weights of a version were live; called by the links' threads.
+        inbox: queue of the answers of replicas.
+        replicas: of the fleet.
         seed: from which groups without a seed get theirs."""
 
-    def __init__(
-        self,
-        inbox: EventQueue,
-        serving: Callable[[], list[Replica]],
-        version: Callable[[], int],
-        fail: Callable[[Replica, str, RolloutError | None], None],
-        was_live: Callable[[int], bool],
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, inbox: EventQueue, replicas: ReplicaSet, seed: int = 0) -> None:
         self.open: dict[str, OpenGroup] = {}
         self.waiting: dict[str, OpenGroup] = {}
-        """those with children that no replica has"""
+        """groups with children that no replica has"""
         self.at: defaultdict[Replica, set[PlacedChildren]] = defaultdict(set)
-        """what runs at each replica"""
-        self._homes = SampleLocations()
+        """what runs on each replica"""
         self.ended: list[Sample] = []
-        """not handed out yet"""
+        """not returned yet"""
+        self.failures: list[GroupFailure] = []
+        """not taken yet"""
         self.unsent: set[Link] = set()
-        """links that have groups to send, and are not woken before all of this turn are there"""
+        """links with groups to send; each is woken once per iteration of the loop"""
         self.moved = self.repeats = 0
-        """children that were sent again, samples that came twice"""
+        """children that were sent again, samples that arrived twice"""
         self.aborts = 0
-        """refreshes so far that have ended all groups"""
+        """refreshes so far that have aborted all groups"""
+        self._locations = SampleLocations()
         self._inbox = inbox
-        self._serving = serving
-        self._version = version
-        self._fail = fail
-        self._was_live = was_live
+        self._replicas = replicas
         self._seed = seed
         self._seeded = 0
         self._numbers = itertools.count(1)
 
     @property
     def has_work(self) -> bool:
-        """Whether samples have not been handed out, links not woken, or groups wait though a replica serves."""
-        return bool(self.ended or self.unsent) or (bool(self.waiting) and bool(self._serving()))
+        """Whether samples were not returned, links not woken, failures not taken, or groups wait though a replica serves."""
+        return bool(self.ended or self.unsent or self.failures) or (bool(self.waiting) and bool(self._replicas.serving()))
 
     def submit(self, group: Group, client: str, now: float) -> None:
-        """Take a group, and send it if a replica serves."""
+        """Add a group, and send it if a replica serves."""
         if group.sampling.seed is None:
             self._seeded += 1
             group = seeded(group, f"{self._seed}/{self._seeded}")
@@ -90,18 +90,18 @@ class FleetGroups:
         if one.cut:
             self._end(one, sorted(one.unplaced - one.cancelled), "cut")
         self._end(one, sorted(one.unplaced & one.cancelled), "aborted")
-        replicas = candidates(one, self._serving())
+        replicas = candidates(one, self._replicas.serving())
         if not one.unplaced or not replicas:
             if one.unplaced:
                 self.waiting[one.group.id] = one
             return
         self.waiting.pop(one.group.id, None)
         ranking = routing.ranked(one.group.prompt, list(replicas))
-        if (home := self._homes.find(one.group.after)) is not None and home.replica.name in replicas:
-            ranking = [home.replica.name, *(name for name in ranking if name != home.replica.name)]
+        if (found := self._locations.find(one.group.after)) is not None and found.replica.name in replicas:
+            ranking = [found.replica.name, *(name for name in ranking if name != found.replica.name)]
         loads = {name: replica.load for name, replica in replicas.items()}
         wanted, tokens = sorted(one.unplaced), one.group.sampling.max_tokens
-        whole = one.group.sampling.finish_after is not None  # its children must be counted in one place
+        whole = one.group.sampling.finish_after is not None  # its children are counted on one replica
         for indices in [tuple(wanted)] if whole else routing.parts(wanted, tokens, loads):
             name = routing.choose(ranking, loads)
             self._send(one, indices, replicas[name], now)
@@ -109,8 +109,8 @@ class FleetGroups:
 
     def _send(self, one: OpenGroup, indices: tuple[int, ...], replica: Replica, now: float) -> None:
         name = f"{one.group.id}/{next(self._numbers)}"
-        group = one.at(name, indices, self._homes.hint(one.group.after, replica), now)
-        submit = submit_of(group, serial=0, require_version=self._version(), client=one.client)
+        group = one.at(name, indices, self._locations.name_on(one.group.after, replica), now)
+        submit = submit_of(group, serial=0, require_version=self._replicas.weights.version, client=one.client)
         handle = handle_of(group, submit, replica.welcome.limits)
         part = PlacedChildren(one, replica, handle, set(indices), self.aborts)
         one.unplaced -= part.left
@@ -118,38 +118,39 @@ class FleetGroups:
         self.at[replica].add(part)
         replica.load += len(one.group.prompt) + len(indices) * one.group.sampling.max_tokens
         assert replica.link is not None
-        handle.bounds, handle.was_live = NOTHING._replace(least_version=submit.require_version), self._was_live
+        handle.bounds = NOTHING._replace(least_version=submit.require_version)
+        handle.was_live = self._replicas.weights.versions.__contains__
         handle.on_cancel = replica.link.cancel
         if group.sampling.stream_every:
-            handle.on_tokens(lambda handle, chunk: self._inbox.post(lambda: None))  # so that the service looks
+            handle.on_tokens(lambda handle, chunk: self._inbox.post(lambda: None))  # wakes the service
         handle.on_change = lambda handle, samples: self._inbox.post(partial(self._changed, part, samples), len(samples or ()))
         replica.link.submit(handle, wake=False)
         self.unsent.add(replica.link)
 
     def abort(self, group_id: str, index: int | None) -> list[Sample]:
-        """End the children of a group, or one of them. Returns those that end here; the others come from their replicas, with
-        the tokens they have."""
+        """Abort the children of a group, or one of them. Returns those that no replica has; the others arrive from their
+        replicas, with the tokens they have."""
         one = self.open.get(group_id)
         if one is None:
-            self._homes.give_up(group_id, index)
+            self._locations.release(group_id, index)
             return []
-        asked = (one.left if index is None else one.left & {index}) - one.cancelled
-        one.cancelled |= asked
+        aborted = (one.left if index is None else one.left & {index}) - one.cancelled
+        one.cancelled |= aborted
         for part in one.parts:
-            if some := part.left & asked:
+            if some := part.left & aborted:
                 part.handle.cancel(None if some == part.left else some)
         before = len(self.ended)
-        self._end(one, sorted(one.unplaced & asked), "aborted")
+        self._end(one, sorted(one.unplaced & aborted), "aborted")
         here, self.ended[before:] = self.ended[before:], []
         return here
 
     def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
-        """Return new tokens of children that run, as `Engine.chunks` does: of those that replicas have streamed."""
+        """Return new tokens of running children, as `Engine.chunks` does, as far as replicas have streamed them."""
         one = self.open.get(group_id)
         return [] if one is None else new_tokens(one, since, least, most)
 
     def move(self, replica: Replica, now: float) -> None:
-        """Send what ran at a replica that is lost to others."""
+        """Send the children of a lost replica to others."""
         lost, replica.load = self.at.pop(replica, set()), 0
         for part in lost:
             one, orphans = part.open, part.open.orphans(part)
@@ -157,12 +158,12 @@ class FleetGroups:
             self._lost(part, orphans)
 
     def place_waiting(self, now: float) -> None:
-        """Send what waits, if a replica serves: some of it at each call."""
+        """Send waiting groups, if a replica serves: some of them at each call."""
         for one in first_of(self.waiting):
             self.place(one, now)
 
     def give_up(self, reason: str) -> None:
-        """End what waits for a replica: some of it at each call."""
+        """End waiting groups as "error": some of them at each call."""
         for one in first_of(self.waiting):
             self._end(one, sorted(one.unplaced), "error", reason)
 
@@ -170,8 +171,8 @@ class FleetGroups:
         if samples is not None:
             for sample in samples:
                 self._arrived(part, sample)
-            self._homes.tend()
-        elif part in part.open.parts:  # otherwise its replica was lost, and this is why
+            self._locations.expire()
+        elif part in part.open.parts:  # otherwise its replica is lost already
             self._part_failed(part)
 
     def _arrived(self, part: PlacedChildren, sample: Sample) -> None:
@@ -180,23 +181,23 @@ class FleetGroups:
         if sample.index not in one.left:
             self._left(part, sample.index)
             self.repeats += 1
-        elif rivals and unasked(part, sample, self.aborts):
-            self._left(part, sample.index)  # it runs on elsewhere
-        elif unasked(part, sample, self.aborts):
+        elif rivals and runs_again(part, sample, self.aborts):
+            self._left(part, sample.index)  # it also runs elsewhere
+        elif runs_again(part, sample, self.aborts):
             self._again(part, sample)
         else:
             if sample.finish_reason != "error":
                 part.replica.failing.clear()
             one.finished += sample.finish_reason in ("stop", "length")
             if part.handle.may_pin_kv:
-                self._homes.add(one.group.id, sample.index, part.replica, part.handle)
+                self._locations.add(one.group.id, sample.index, part.replica, part.handle)
             self._left(part, sample.index)
             for rival in rivals:
-                rival.handle.cancel([sample.index])  # it was moved, and has come from the replica that was lost
+                rival.handle.cancel([sample.index])  # it was moved, and has arrived from the lost replica
             self._out(one, msgspec.structs.replace(sample, group_id=one.group.id))
 
     def _again(self, part: PlacedChildren, sample: Sample) -> None:
-        """Have a child go on elsewhere: from the tokens that it has, unless something failed while they were made."""
+        """Continue a child elsewhere, from its tokens unless it ended as "error\"."""
         one = part.open
         if part not in one.parts:
             return  # it was moved already
@@ -204,51 +205,53 @@ class FleetGroups:
         if len(sample.token_ids) and sample.finish_reason == "aborted" and not one.group.score:
             one.partials[sample.index] = PartialSample.of(sample)
         one.unplaced.add(sample.index)
-        self.waiting[one.group.id] = one  # until the next look: by then its replica may be known to stop
+        self.waiting[one.group.id] = one  # placed in `step`: by then its replica may be known to stop
         self.moved += 1
         if sample.finish_reason == "error":
-            note(part, {sample.index})
-            self._fail(part.replica, one.group.id, None)
+            count_failure(part, {sample.index})
+            self.failures.append(GroupFailure(part.replica, one.group.id, None))
         else:
-            part.replica.gives_back()
+            part.replica.returned_unasked()
 
     def _part_failed(self, part: PlacedChildren) -> None:
-        """A replica has refused these children, has lost them, or is not believed."""
+        """Handle children that a replica has refused, has lost, or sent invalid data of."""
         one, error = part.open, part.handle.error
         orphans = one.orphans(part)
         for index in sorted(part.left):
             self._left(part, index)
         if isinstance(error, ServiceLost | StaleWeights | NotBelieved):
-            part.replica.believed &= not isinstance(error, NotBelieved)
+            if isinstance(error, NotBelieved):
+                part.replica.invalid = error.message
             self._lost(part, orphans)
-            self._fail(part.replica, one.group.id, error)
-        elif orphans and error is not None:  # the others have come, or run elsewhere
+            self.failures.append(GroupFailure(part.replica, one.group.id, error))
+        elif orphans and error is not None:  # the others have arrived, or run elsewhere
             self._refused(part, orphans, error)
 
     def _lost(self, part: PlacedChildren, orphans: set[int]) -> None:
-        """Have the children of a part whose replica is lost run elsewhere."""
+        """Take the children of a part whose replica is lost back."""
         one = part.open
         one.take_back(part, orphans)
         one.moves += 1
         self.moved += len(orphans)
-        if one.moves > failures.MOST_MOVES:
+        if one.moves > retries.MAX_MOVES:
             self._end(one, sorted(one.unplaced), "error", f"{one.moves} replicas were lost while they ran this group")
         if one.unplaced:
             self.waiting[one.group.id] = one
 
     def _refused(self, part: PlacedChildren, orphans: set[int], error: RolloutError) -> None:
-        """Have others asked for children that a replica has refused."""
+        """Take children back that a replica has refused."""
         one = part.open
         one.take_back(part, orphans)
-        note(part, orphans)
-        self._end(one, sorted(spent(part, orphans, error, self._serving())), "error", f"{error.kind}: {error.message}")
+        count_failure(part, orphans)
+        ends = exhausted(part, orphans, error, self._replicas.serving())
+        self._end(one, sorted(ends), "error", f"{error.kind}: {error.message}")
         if one.unplaced:
             self.waiting[one.group.id] = one
-        if not of_the_group(error):
-            self._fail(part.replica, one.group.id, error)
+        if not concerns_group(error):
+            self.failures.append(GroupFailure(part.replica, one.group.id, error))
 
     def _left(self, part: PlacedChildren, index: int) -> None:
-        """Take a child off its part."""
+        """Remove a child from its part."""
         if index not in part.left or part not in part.open.parts:
             return
         part.left.discard(index)
@@ -274,7 +277,7 @@ class FleetGroups:
 
 
 def first_of(waiting: Mapping[str, OpenGroup]) -> list[OpenGroup]:
-    """Return those that have waited longest, as many as one turn of the loop has time for."""
+    """Return the groups that have waited longest, as many as one iteration of the loop may place."""
     children = itertools.accumulate(len(one.unplaced) for one in waiting.values())
-    some = [one for one, sum in zip(waiting.values(), children, strict=False) if sum <= MOST_PLACED]
+    some = [one for one, sum in zip(waiting.values(), children, strict=False) if sum <= MAX_PLACED]
     return some or [*itertools.islice(waiting.values(), 1)]

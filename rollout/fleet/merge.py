@@ -1,4 +1,4 @@
-"""Statuses of many engines as the status of one."""
+"""Merges the statuses of replicas into one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rollout.fleet.replica import Replica
 from rollout.fleet.replica_set import ReplicaSet
 
 SAME = ("version", "block_size", "block_bytes")
-"""of one engine as of all"""
+"""equal in all replicas"""
 LARGEST = ("pause_s", "stage_s", "bytes", "refreshes", "stale_token_frac")
-"""of the slowest, or the worst"""
+"""the largest value is reported"""
 
 
 def merged(statuses: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge statuses: what is counted is added up, words stay where all have the same, and are joined where not."""
+    """Merge statuses: numbers are added up, other values are kept if equal, and joined as text if not."""
     names = dict.fromkeys(name for status in statuses for name in status)
     return {name: _merged(name, [status[name] for status in statuses if name in status]) for name in names}
 
@@ -37,7 +37,7 @@ COUNTED = ("steps", "tokens", "seconds", "saved", "offloads", "resets", "blocks"
 
 
 def counters(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Take what a status counts from its start on: it outlives the replica that counted."""
+    """Return the counters of a status, which are still reported after its replica is lost."""
     found = {name: value for name, value in status.items() if _counts(name, value)}
     return found | ({"ended": status["ended"]} if isinstance(status.get("ended"), dict) else {})
 
@@ -48,11 +48,11 @@ def _counts(name: str, value: Any) -> bool:
 
 
 SHOWN = ("running", "waiting", "generated_tokens", "kv", "loop")
-"""of a replica's own status"""
+"""fields of a replica's own status"""
 
 
 def described(replica: Replica, pid: int | None, parts: int) -> dict[str, Any]:
-    """Describe one replica for people and dashboards. `parts`: of groups, that run there."""
+    """Describe one replica for `rollout status`. `parts`: parts of groups that run there."""
     return {
         "name": replica.name,
         "state": replica.state.value,
@@ -66,13 +66,13 @@ def described(replica: Replica, pid: int | None, parts: int) -> dict[str, Any]:
     }
 
 
-def totals(members: ReplicaSet, groups: FleetGroups) -> dict[str, Any]:
-    """Count replicas and what has become of them and of their children."""
-    since = members.none_since
+def totals(replicas: ReplicaSet, groups: FleetGroups) -> dict[str, Any]:
+    """Count replicas, losses and moved children."""
+    since = replicas.none_since
     return {
-        "replicas": len(members.replicas),
-        "serving": len(members.serving()),
-        "deaths": members.deaths,
+        "replicas": len(replicas.by_name),
+        "serving": len(replicas.serving()),
+        "deaths": replicas.deaths,
         "moved": groups.moved,
         "repeats": groups.repeats,
         "waiting": len(groups.waiting),

@@ -1,4 +1,4 @@
-"""Groups of the front that have children left, and which of these are at which replica. Written by `Groups`."""
+"""Unfinished groups of the router, and the children of each replica. Written by `FleetGroups`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ LEAST_DEADLINE_S = 1e-3
 
 @dataclass(slots=True, eq=False)
 class PlacedChildren:
-    """Children of a group at one replica."""
+    """Children of a group on one replica."""
 
     open: OpenGroup
     replica: Replica
     handle: Handle
     left: set[int]
     aborts: int
-    """refreshes that had ended all groups when it was sent"""
+    """refreshes that had aborted all groups when it was sent"""
 
 
 @dataclass(slots=True, eq=False)
 class OpenGroup:
-    """A group that has children left."""
+    """A group with unfinished children."""
 
     group: Group
     """with its seed"""
@@ -41,29 +41,29 @@ class OpenGroup:
     parts: set[PlacedChildren] = field(default_factory=set)
     partials: dict[int, PartialSample] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
-    """children whose end was asked for"""
+    """aborted children"""
     failed_on: set[str] = field(default_factory=set)
-    """names of replicas that are tried again only where there is no other"""
+    """names of replicas that get its children only if there is no other"""
     finished: int = 0
-    """children that have ended by themselves"""
+    """children that ended as "stop" or "length\""""
     moves: int = 0
     errors: Counter[int] = field(default_factory=Counter)
     """times that each child has ended as "error", or was refused, by index"""
 
     @classmethod
     def of(cls, group: Group, client: str, now: float) -> OpenGroup:
-        """Take a group that has its seed; no replica has any of it."""
+        """Make the record of a group with a seed; no replica has any of it."""
         partials = {child.index: child for child in group.partials}
         return cls(group, client, now, set(group.wanted), set(group.wanted), partials=partials)
 
     @property
     def cut(self) -> bool:
-        """Whether so many children have ended that the others are to end as well."""
+        """Whether `finish_after` children have ended, so that the others end as well."""
         enough = self.group.sampling.finish_after
         return enough is not None and self.finished >= enough
 
     def sampling(self, indices: Sequence[int], now: float) -> Sampling:
-        """Return how these children are sampled if they are sent at `now`: of what counts from the arrival, the rest."""
+        """Return the sampling of children that are sent at `now`, with the rest of the deadline and of `finish_after`."""
         sampling, changes = self.group.sampling, {}
         if sampling.deadline_s is not None:
             changes["deadline_s"] = max(LEAST_DEADLINE_S, sampling.deadline_s - (now - self.arrived_at))
@@ -72,14 +72,14 @@ class OpenGroup:
         return msgspec.structs.replace(sampling, **changes) if changes else sampling
 
     def at(self, name: str, indices: Sequence[int], after: tuple[str, int] | None, now: float) -> Group:
-        """Make the group of these children, with what they have, for a replica that is sent it at `now`. after: the child that
-        it continues, as that replica names it."""
+        """Make the group of these children, with their tokens so far, for a replica to which it is sent at `now`. after: the
+        child that it continues, as that replica names it."""
         partials = tuple(self.partials[index] for index in indices if index in self.partials)
         fields = dict(id=name, sampling=self.sampling(indices, now), indices=tuple(indices), partials=partials, after=after)
         return msgspec.structs.replace(self.group, **fields)
 
     def unfinished(self, index: int, reason: FinishReason, error: str | None = None) -> Sample:
-        """Make the sample of a child that ends here, with what is known of it."""
+        """Make the sample of a child that ends in the router, with its tokens so far."""
         child = None if self.group.score else self.partials.get(index)
         return Sample(
             group_id=self.group.id,
@@ -92,32 +92,31 @@ class OpenGroup:
         )
 
     def rivals(self, part: PlacedChildren, index: int) -> list[PlacedChildren]:
-        """List the other parts in which this child runs as well."""
+        """List the other parts in which this child also runs."""
         if len(self.parts) == 1 and part in self.parts:
             return []
         return [other for other in self.parts if other is not part and index in other.left]
 
     def orphans(self, part: PlacedChildren) -> set[int]:
-        """Return which children of a part have not come and run nowhere else."""
+        """Return the children of a part that have not arrived and run nowhere else."""
         return {index for index in part.left & self.left if not self.rivals(part, index)}
 
     def take_back(self, part: PlacedChildren, orphans: set[int]) -> None:
-        """Have these children of a part run elsewhere, from the tokens that were streamed of them by a replica that is
-        believed."""
-        if part.replica.believed and not self.group.score:  # whose tokens are not drawn
+        """Take these children of a part back, with the tokens that were streamed unless the replica sent invalid data."""
+        if not part.replica.invalid and not self.group.score:  # a scored child generates no tokens
             self.partials |= {child.index: child for child in part.handle.partial_samples() if child.index in orphans}
         self.unplaced |= orphans
 
 
 def seeded(group: Group, text: str) -> Group:
-    """Give a group the seed that follows from a text."""
+    """Give a group a seed that is a hash of a text."""
     seed = xxhash.xxh3_64_intdigest(text.encode()) % SEED_LIMIT
     return msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, seed=seed))
 
 
 def new_tokens(one: OpenGroup, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
-    """Return new tokens of children that run, as `Engine.chunks` does: of those that replicas have streamed. Of a child that
-    runs twice, what the one has that is ahead."""
+    """Return new tokens of running children, as `Engine.chunks` does, as far as replicas have streamed them; of a child that
+    runs twice, the longer ones."""
     known = one.partials.copy()
     for child in (child for part in one.parts for child in part.handle.partial_samples()):
         if child.index not in known or len(child.token_ids) > len(known[child.index].token_ids):

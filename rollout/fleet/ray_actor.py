@@ -1,6 +1,6 @@
-"""What runs in a Ray actor: one replica as a child process, held as long as the actor lives. Imports neither Ray nor torch.
+"""A Ray actor that runs one replica as a child process. Imports neither Ray nor torch.
 
-Ray carries the text of its configuration there, and its exit status back; groups, samples and weights go by the replica's link.
+Ray transfers the text of the replica's configuration and its exit status; groups, samples and weights use the replica's link.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import sys
 from rollout.process import Folder
 
 STOP_S = 20.0
-"""longest that a replica may take to stop in order"""
+"""longest time that a replica may take to stop in order"""
 
 
 class ReplicaHolder:
-    """Ray makes an actor of it, with two threads: `serve` waits in one, the others' calls come in the other.
+    """A Ray actor with two threads: `serve` waits in one, the other runs the other calls.
 
     Args:
         toml: configuration of `rollout serve`, with [fleet] join and name."""
@@ -31,8 +31,8 @@ class ReplicaHolder:
         return socket.gethostname(), os.getpid()
 
     def serve(self) -> int:
-        """Run the replica until it ends. Returns its exit status, or minus the signal. It ends with this process, however that
-        does: its standard input closes then."""
+        """Run the replica until it ends. Returns its exit status, or minus the signal. It also ends with this process, which
+        closes its standard input."""
         with Folder("ray") as folder:
             (folder / "replica.toml").write_text(self._toml)
             words = ["serve", "--config", str(folder / "replica.toml"), "--exit-on-stdin-close"]
@@ -44,12 +44,12 @@ class ReplicaHolder:
         return status
 
     def kill(self) -> None:
-        """Kill the replica, which may be beyond hearing."""
+        """Kill the replica."""
         if self._child is not None:
             self._child.kill()
 
     def stop(self) -> None:
-        """Stop the replica in order; after STOP_S kill it."""
+        """Stop the replica in order; kill it after STOP_S."""
         if self._child is not None:
             self._child.terminate()
             try:

@@ -1,11 +1,10 @@
-"""Replicas on a Ray cluster: Ray core places them and starts them again, nothing else of it is used.
+"""Starts replicas on a Ray cluster. Only Ray core is used: it places actors and restarts them.
 
-front ── a thread ──→ placement group, a bundle a replica, SPREAD ──→ actor (max_restarts=-1) ──→ child: rollout serve --join
-      ←── Join ─────────────────────────────────────────────────────────────────────────────────────┘
+router ── a thread ──→ placement group, a bundle a replica, SPREAD ──→ actor (max_restarts=-1) ──→ child: rollout serve --join
+       ←── Join ─────────────────────────────────────────────────────────────────────────────────────┘
 
-A bundle lies on one node, so all that a replica has is together. Which replica serves, and with which weights, is the front's
-business as with any that joins; what ends here is known from the actor's call, which ends too. Ray's calls may take seconds,
-so they have a thread of their own.
+A bundle is on one node, so all resources of a replica are together. The replicas join like any other. A process has ended when
+the actor's call returns. Ray's calls may take seconds, so they have a thread of their own.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.fleet.join_listener import JoinListener
-from rollout.fleet.launcher import FIRST_PAUSE_S, MOST_PAUSE_S, STEADY_S, ReplicaEvent, Use, alike, least_used
+from rollout.fleet.launcher import ProcessExit, Use, alike, how_ended, least_used
 from rollout.fleet.ray_actor import STOP_S, ReplicaHolder
+from rollout.fleet.timing import TIMING
 from rollout.logs import logger
 
 LOOK_S = 0.2
 START_S = 180.0
 """longest that Ray itself may take to start"""
 PLACE_S = 60.0
-"""between two words that replicas wait for a place"""
+"""interval of log lines while replicas wait for resources"""
 OBJECT_STORE_BYTES = 80 << 20
-"""of a Ray that is started here, the least that it takes: nothing of ours is put there"""
+"""of a Ray that is started here, the minimum: nothing is stored there"""
 
 log = logger(__name__)
 
@@ -45,20 +44,20 @@ class ReplicaActor:
     group: Any
     """its placement group"""
     running: Any = None
-    """the call that ends with the replica; None: none runs"""
+    """the call that returns when the replica ends; None: none runs"""
     started_at: float = 0.0
     start_at: float = 0.0
-    pause_s: float = FIRST_PAUSE_S
+    pause_s: float = TIMING.first_pause_s
     wanted: bool = True
 
 
 class RayLauncher:
-    """Used by the thread of the front's service.
+    """Used by the thread of the router's service.
 
     Args:
-        joins: where the replicas join.
+        label: makes the names of the actors unique on the cluster.
         count: how many replicas.
-        toml: makes the configuration of the one of a name, for the CPUs that it has.
+        toml: returns the configuration of the replica of a name that has so many CPUs.
         address: of the cluster, as `ray.init` takes it; "local" = a Ray of this machine, for this process.
         cpus: of each; None = the cluster's, divided.
         gpus: of each.
@@ -67,7 +66,7 @@ class RayLauncher:
 
     def __init__(
         self,
-        joins: JoinListener,
+        label: str,
         count: int,
         toml: Callable[[str, int], str],
         address: str,
@@ -77,83 +76,68 @@ class RayLauncher:
         import ray
 
         self._ray = ray
-        self._joins = joins
+        self._label = label
         self._toml = toml
         self._resources: dict[str, float] = {"CPU": cpus or 0.0, **({"GPU": gpus} if gpus else {})}
-        self._wanted = count
         self._made = 0
+        self._names = self._new_names(count)
         self._slots: dict[str, ReplicaActor] = {}
-        self._events: queue.SimpleQueue[ReplicaEvent] = queue.SimpleQueue()
+        self._exits: queue.SimpleQueue[ProcessExit] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._ended_by_itself: set[str] = set()
-        """named by the events of the last `tend`: nothing is left there to kill"""
         started: Future[None] = Future()
         # not the main thread: Ray would take its signals
-        self._thread = threading.Thread(target=self._run, args=(address, count, started), name="rollout-ray", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(address, self.names, started), name="rollout-ray", daemon=True)
         self._thread.start()
         started.result(START_S)
         keep_signals()
 
     @property
-    def wanted(self) -> int:
-        return self._wanted
+    def names(self) -> list[str]:
+        return list(self._names)
 
-    @property
-    def outlived(self) -> frozenset[str]:
-        """No one: actors end with the front that made them."""
-        return self._joins.outlived
+    def poll(self) -> list[ProcessExit]:
+        exits = []
+        while not self._exits.empty():
+            exits.append(self._exits.get_nowait())
+        return exits
 
-    def tend(self) -> list[ReplicaEvent]:
-        events = []
-        while not self._events.empty():
-            events.append(self._events.get_nowait())
-        self._ended_by_itself = {event.name for event in events}
-        return [*events, *self._joins.tend()]
-
-    def replace(self, name: str, sick: bool = False) -> None:
-        """Kill a replica's process, if it lives; its actor starts another."""
-        self._joins.replace(name, sick)
-        if name not in self._ended_by_itself:
-            self._calls.put(lambda: self._kill(name))
-
-    def restart(self, name: str) -> None:
-        self._joins.restart(name)
+    def kill(self, name: str) -> None:
+        self._calls.put(lambda: self._kill(name))
 
     def remove(self, name: str) -> None:
-        """End a replica and its actor for good."""
-        self._joins.remove(name)
+        if name in self._names:
+            self._names.remove(name)
         self._calls.put(lambda: self._release(name))
 
     def scale(self, count: int, use: Use = alike) -> list[str]:
-        """Have so many of Ray's replicas. Returns those that are to go."""
-        more, self._wanted = count - self._wanted, count
-        if more > 0:
+        if more := self._new_names(count - len(self._names)):
+            self._names += more
             self._calls.put(lambda: self._place(more))
-        return least_used([name for name, slot in self._slots.items() if slot.wanted], count, use)
-
-    def pid(self, name: str) -> int | None:
-        return self._joins.pid(name)
+        return least_used(self._names, count, use)
 
     def close(self) -> None:
-        """End the replicas and their actors, and a Ray that was started here."""
+        """Stop the replicas and their actors, and a Ray that was started here."""
         self._calls.put(None)
         self._thread.join(2 * STOP_S)
-        self._joins.close()
+
+    def _new_names(self, count: int) -> list[str]:
+        first, self._made = self._made, self._made + max(0, count)
+        return [f"ray-{i}" for i in range(first, self._made)]
 
     # the thread
 
-    def _run(self, address: str, count: int, started: Future[None]) -> None:
+    def _run(self, address: str, names: list[str], started: Future[None]) -> None:
         try:
-            self._init(address, count)
+            self._init(address, len(names))
             started.set_result(None)
         except BaseException as error:
             started.set_exception(RuntimeError(f"Ray does not start: {type(error).__name__}: {error}"))
             return
         try:
-            self._place(count)
+            self._place(names)
             self._supervise()
         except Exception:
-            log.exception("Ray's replicas are not looked after any more")
+            log.exception("supervision of replicas on Ray ended")
         finally:
             self._end()
 
@@ -172,22 +156,21 @@ class RayLauncher:
         if not self._resources["CPU"]:
             self._resources["CPU"] = max(1.0, ray.cluster_resources().get("CPU", 1.0) // count)
 
-    def _place(self, count: int) -> None:
-        """Make so many more actors, in a placement group of their own."""
+    def _place(self, names: list[str]) -> None:
+        """Make the actors of these replicas, in a placement group of their own."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         ray, resources = self._ray, self._resources
-        group = placement_group([resources] * count, strategy="SPREAD")
+        group = placement_group([resources] * len(names), strategy="SPREAD")
         while not ray.wait([group.ready()], timeout=PLACE_S)[0]:
-            log.warning("no place for %d replicas of %s each; have %s", count, resources, ray.available_resources())
-        for i in range(count):
-            name = f"ray-{self._made}"
-            self._made += 1
+            available = ray.available_resources()
+            log.warning("no resources for %d replicas of %s each; available: %s", len(names), resources, available)
+        for i, name in enumerate(names):
             actor = (
                 ray.remote(ReplicaHolder)
                 .options(
-                    name=f"rollout-{self._joins.endpoint}-{name}",
+                    name=f"rollout-{self._label}-{name}",
                     num_cpus=resources["CPU"],
                     num_gpus=resources.get("GPU", 0.0),
                     max_restarts=-1,
@@ -221,26 +204,27 @@ class RayLauncher:
             return
         try:
             status = self._ray.get(slot.running)
-            why = f"its process ended with {f'signal {-status}' if status < 0 else f'exit status {status}'}"
-        except Exception as error:  # the actor, or its node: Ray makes another
+            why = f"its process ended with {how_ended(status)}"
+        except Exception as error:  # the actor or its node: Ray starts another
             why = f"its actor was lost: {type(error).__name__}"
         slot.running = None
-        pause = min(slot.pause_s, FIRST_PAUSE_S) if now - slot.started_at > STEADY_S else slot.pause_s
-        slot.start_at, slot.pause_s = now + pause, min(MOST_PAUSE_S, 2 * pause)
+        steady = now - slot.started_at > TIMING.steady_s
+        pause = min(slot.pause_s, TIMING.first_pause_s) if steady else slot.pause_s
+        slot.start_at, slot.pause_s = now + pause, min(TIMING.max_pause_s, 2 * pause)
         log.info("replica ended name=%s why=%r pause_s=%.1f", slot.name, why, pause)
-        self._events.put(ReplicaEvent(slot.name, None, why, not slot.wanted))
+        self._exits.put(ProcessExit(slot.name, why, not slot.wanted))
 
     def _kill(self, name: str) -> None:
         if (slot := self._slots.get(name)) is not None and slot.running is not None:
             slot.actor.kill.remote()
 
     def _release(self, name: str) -> None:
-        """Let go of an actor; a group whose replicas are all gone gives its places back."""
+        """Stop an actor; remove its placement group with its last actor."""
         if (slot := self._slots.pop(name, None)) is None:
             return
         slot.wanted = False
         slot.actor.stop.remote()
-        self._events.put(ReplicaEvent(name, None, "it was asked to go", True))
+        self._exits.put(ProcessExit(name, "it was removed", True))
         if slot.running is not None:
             self._ray.wait([slot.running], timeout=STOP_S)
         self._ray.kill(slot.actor)
@@ -248,7 +232,7 @@ class RayLauncher:
             self._remove_group(slot.group)
 
     def _end(self) -> None:
-        """Stop all, in order as far as they hear, and take everything away that was made."""
+        """Stop all actors, and remove everything that was made."""
         slots = list(self._slots.values())
         for slot in slots:
             slot.wanted = False
@@ -268,7 +252,7 @@ class RayLauncher:
 
 
 def keep_signals() -> None:
-    """Install this process's signal handlers again: Ray's core has put its own in their place, whichever thread starts it."""
+    """Install this process's signal handlers again: Ray's core replaces them, in whichever thread it starts."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.getsignal(number))

@@ -1,4 +1,4 @@
-"""One replica as the front sees it: an ordinary service at the other end of a `Link`."""
+"""One replica as the router sees it: an ordinary service at the other end of a `Link`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -15,7 +15,8 @@ from engine.types import Limits
 from rollout.client.connection import LinkTiming
 from rollout.client.link import Link
 from rollout.fleet.event_queue import EventQueue
-from rollout.fleet.told import ProgressWatch, Told, told
+from rollout.fleet.replica_status import ProgressWatch, ReplicaStatus, read_status
+from rollout.fleet.timing import TIMING, Timing
 from rollout.logs import logger
 from transport.errors import NotBelieved
 from transport.keys.files import ClientKeys
@@ -23,69 +24,74 @@ from transport.messages import GATHERS, StatusRequest, Welcome
 from transport.sockets import ClientEnd
 
 NEVER_S = 1e9
-"""the front, not the link, judges how long a replica may be away"""
-STALL_S = 300.0
-"""longest that a connected replica's loop may say nothing; a single step may take minutes"""
-OVERDUE_S = 600.0
-"""longest that an answer may take, of staging all weights as well"""
+"""the router, not the link, decides how long a replica may be away"""
+
+Make = Callable[[int], Any]
+"""builds a message for the id of a request"""
 
 log = logger(__name__)
 
 
 class State(enum.Enum):
-    """What a replica may do. docs/fleet.md draws the ways between them."""
+    """State of a replica. docs/fleet.md shows the transitions."""
 
     JOINING = "joining"
-    """its process starts, or it has not said yet who it is"""
+    """its process starts, or its Welcome has not arrived"""
     STALE = "stale"
-    """it has not the live weights, and is given nothing to sample"""
+    """it lacks the live weights, and gets no groups"""
     SERVING = "serving"
     SUSPECT = "suspect"
-    """its link is down: what runs there stays, nothing more is given to it"""
+    """its link is down: it keeps its groups and gets no others"""
     DEAD = "dead"
 
 
 class Replica:
-    """Written by `Members`, in the service's thread."""
+    """Written by `ReplicaSet`, in the service's thread.
 
-    def __init__(self, name: str, inbox: EventQueue, wrong: Callable[[Replica, str], None]) -> None:
-        """wrong: called with what makes an answer useless; the replica is lost then."""
+    Args:
+        inbox: queue by which answers reach that thread.
+        clock: seconds, monotonic."""
+
+    def __init__(
+        self, name: str, inbox: EventQueue, timing: Timing = TIMING, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.name = name
         self.state = State.JOINING
         self.why = "its process starts"
-        """it is in this state"""
+        """reason for the state"""
         self.link: Link | None = None
         self.version = -1
         self.digest = ""
         self.base_digest = ""
-        """of its weights without an adapter, as it told when it came"""
+        """of its weights without an adapter, as reported when it joined"""
         self.load = 0
-        """outstanding tokens: prompts, and what their children may make; 0: nothing runs there. Written by `Groups`"""
+        """outstanding tokens: prompts, and the most that their children may generate; 0: idle. Written by `FleetGroups`"""
         self.failing: set[str] = set()
         """groups that it has failed on since it last succeeded"""
-        self.believed = True
-        """nothing has come of it that cannot be"""
-        self.gave_back_at: float | None = None
-        """when it gave back a child that nobody had ended, as one that stops does; it is given nothing meanwhile"""
+        self.invalid = ""
+        """what it sent that cannot be true; "": nothing"""
+        self.stopping_since: float | None = None
+        """when it first returned a child that was not aborted, as a replica does that stops; it gets no groups"""
         self.silent_since: float | None = None
         """when its link was seen to be down"""
         self.status: dict[str, Any] = {}
-        """the last one that came"""
-        self.asked_status = False
-        self.status_asked_at = 0.0
-        self.progress = ProgressWatch()
+        """the last one"""
+        self.status_requested_at: float | None = None
+        """None: no request for a status is open"""
+        self.progress = ProgressWatch(timing.no_progress_s)
         self.deaths = 0
-        self.leaving = False
-        """it is given nothing more, and goes when nothing runs there"""
+        self.draining = False
+        """it gets no groups, and is removed once it is idle"""
         self.restarting = False
-        """it was asked to stop, and is given nothing until it is back"""
+        """it was asked to stop, and gets no groups until it is back"""
         self._inbox = inbox
-        self._wrong = wrong
-        self._asked_at: dict[Future[Any], float] = {}
-        """of what has not been answered"""
+        self._timing = timing
+        self._clock = clock
+        self._requested_at: dict[Future[Any], float] = {}
+        """of requests without an answer"""
         self._end: ClientEnd | None = None
-        self._wanted: tuple[str | ClientKeys, Callable[[Future[Any]], None]] | None = None
-        """a link that is not open yet, and who hears of it"""
+        self._to_connect: tuple[str | ClientKeys, Callable[[Future[Any]], None]] | None = None
+        """a link that could not be opened yet"""
 
     @property
     def welcome(self) -> Welcome:
@@ -97,91 +103,115 @@ class Replica:
         return self._end is not None and self._end.connected
 
     def connect(self, address: str | ClientKeys, then: Callable[[Future[Any]], None]) -> None:
-        """Open a link. `then` is called in the service's thread with the first Welcome, or with what was refused."""
-        self._wanted = address, then
-        self.connect_again()
+        """Open a link to a new process. `then` is called in the service's thread with the Welcome or the refusal."""
+        self.failing.clear()
+        self.invalid, self.stopping_since, self.silent_since, self.restarting = "", None, None, False
+        self.progress, self.status_requested_at = ProgressWatch(self._timing.no_progress_s), None
+        self._requested_at.clear()
+        self._to_connect = address, then
+        self.retry_connect()
 
-    def connect_again(self) -> None:
-        """Open the link that `connect` could not open. That this process had no descriptors is no fault of the replica."""
-        if self._wanted is None:
+    def retry_connect(self) -> None:
+        """Open the link that `connect` could not open because this process had no descriptors."""
+        if self._to_connect is None:
             return
-        address, then = self._wanted
+        address, then = self._to_connect
         try:
             self._end = ClientEnd(address, Limits())
         except OSError as error:
-            self.why = f"the front cannot connect to it, and tries again: {error}"
+            self.why = f"the router cannot connect to it, and tries again: {error}"
             return
-        self._wanted = None
-        timing = LinkTiming(link_s=NEVER_S, stall_s=STALL_S, restart_s=NEVER_S)
-        who = secrets.token_hex(16), f"front of {self.name}"
-        # alone: what the replica still does for a front that is dead ends, its open refresh included
-        self.link = Link(self._end, *who, timing, capabilities=(GATHERS,), alone=True)
-        self._answer(self.link.first_welcome, then)
+        self._to_connect = None
+        timing = LinkTiming(link_s=NEVER_S, stall_s=self._timing.stalled_s, restart_s=NEVER_S)
+        session = secrets.token_hex(16), f"router of {self.name}"
+        # alone: the replica ends what it still does for a router that is dead, including an open refresh
+        self.link = Link(self._end, *session, timing, capabilities=(GATHERS,), alone=True)
+        self._on_answer(self.link.first_welcome, then)
 
-    def ask(self, make: Callable[[int], Any], then: Callable[[Future[Any]], None] = lambda answer: None) -> None:
-        """Send the request that `make` builds for an id. `then` is called in the service's thread with the answer, and never if
-        the replica is lost before."""
-        self._answer(self.request(make), then)
-
-    def request(self, make: Callable[[int], Any]) -> Future[Any]:
-        """Send the request that `make` builds for an id. The answer is the future's, or ClientClosed if the replica is lost."""
+    def request(self, make: Make) -> Future[Any]:
+        """Send the request that `make` builds for an id. The future has the answer, or ClientClosed if the replica is lost."""
         assert self.link is not None
         return self.link.request(make)
 
-    def overdue(self, now: float) -> bool:
-        """Whether it has not answered something for too long."""
-        return any(now - asked_at > OVERDUE_S for asked_at in self._asked_at.values())
+    def request_then(self, make: Make, then: Callable[[Future[Any]], None] = lambda answer: None) -> None:
+        """Send a request. `then` is called in the service's thread with the answer, and never if the replica is lost before."""
+        self._on_answer(self.request(make), then)
 
-    def gives_back(self) -> None:
-        """Note that it has ended a child for no reason of its group's: it stops. Nothing is given to it until it is back, or
-        has not stopped after all, which is a failure."""
-        self.gave_back_at = self.gave_back_at or time.monotonic()
+    def set_state(self, state: State, why: str) -> None:
+        if self.state is not state:
+            log.info("replica name=%s %s -> %s why=%r", self.name, self.state.value, state.value, why)
+        self.state, self.why = state, why
 
-    def fresh(self) -> None:
-        """Begin again with a new process: nothing is held against it, or awaited of it."""
-        self.failing.clear()
-        self.believed, self.gave_back_at, self.silent_since, self.restarting = True, None, None, False
-        self.progress, self.asked_status = ProgressWatch(), False
-        self._asked_at.clear()
-
-    def ask_status(self, look: Callable[[Told], None]) -> None:
-        """Ask for the status, unless that is under way; `look` is called with it."""
-        if self.asked_status:
+    def request_status(self, then: Callable[[ReplicaStatus, float], None]) -> None:
+        """Request the status, unless a request is open. `then` is called with it and the time of the request."""
+        if self.status_requested_at is not None:
             return
+        self.status_requested_at = requested_at = self._clock()
 
-        def then(answer: Future[Any]) -> None:
-            self.asked_status = False
+        def arrived(answer: Future[Any]) -> None:
+            self.status_requested_at = None
             if answer.exception() is None:
-                status = told(answer.result())
+                status = read_status(answer.result())
                 self.status = answer.result()
-                look(status)
+                then(status, requested_at)
 
-        self.asked_status, self.status_asked_at = True, time.monotonic()
-        self.ask(StatusRequest, then)
+        self.request_then(StatusRequest, arrived)
+
+    def overdue(self, now: float) -> str:
+        """Return why the replica is lost if an answer is overdue, "" if none is."""
+        overdue = any(now - at > self._timing.overdue_s for at in self._requested_at.values())
+        return f"it has not answered a request for {self._timing.overdue_s} s, and is connected" if overdue else ""
+
+    def silent(self, now: float) -> str:
+        """Update `silent_since`. Returns why the replica is lost if its link was down for too long, "" if not."""
+        welcomed = self.link is not None and self.link.welcome is not None
+        if welcomed and self.connected:
+            self.silent_since = None
+            return ""
+        if self.silent_since is None:
+            self.silent_since = now
+        if not welcomed:
+            slow = now - self.silent_since > self._timing.welcome_s
+            return f"it has not answered for {self._timing.welcome_s} s" if slow else ""
+        down = now - self.silent_since > self._timing.lost_s
+        return f"its link was down for {self._timing.lost_s} s" if down else ""
+
+    def returned_unasked(self) -> None:
+        """Note that it returned a child that was not aborted, so it is stopping. If it does not stop, that is a failure."""
+        self.stopping_since = self.stopping_since or self._clock()
 
     def disconnect(self) -> None:
-        """Close the link. Nobody waits for that: it takes as long as the other end is given to hear the goodbye."""
-        link, self.link, self._end, self._wanted = self.link, None, None, None
+        """Close the link, without waiting for the other end to receive the goodbye."""
+        link, self.link, self._end, self._to_connect = self.link, None, None, None
         if link is not None:
             threading.Thread(target=link.close, name="rollout-goodbye", daemon=True).start()
 
-    def _answer(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
+    def _on_answer(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
         link = self.link
-        self._asked_at[future] = time.monotonic()
+        self._requested_at[future] = self._clock()
 
         def call(answer: Future[Any]) -> None:
-            self._asked_at.pop(answer, None)
+            self._requested_at.pop(answer, None)
             if self.link is not link:
                 return
             try:
                 if isinstance(error := answer.exception(), NotBelieved):
-                    self.believed = False
+                    self.invalid = error.message
                 then(answer)
             except (ValueError, TypeError, LookupError, AttributeError) as wrong:
-                log.exception("answer of a replica not understood name=%s", self.name)
-                self.believed, error = False, wrong
-            if not self.believed:
-                self._wrong(self, f"it answered what cannot be: {error}")
+                log.exception("invalid answer of a replica name=%s", self.name)
+                self.invalid = str(wrong) or repr(wrong)
 
-        # `answer` is given, not enclosed: a future keeps its callbacks, and would be garbage that holds all that `then` does
+        # `answer` is an argument, not a captured variable: a future keeps its callbacks, which would keep what `then` refers to
         future.add_done_callback(lambda answer: self._inbox.post(partial(call, answer)))
+
+
+def serving(replicas: Mapping[str, Replica]) -> list[Replica]:
+    """List the replicas that may get groups: they have the live weights and a link, and do not stop."""
+    there = [one for one in replicas.values() if one.state is State.SERVING and one.stopping_since is None]
+    return [one for one in there if not one.draining | one.restarting]
+
+
+def linked(replicas: Mapping[str, Replica]) -> list[Replica]:
+    """List the replicas that may be sent requests."""
+    return [one for one in replicas.values() if one.state in (State.STALE, State.SERVING, State.SUSPECT)]

@@ -1,7 +1,9 @@
-"""The replicas of a fleet and what becomes of them. docs/fleet.md draws the states.
+"""The replicas of a fleet and their states. docs/fleet.md draws the states.
 
-launcher says up ─→ connect ─→ Welcome ─→ which weights? ─→ the live ones: SERVING          others: STALE ─→ update ─→ SERVING
-link down ─→ SUSPECT ─→ LOST_S later, or its process ended, or it fails again and again ─→ DEAD ─→ the launcher starts another
+it joins ─→ connect ─→ Welcome ─→ its weights? ─→ the live ones: SERVING          others: STALE ─→ update ─→ SERVING
+link down ─→ SUSPECT ─→ lost_s later, or its process ended, or it fails again and again ─→ DEAD ─→ it joins again
+
+`poll` takes in what processes, joins, links and weights report; `take_events` returns what the fleet must act on.
 """
 
 from __future__ import annotations
@@ -10,39 +12,28 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from engine.types import NONE_SERVED, Served
-from rollout.fleet.changes import Changes
 from rollout.fleet.event_queue import EventQueue
-from rollout.fleet.launcher import LauncherLike, ReplicaEvent
-from rollout.fleet.replica import OVERDUE_S, Replica, State
-from rollout.fleet.told import Told, ToldWeights
+from rollout.fleet.join_listener import JoinListener, ReplicaEvent
+from rollout.fleet.launcher import LauncherLike
+from rollout.fleet.replica import Make, Replica, State, linked, serving
+from rollout.fleet.replica_status import ReplicaStatus, ReplicaWeights
+from rollout.fleet.scaling import Scaling
+from rollout.fleet.timing import TIMING, Timing
 from rollout.fleet.weights import FleetWeights
 from rollout.logs import logger
 from transport import messages as m
 from transport.errors import NotBelieved, RolloutError, ServiceLost, StaleWeights
 
-JOIN_S = 10.0
-"""longest that a replica that listens may take to say who it is"""
-LOST_S = 1.5
-"""a replica whose link is down for so long is lost; a stopped process is noticed 4 s before"""
-STATUS_S = 1.0
-"""between two looks at a replica's status"""
-ANSWER_S = 120.0
-"""longest that the front waits for replicas to pause, to sleep or to wake"""
-GIVEN_BACK_S = 10.0
-"""longest that a replica may be stopping, once it has given children back that nobody had ended"""
 LOOK_S = 0.05
-MOST_FAILING = 3
+MAX_FAILING = 3
 """groups in a row that a replica may fail on"""
-MOST_UPDATES = 3
+MAX_UPDATES = 3
 """times that a replica may fail to take the live weights"""
-
-Make = Callable[[int], Any]
-"""builds a message for the id of a request"""
 
 log = logger(__name__)
 
@@ -62,87 +53,124 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
         return cls(welcome.model, welcome.vocab_size, welcome.context, welcome.eos_token_ids, welcome.arithmetic)
 
 
+class ReplicaLost(NamedTuple):
+    """A replica is dead; its link is closed."""
+
+    replica: Replica
+
+
+class StatusArrived(NamedTuple):
+    """The status of a replica that serves."""
+
+    replica: Replica
+    status: ReplicaStatus
+    requested_at: float
+
+
 class ReplicaSet:
     """Written by the service's thread.
 
     Args:
-        on_lost: called with a replica that is dead, after its link is closed.
-        on_serving: called when a replica serves that has not.
-        asked: requests that a replica gets before its first group: the fleet is paused, drains or sleeps.
-        sent: counts the groups that a replica was sent before a time, and that have not come back; None where it may do nothing
-            with them: the fleet is paused, drains or sleeps.
-        before: the weights that were live when the front before was killed; version 0: there was none. What is live now is
-            known when all replicas that have outlived it have told, or are lost."""
+        joins: where replicas join.
+        launcher: starts processes that join; None: all are started elsewhere.
+        inbox: queue of the answers of replicas.
+        before: the weights that were live when the router before was killed; version 0: there was none.
+        returning: replicas of a router that was killed may join again. Which weights are live is known when they have reported
+            theirs, or `return_s` has passed."""
 
     def __init__(
         self,
-        launcher: LauncherLike,
+        joins: JoinListener,
+        launcher: LauncherLike | None,
         inbox: EventQueue,
-        on_lost: Callable[[Replica], None],
-        on_serving: Callable[[], None],
-        asked: Callable[[], list[Make]],
-        sent: Callable[[Replica, float], int | None],
         before: Served = NONE_SERVED,
+        returning: bool = False,
+        timing: Timing = TIMING,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.facts: ReplicaFacts | None = None
         """of the first replica"""
-        self.replicas: dict[str, Replica] = {}
-        self.changes = Changes(launcher, self.replicas)
+        self.by_name: dict[str, Replica] = {}
+        self.scaling = Scaling(joins, launcher, self.by_name)
+        self.weights = FleetWeights(self.by_name, before)
         self.deaths = 0
-        self.none_since: float | None = time.monotonic()
+        self.none_since: float | None = clock()
         """when the last replica stopped serving; None: one serves"""
-        self.weights = FleetWeights(self.serving, self.linked, self._weights_changed, before)
-        self._awaited = set(launcher.outlived)
+        self.first_requests: list[Make] = []
+        """sent to a replica before its first group: the fleet is paused, drains or sleeps. Written by `Fleet`"""
+        self._joins = joins
         self._launcher = launcher
         self._inbox = inbox
-        self._on_lost = on_lost
-        self._on_serving = on_serving
-        self._asked = asked
-        self._sent = sent
-        self._looked_at = 0.0
+        self._timing = timing
+        self._clock = clock
+        self._returning_until = clock() + timing.return_s if returning else None
+        self._status_at = 0.0
         self._failed_updates: dict[Replica, int] = {}
+        self._admitted_for = self._live
+        """live weights when replicas were last compared with them"""
+        self._events: list[ReplicaLost | StatusArrived] = []
+
+    @property
+    def _live(self) -> tuple[int, str]:
+        return self.weights.version, self.weights.digest
 
     def serving(self) -> list[Replica]:
-        """List those that have the live weights and a link, and do not leave or stop."""
-        there = [one for one in self.replicas.values() if one.state is State.SERVING and one.gave_back_at is None]
-        return [one for one in there if not one.leaving | one.restarting]
+        """List the replicas that may get groups."""
+        return serving(self.by_name)
 
     def linked(self) -> list[Replica]:
-        """List those that a request may be sent to."""
-        return [one for one in self.replicas.values() if one.state in (State.STALE, State.SERVING, State.SUSPECT)]
+        """List the replicas that may be sent requests."""
+        return linked(self.by_name)
 
-    def tend(self, now: float) -> None:
-        """Look at processes, links and weights, and do what is due."""
-        for event in self._launcher.tend():
-            self._happened(event)
-        for replica in list(self.replicas.values()):
-            self._look_at_link(replica, now)
-            self._look_at_work(replica, now)
-        self.changes.tend(len(self.serving()))
-        self.weights.tend(now)
-        if now - self._looked_at >= STATUS_S:
-            self._looked_at = now
+    def take_events(self) -> list[ReplicaLost | StatusArrived]:
+        """Return what has happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def poll(self, now: float) -> None:
+        """Look at processes, joins, links and weights, and do what is due."""
+        for event in self._joins.poll(() if self._launcher is None else self._launcher.poll()):
+            self._joined_or_ended(event)
+        for replica in list(self.by_name.values()):
+            self._check_link(replica, now)
+            self._check_work(replica, now)
+        self.scaling.poll(len(self.serving()))
+        self.update(now)
+        if now - self._status_at >= self._timing.status_s:
+            self._status_at = now
             for replica in self.linked():
-                replica.ask_status(partial(self._told_status, replica))
+                replica.request_status(partial(self._status_arrived, replica))
                 if replica.state is State.STALE and self.weights.settled:
                     self._admit(replica)
         self.none_since = None if self.serving() or self.weights.lost else self.none_since or now
 
+    def update(self, now: float) -> None:
+        """Take in what answers have changed: invalid ones, weights."""
+        for replica in [one for one in self.by_name.values() if one.invalid]:
+            self.lose(replica, f"it sent an invalid answer: {replica.invalid}")
+        self._settle(now)
+        for replica, error in self.weights.poll(now):
+            self._updated(replica, error)
+        if self._live != self._admitted_for:
+            self._admitted_for = self._live
+            self._compare_weights()
+
     def lose(self, replica: Replica, why: str, sick: bool = True) -> None:
-        """Take a replica for dead: what runs there goes elsewhere, and another process takes its place; one that is not `sick`
-        may come back itself."""
+        """Declare a replica dead and end its process; its groups go elsewhere. `sick`: a process that was started elsewhere
+        is asked to restart."""
         if replica.state is State.DEAD:
             return
         log.warning("replica lost name=%s state=%s why=%r", replica.name, replica.state.value, why)
-        self._set(replica, State.DEAD, why)
+        replica.set_state(State.DEAD, why)
         self.deaths += 1
         replica.deaths += 1
         replica.disconnect()
         self._failed_updates.pop(replica, None)
         self.weights.drop(replica)
-        self._launcher.replace(replica.name, sick)
-        self._on_lost(replica)
-        self._told_or_gone(replica.name)
+        self._joins.lost(replica.name, sick)
+        if self._launcher is not None:
+            self._launcher.kill(replica.name)
+        self._events.append(ReplicaLost(replica))
 
     def failed(self, replica: Replica, group_id: str, error: RolloutError | None) -> None:
         """Note that a replica has failed on a group. `error`: why it refused; None: a sample ended as "error"."""
@@ -155,98 +183,97 @@ class ReplicaSet:
         if isinstance(error, ServiceLost):
             self.lose(replica, error.message, sick=False)
         elif isinstance(error, StaleWeights):
-            self.lose(replica, f"it has not the weights that it said it had: {error.message}")
-        elif len(replica.failing) >= MOST_FAILING:
+            self.lose(replica, f"it lacks the weights that it reported: {error.message}")
+        elif len(replica.failing) >= MAX_FAILING:
             self.lose(replica, f"it failed on {len(replica.failing)} groups in a row")
 
-    def ask_all(self, make: Make) -> list[Any]:
-        """Send all replicas a request and wait for their answers. One that is lost meanwhile is left out. Raises a refusal that
-        is everybody's."""
-        asked = {replica: replica.request(make) for replica in self.linked()}
-        deadline = time.monotonic() + ANSWER_S
-        while pending := [replica for replica, future in asked.items() if not future.done() and replica.link is not None]:
-            wait([asked[replica] for replica in pending], LOOK_S)
-            self.tend(time.monotonic())
-            if time.monotonic() > deadline:
+    def request_all(self, make: Make) -> list[Any]:
+        """Send all replicas a request and wait for their answers, without those that are lost meanwhile. Raises the refusal if
+        all refuse."""
+        sent = {replica: replica.request(make) for replica in self.linked()}
+        deadline = self._clock() + self._timing.answer_s
+        while pending := [replica for replica, future in sent.items() if not future.done() and replica.link is not None]:
+            wait([sent[replica] for replica in pending], LOOK_S)
+            self.poll(self._clock())
+            if self._clock() > deadline:
                 for replica in pending:
-                    self.lose(replica, f"it did not answer for {ANSWER_S} s")
-        return results([future for replica, future in asked.items() if replica.link is not None])
+                    self.lose(replica, f"it did not answer for {self._timing.answer_s} s")
+        return results([future for replica, future in sent.items() if replica.link is not None])
 
     # joining
 
-    def _happened(self, event: ReplicaEvent) -> None:
-        replica = self.replicas.get(event.name)
-        if event.address is None:
-            if replica is None and not event.gone:  # it never listened
-                replica = self.replicas[event.name] = Replica(event.name, self._inbox, self.lose)
-            if replica is not None:
-                self.lose(replica, event.why, sick=False)
-                if replica.leaving:
-                    self._launcher.remove(event.name)  # it may have ended for another reason
-                if replica.leaving or event.gone:
-                    del self.replicas[event.name]
-            self._told_or_gone(event.name)  # also of one that had not said where it listens
+    def _joined_or_ended(self, event: ReplicaEvent) -> None:
+        replica = self.by_name.get(event.name)
+        if replica is None and event.removed:
             return
         if replica is None:
-            replica = self.replicas[event.name] = Replica(event.name, self._inbox, self.lose)
-        self._set(replica, State.JOINING, "it is asked who it is")
-        replica.fresh()
-        replica.connect(event.address, lambda answer: self._welcomed(replica, answer))
+            replica = self.by_name[event.name] = Replica(event.name, self._inbox, self._timing, self._clock)
+        if event.address is not None:
+            replica.set_state(State.JOINING, "the router connects to it")
+            replica.connect(event.address, partial(self._welcomed, replica))
+            return
+        self.lose(replica, event.why, sick=False)
+        if replica.draining:
+            self.scaling.remove(event.name)  # it may have ended for another reason
+        if replica.draining or event.removed:
+            del self.by_name[event.name]
 
     def _welcomed(self, replica: Replica, answer: Future[Any]) -> None:
         if (error := answer.exception()) is not None:
-            self.lose(replica, f"it does not let the front in: {error}", sick=False)
+            self.lose(replica, f"it refuses the router: {error}", sick=False)
             return
         facts = ReplicaFacts.of(answer.result())
         if self.facts is None:
             self.facts = facts
-        differs = [name for name in facts.__struct_fields__ if getattr(facts, name) != getattr(self.facts, name)]
-        if differs:
-            what = ", ".join(f"{name} {getattr(facts, name)!r} for {getattr(self.facts, name)!r}" for name in differs)
-            self.lose(replica, f"it is not as the others: {what}")
+        if what := differences(facts, self.facts):
+            self.lose(replica, f"its configuration differs from the fleet's: {what}")
             return
-        replica.ask_status(partial(self._told_status, replica))
-        replica.ask(lambda id: m.WeightsRequest(id), lambda answer: self._told_weights(replica, answer))
+        replica.request_status(partial(self._status_arrived, replica))
+        replica.request_then(lambda id: m.WeightsRequest(id), partial(self._weights_reported, replica))
 
-    def _told_weights(self, replica: Replica, answer: Future[Any]) -> None:
+    def _weights_reported(self, replica: Replica, answer: Future[Any]) -> None:
         if (error := answer.exception()) is not None:
-            self.lose(replica, f"it does not say which weights it has: {error}")
+            self.lose(replica, f"it does not report its weights: {error}")
             return
-        told = msgspec.convert(answer.result(), ToldWeights)
-        replica.version, replica.digest, replica.base_digest = told.version, told.digest, told.base_digest
-        self.weights.names = max(self.weights.names, told.names)
-        self._set(replica, State.STALE, "its weights are looked at")
-        self._told_or_gone(replica.name)
+        has = msgspec.convert(answer.result(), ReplicaWeights)
+        replica.version, replica.digest, replica.base_digest = has.version, has.digest, has.base_digest
+        self.weights.names = max(self.weights.names, has.names)
+        replica.set_state(State.STALE, "its weights are compared with the live ones")
         if self.weights.settled:
             self._admit(replica)
 
-    def _told_or_gone(self, name: str) -> None:
-        """Settle which weights are live, once all that may know have told theirs."""
-        self._awaited.discard(name)
-        told = [replica for replica in self.linked() if replica.version >= 0]
-        if told and not self._awaited and not self.weights.settled:
-            self.weights.settle(told)
-            for replica in told:
-                self._admit(replica)
+    def _settle(self, now: float) -> None:
+        """Decide which weights are live, once the replicas have reported theirs."""
+        reported = [replica for replica in self.linked() if replica.version >= 0]
+        if self.weights.settled or not reported:
+            return
+        if self._returning_until is not None:
+            names = self.scaling.names
+            all_reported = self._launcher is not None and names == {replica.name for replica in reported}
+            joining = any(replica.state is State.JOINING for replica in self.by_name.values())
+            if joining or not (all_reported or now > self._returning_until):
+                return
+        self.weights.settle(reported)
+        for replica in reported:
+            self._admit(replica)
 
     def _admit(self, replica: Replica) -> None:
-        """Let a replica serve if it has the live weights; otherwise give them to it."""
+        """Let a replica serve if it has the live weights; otherwise send them to it."""
         weights = self.weights
         if replica.version == weights.version and not weights.digest:
             weights.digest = replica.digest  # all that had these weights before have died
-        if (replica.version, replica.digest) == (weights.version, weights.digest):
+        if (replica.version, replica.digest) == self._live:
             self._failed_updates.pop(replica, None)
-            for make in self._asked():
-                replica.request(make)  # its answer to drain comes when nothing runs there
-            self._set(replica, State.SERVING, "it has the live weights")
+            for make in self.first_requests:
+                replica.request(make)  # it answers a drain when it is idle
+            replica.set_state(State.SERVING, "it has the live weights")
             self.none_since = None
-            self._on_serving()
         elif replica.version >= weights.version:
             self.lose(replica, f"its weights are other ones: {replica.version} {replica.digest[:12]}, not {weights.version}")
         else:
             what = "waits for a refresh" if weights.lost else f"gets {weights.version}"
-            self._set(replica, State.STALE, f"it has version {replica.version} and {what}")
-            weights.update(replica, self._updated)
+            replica.set_state(State.STALE, f"it has version {replica.version} and {what}")
+            weights.update(replica)
 
     def _updated(self, replica: Replica, error: Exception | None) -> None:
         if error is None:
@@ -254,63 +281,50 @@ class ReplicaSet:
             return
         failed = self._failed_updates[replica] = self._failed_updates.get(replica, 0) + 1
         replica.why = f"it could not take the live weights: {error}"
-        if failed >= MOST_UPDATES:
+        if failed >= MAX_UPDATES:
             self.lose(replica, replica.why)
 
-    def _weights_changed(self) -> None:
-        """Let nobody serve who has other weights."""
-        for replica in self.linked():
-            differs = (replica.version, replica.digest) != (self.weights.version, self.weights.digest)
+    def _compare_weights(self) -> None:
+        """Stop replicas with other weights from serving; give them the live ones."""
+        for replica in self.linked() if self.weights.settled else []:
+            differs = (replica.version, replica.digest) != self._live
             if replica.state is State.STALE or (differs and replica.state is State.SERVING):
                 self._admit(replica)
 
-    # looking
+    # checks
 
-    def _told_status(self, replica: Replica, told: Told) -> None:
-        """Look at what a replica says that it does."""
-        self.weights.sized(told.weights.resident_bytes + told.weights.offloaded_bytes)
-        sent = self._sent(replica, replica.status_asked_at)
+    def _status_arrived(self, replica: Replica, status: ReplicaStatus, requested_at: float) -> None:
+        self.weights.sized(status.weights.resident_bytes + status.weights.offloaded_bytes)
         if replica.state is State.SERVING:
-            why = replica.progress.look(told, sent or 0, sent is not None, time.monotonic())
-            if why:
-                self.lose(replica, why)
+            self._events.append(StatusArrived(replica, status, requested_at))
 
-    def _look_at_work(self, replica: Replica, now: float) -> None:
-        if replica.overdue(now):
-            self.lose(replica, f"it has not answered a request for {OVERDUE_S} s, and lives")
-        elif replica.gave_back_at is not None and now - replica.gave_back_at > GIVEN_BACK_S:
-            replica.gave_back_at = None
-            self.failed(replica, f"given back at {now}", None)
+    def _check_work(self, replica: Replica, now: float) -> None:
+        if why := replica.overdue(now):
+            self.lose(replica, why)
+        elif replica.stopping_since is not None and now - replica.stopping_since > self._timing.stopping_s:
+            replica.stopping_since = None
+            self.failed(replica, f"returned at {now}", None)
 
-    def _look_at_link(self, replica: Replica, now: float) -> None:
+    def _check_link(self, replica: Replica, now: float) -> None:
         if replica.link is None:
-            return replica.connect_again()
-        if replica.link.welcome is None:
-            replica.silent_since = replica.silent_since or now
-            if now - replica.silent_since > JOIN_S:
-                self.lose(replica, f"it has not answered for {JOIN_S} s", sick=False)
-            return
-        if replica.connected:
-            replica.silent_since = None
-            if replica.state is State.SUSPECT:
-                self._set(replica, State.STALE, "its link is back")
-                self._admit(replica)
-            return
-        if replica.silent_since is None:
-            replica.silent_since = now
-        if now - replica.silent_since > LOST_S:
-            self.lose(replica, f"its link was down for {LOST_S} s", sick=False)
-        elif replica.state is State.SERVING:
-            self._set(replica, State.SUSPECT, "its link is down")
+            replica.retry_connect()
+        elif why := replica.silent(now):
+            self.lose(replica, why, sick=False)
+        elif replica.silent_since is not None and replica.state is State.SERVING:
+            replica.set_state(State.SUSPECT, "its link is down")
+        elif replica.silent_since is None and replica.state is State.SUSPECT:
+            replica.set_state(State.STALE, "its link is back")
+            self._admit(replica)
 
-    def _set(self, replica: Replica, state: State, why: str) -> None:
-        if replica.state is not state:
-            log.info("replica name=%s %s -> %s why=%r", replica.name, replica.state.value, state.value, why)
-        replica.state, replica.why = state, why
+
+def differences(one: ReplicaFacts, other: ReplicaFacts) -> str:
+    """Describe the fields in which `one` differs from `other`, "" if they are equal."""
+    pairs = [(name, getattr(one, name), getattr(other, name)) for name in one.__struct_fields__]
+    return ", ".join(f"{name} {mine!r} for {theirs!r}" for name, mine, theirs in pairs if mine != theirs)
 
 
 def results(answers: list[Future[Any]]) -> list[Any]:
-    """Take the results of answers that have come. Raises a refusal that is everybody's."""
+    """Return the results of answers that have arrived. Raises the refusal if all are refusals."""
     refused = [error for future in answers if isinstance(error := future.exception(), RolloutError)]
     if refused and len(refused) == len(answers):
         raise refused[0]

@@ -1,4 +1,4 @@
-"""Which parts of the replicas' memory are asleep."""
+"""Parts of the replicas' memory that are asleep."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transport import messages as m
 
 PARTS: frozenset[Tag] = frozenset(get_args(Tag))
 
-AskAll = Callable[[Callable[[int], Any]], list[Any]]
+RequestAll = Callable[[Callable[[int], Any]], list[Any]]
 """sends all replicas the request that is built for an id, and waits for their answers"""
 
 
@@ -23,27 +23,27 @@ class SleepState:
         self._level = 1
         """of the last sleep"""
 
-    def sleep(self, level: int, ask_all: AskAll) -> int:
-        """Have all replicas give memory back. Returns how many bytes went back. Raises ValueError while a part is asleep."""
+    def sleep(self, level: int, request_all: RequestAll) -> int:
+        """Release memory of all replicas. Returns how many bytes. Raises ValueError while a part is asleep."""
         if level not in (1, 2):
             raise ValueError(f"level={level!r}: must be 1 (weights to host memory) or 2 (weights dropped)")
         if self.parts:
             raise ValueError(f"asleep already ({', '.join(sorted(self.parts))}); wake them first")
-        answers = ask_all(self._sleep(level))
+        answers = request_all(self._sleep(level))
         self._level, self.parts = level, PARTS
         return sum(answer.freed_bytes for answer in answers)
 
-    def wake(self, tags: Collection[Tag] | None, ask_all: AskAll) -> None:
-        """Have them take a part back, None = all that is asleep. Raises ValueError where nothing of that is."""
+    def wake(self, tags: Collection[Tag] | None, request_all: RequestAll) -> None:
+        """Wake parts, None = all that are asleep. Raises ValueError for a part that is not asleep."""
         wanted = self.parts if tags is None else frozenset(tags)
         if not wanted or not wanted <= self.parts:
             asleep = ", ".join(sorted(self.parts)) or "nothing"
             raise ValueError(f"wake {', '.join(sorted(wanted)) or 'all'}: of the replicas {asleep} is asleep")
-        ask_all(self._wake(wanted))
+        request_all(self._wake(wanted))
         self.parts -= wanted
 
-    def told(self) -> list[Callable[[int], Any]]:
-        """List what a replica must be told that comes now."""
+    def requests(self) -> list[Callable[[int], Any]]:
+        """List the requests that bring a replica into this state."""
         if not self.parts:
             return []
         awake = PARTS - self.parts

@@ -1,7 +1,7 @@
-"""Content on its way to replicas, as a transaction: begun, prepared by all, committed.
+"""Weights sent to replicas as a transaction: begun, prepared by all, committed.
 
-front's segment ── Begin(shm) ──→ replicas of this host, which read it there
-               └── Begin(inline), chunks ──→ replicas of other hosts, each a window ahead of its answers
+router's segment ── Begin(shm) ──→ replicas of this host, which read it there
+                └── Begin(inline), chunks ──→ replicas of other hosts, each a window ahead of its answers
 all prepared ──→ Commit to all ──→ all applied
 """
 
@@ -27,7 +27,7 @@ from transport.weights.manifest import pack_manifest, pack_targets
 from transport.weights.shm import host_key
 
 REPEAT_S = 5.0
-"""Prepare is asked again, which keeps a lease from running out while other replicas stage"""
+"""interval of repeated Prepare requests, which keep the lease while other replicas stage"""
 
 log = logger(__name__)
 
@@ -35,7 +35,7 @@ log = logger(__name__)
 class ReplicaTransaction:
     """Written by the service's thread.
 
-    `members` shrinks: a replica that dies or cannot take it drops out. A refusal of the content is everybody's."""
+    A replica that dies, is busy or has no room leaves `members`. If one refuses the content, the transaction fails for all."""
 
     def __init__(self, content: SharedWeights, members: Iterable[Replica]) -> None:
         self.content = content
@@ -43,20 +43,20 @@ class ReplicaTransaction:
         self.prepared: set[Replica] = set()
         self.applied: dict[Replica, Refreshed] = {}
         self.error: Exception | None = None
-        """of the content, or of the last member that dropped out"""
+        """refusal of the content, or by the last member that dropped out"""
         self.committing = False
         self.kv: KVPolicy = content.kv
         self._lost_in_commit = False
         self._refused_commit: Exception | None = None
         self._id = secrets.token_hex(16)
-        self._asked_at = time.monotonic()
+        self._prepared_at = time.monotonic()
         manifest, adapter = pack_manifest(content.manifest), content.adapter
         targets, base = (None, None) if adapter is None else (pack_targets(adapter.targets), adapter.base)
         for replica in list(self.members):
             offer = content.offer if sees_memory(replica) else InlineOffer()
             fields = manifest, offer, content.version, content.partial, "keep", targets, base
             begin = lambda id, fields=fields: m.Begin(id, self._id, *fields)  # noqa: E731
-            replica.ask(begin, lambda answer, replica=replica: self._begun(replica, answer))  # type: ignore[misc]
+            replica.request_then(begin, lambda answer, replica=replica: self._begun(replica, answer))  # type: ignore[misc]
 
     @property
     def ready(self) -> bool:
@@ -70,26 +70,26 @@ class ReplicaTransaction:
 
     @property
     def live(self) -> bool:
-        """Whether a commit that is done counts: somebody has the weights, or had them and is dead."""
+        """Whether a commit that is done counts: a replica has the weights, or had them and is dead."""
         return bool(self.applied) or self._lost_in_commit
 
     @property
     def failure(self) -> Exception:
-        """Why a commit that is done does not count: all have refused it."""
+        """The refusal of a commit that all members have refused."""
         assert self._refused_commit is not None
         return self._refused_commit
 
     def commit(self, kv: KVPolicy) -> None:
-        """Have it applied by all; from here on it is only rolled forward."""
+        """Ask all members to apply it; from now on it is only rolled forward."""
         assert self.ready and not self.committing
         self.committing, self.kv = True, kv
         digest = manifest_digest(self.content.manifest)
         for replica in list(self.members):
-            ask = lambda id: m.Commit(id, self._id, digest, kv)  # noqa: E731
-            replica.ask(ask, lambda answer, replica=replica: self._answered(replica, answer))  # type: ignore[misc]
+            make = lambda id: m.Commit(id, self._id, digest, kv)  # noqa: E731
+            replica.request_then(make, lambda answer, replica=replica: self._answered(replica, answer))  # type: ignore[misc]
 
     def drop(self, replica: Replica) -> None:
-        """Go on without a replica that is lost."""
+        """Continue without a replica that is lost."""
         if replica in self.members:
             self._lost_in_commit |= self.committing and replica not in self.applied
             self.members.discard(replica)
@@ -97,18 +97,18 @@ class ReplicaTransaction:
             self.applied.pop(replica, None)
 
     def abandon(self) -> None:
-        """Have the members forget it. Nothing to do once it is committed."""
+        """Ask the members to drop it, unless it is being committed."""
         if not self.committing:
             for replica in self.members:
-                replica.ask(lambda id: m.Abandon(id, self._id))
+                replica.request_then(lambda id: m.Abandon(id, self._id))
             self.members.clear()
 
-    def tend(self, now: float) -> None:
-        """Keep the leases of those that wait for the others."""
-        if not self.committing and now - self._asked_at > REPEAT_S:
-            self._asked_at = now
+    def keep_leases(self, now: float) -> None:
+        """Repeat Prepare to members that wait for the others."""
+        if not self.committing and now - self._prepared_at > REPEAT_S:
+            self._prepared_at = now
             for replica in self.prepared:
-                replica.ask(lambda id: m.Prepare(id, self._id))
+                replica.request_then(lambda id: m.Prepare(id, self._id))
 
     def _begun(self, replica: Replica, answer: Future[Any]) -> None:
         if replica not in self.members:
@@ -130,7 +130,7 @@ class ReplicaTransaction:
             self._prepare(replica)
 
     def _prepare(self, replica: Replica) -> None:
-        replica.ask(lambda id: m.Prepare(id, self._id), lambda answer: self._staged(replica, answer))
+        replica.request_then(lambda id: m.Prepare(id, self._id), lambda answer: self._staged(replica, answer))
 
     def _staged(self, replica: Replica, answer: Future[Any]) -> None:
         if replica not in self.members:
@@ -141,7 +141,7 @@ class ReplicaTransaction:
             self.prepared.add(replica)
 
     def _refused(self, replica: Replica, error: BaseException) -> None:
-        """Only content is the same for all; a replica that is busy, or has no room, drops out."""
+        """Take out a member that is busy or has no room; fail if it refuses the content, which is the same for all."""
         assert isinstance(error, Exception)
         self.members.discard(replica)
         if isinstance(error, WeightsRefused | InvalidRequest) or not self.members:
@@ -164,8 +164,8 @@ class ReplicaTransaction:
 
 
 class ChunkForwarder:
-    """The bytes of a payload, [bytes] uint8, on their way to one replica in chunks, at most `window_bytes` ahead of the
-    answers. `then` is called in the service's thread when all are staged, or with what went wrong; never if it is lost."""
+    """Sends a payload, [bytes] uint8, to one replica in chunks, at most `window_bytes` ahead of the answers. `then` is called
+    in the service's thread when all are staged, or with the error; never if the replica is lost."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class ChunkForwarder:
             offset, views = chunk
             size = sum(map(len, views))
             self._in_flight += size
-            self._replica.ask(
+            self._replica.request_then(
                 lambda id, offset=offset, views=views: m.Chunk(id, self._push_id, offset, views),  # type: ignore[misc]
                 lambda answer, size=size: self._staged(size, answer),  # type: ignore[misc]
             )
@@ -209,5 +209,5 @@ class ChunkForwarder:
 
 
 def sees_memory(replica: Replica) -> bool:
-    """Whether a replica is on this host, and can read what the front has in shared memory."""
+    """Whether a replica is on this host, and can read the router's shared memory."""
     return host_key() in replica.welcome.capabilities

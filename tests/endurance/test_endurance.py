@@ -124,6 +124,11 @@ def test_the_judge_agrees_with_the_engine_and_with_nothing_else(model: TestModel
             account.to_judge.put((group, case))
         Judge(account, 0).run(over)
         assert account.counts["judged"] == 1 and account.counts["mixed"] == mixed
+        assert account.counts["remade"] == 1 and account.counts["unequal"] == mixed
+    account.counts.clear()
+    account.to_judge.put((group, msgspec.structs.replace(samples[0], seed=2)))
+    Judge(account, 0).run(over)
+    assert (account.counts["mixed"], account.counts["unequal"]) == (0, 1), "another child's tokens, with their log-probs"
 
 
 def test_weights_that_break_are_refused(model: TestModel) -> None:

@@ -15,6 +15,8 @@ from rollout.fleet import event_queue
 from rollout.fleet import groups as fleet_groups
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.groups import FleetGroups
+from rollout.fleet.join_listener import JoinListener
+from rollout.fleet.replica_set import ReplicaSet
 from rollout.service import session as sessions
 from rollout.service.running import Running
 from rollout.service.session import HeldGroup, Session
@@ -175,7 +177,7 @@ def test_a_front_makes_so_many_calls_at_once() -> None:
         box.post(lambda i=i: made.append(i))  # type: ignore[misc]
     for turn in itertools.count(1):
         box.run()
-        assert len(made) == min(10_000, turn * event_queue.MOST_AT_ONCE)
+        assert len(made) == min(10_000, turn * event_queue.MAX_CALLS)
         if not box:
             break
     assert made == list(range(10_000))
@@ -185,7 +187,7 @@ def test_samples_that_come_together_count_one_by_one() -> None:
     """A call that brings many is worth as many: the turn is as long."""
     box, made = EventQueue(), []
     for i in range(20):
-        box.post(lambda i=i: made.append(i), event_queue.MOST_AT_ONCE // 4)  # type: ignore[misc]
+        box.post(lambda i=i: made.append(i), event_queue.MAX_CALLS // 4)  # type: ignore[misc]
     for turn in range(1, 6):
         box.run()
         assert len(made) == 4 * turn
@@ -193,13 +195,13 @@ def test_samples_that_come_together_count_one_by_one() -> None:
 
 
 def test_a_front_places_so_many_children_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    front = FleetGroups(EventQueue(), lambda: [], lambda: 0, lambda *_: None, lambda _: True)
+    front = FleetGroups(EventQueue(), ReplicaSet(JoinListener(), None, EventQueue()))
     for i in range(40):
         front.submit(Group(f"1.{i}", np.array([1], np.int32), Sampling(n=200, max_tokens=4, seed=1)), "", 0.0)
     assert len(front.waiting) == 40
     placed = counted(monkeypatch, FleetGroups, "place")
     front.place_waiting(0.0)
-    assert sum(len(one.unplaced) for one in placed) <= fleet_groups.MOST_PLACED and len(placed) == 10
+    assert sum(len(one.unplaced) for one in placed) <= fleet_groups.MAX_PLACED and len(placed) == 10
     front.give_up("nobody serves")
     assert len(front.waiting) == 30 and len(front.ended) == 2000
     for _ in range(3):
@@ -208,8 +210,8 @@ def test_a_front_places_so_many_children_at_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_group_larger_than_that_is_placed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_groups, "MOST_PLACED", 5)
-    front = FleetGroups(EventQueue(), lambda: [], lambda: 0, lambda *_: None, lambda _: True)
+    monkeypatch.setattr(fleet_groups, "MAX_PLACED", 5)
+    front = FleetGroups(EventQueue(), ReplicaSet(JoinListener(), None, EventQueue()))
     for i in range(3):
         front.submit(Group(f"1.{i}", np.array([1], np.int32), Sampling(n=9, max_tokens=4, seed=1)), "", 0.0)
     front.give_up("nobody serves")

@@ -28,14 +28,15 @@ from rollout.client.api import RolloutClient
 from rollout.commands.serve_fleet import core_sets, divided
 from rollout.commands.top import View
 from rollout.config import Config, FleetConfig, InputError
-from rollout.fleet import failures as failures_module
 from rollout.fleet import replica as replica_module
-from rollout.fleet import replica_set as members_module
 from rollout.fleet import routing
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.groups import FleetGroups
-from rollout.fleet.launcher import Host, Launcher
+from rollout.fleet.join_listener import JoinEndpoint, JoinListener
+from rollout.fleet.launcher import Host, Launcher, RouterFolder
 from rollout.fleet.replica import State
+from rollout.fleet.retries import MAX_MOVES
+from rollout.fleet.timing import Timing
 from rollout.fleet.transaction import ReplicaTransaction
 from rollout.metrics.meters import EngineMeter
 from rollout.process import service_process
@@ -47,7 +48,7 @@ from tests.support.hash_engine import TENSORS, VOCAB, HashEngine, expected, mani
 from tests.support.waiting import until
 from tests.support.wire import serving
 from transport.errors import Busy, InvalidRequest, ServiceLost, WeightsRefused
-from transport.sockets import ClientEnd
+from transport.sockets import ClientEnd, ServiceEnd
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,11 +65,11 @@ def states(fleet: Fleet) -> list[str]:
 
 
 def test_a_prefix_has_its_replica_and_keeps_it_when_others_go() -> None:
-    names = ["0", "1", "2", "3"]
+    names = ["r0", "r1", "r2", "r3"]
     first = {i: routing.ranked(prompt(i), names)[0] for i in range(200)}
     assert min(list(first.values()).count(name) for name in names) > 20, "all have some"
     for i, name in first.items():
-        assert name == "3" or routing.ranked(prompt(i), names[:3])[0] == name
+        assert name == "r3" or routing.ranked(prompt(i), names[:3])[0] == name
     long = prompt(0, 1000)
     assert routing.ranked(long, names) == routing.ranked(np.concatenate([long[:256], prompt(9)]), names)
 
@@ -117,7 +118,7 @@ def test_clients_of_the_front_share_the_replicas() -> None:
         fleet.submit(group(1), client="7")
         fleet.submit(group(2), client="8")
         collect(fleet, 8)
-        assert {name.split(".")[-1] for name in threads.engines["0"].clients} == {"7", "8"}
+        assert {name.split(".")[-1] for name in threads.engines["r0"].clients} == {"7", "8"}
 
 
 def test_a_turn_goes_to_where_its_child_ran() -> None:
@@ -152,17 +153,16 @@ def test_what_ran_on_a_lost_replica_runs_elsewhere() -> None:
     with fleet_of(3, step_s=0.002) as (fleet, threads):
         for i in range(9):
             fleet.submit(group(i, max_tokens=400))
-        threads.die("0")
+        threads.die("r0")
         check(collect(fleet, 36).values())
-        assert fleet.status()["fleet"]["moved"] > 0 and threads.replaced == ["0"]
+        assert fleet.status()["fleet"]["moved"] > 0 and threads.replaced == ["r0"]
         step_until(fleet, lambda: states(fleet) == ["serving"] * 3, "it is back")
 
 
-def test_a_group_that_seems_to_kill_replicas_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures_module, "MOST_MOVES", 2)
+def test_a_group_that_seems_to_kill_replicas_ends() -> None:
     with fleet_of(2, step_s=0.01) as (fleet, threads):
         fleet.submit(group(1, max_tokens=10_000))
-        for _ in range(3):
+        for _ in range(MAX_MOVES + 1):
             step_until(fleet, lambda: fleet._groups.open["g1"].parts, "it runs")
             (part,) = fleet._groups.open["g1"].parts
             threads.die(part.replica.name)
@@ -209,17 +209,17 @@ def test_a_repeat_that_is_not_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch
 
 def test_groups_of_one_turn_are_sent_together_and_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     with fleet_of(1) as (fleet, threads):
-        (replica,) = fleet._members.replicas.values()
+        (replica,) = fleet.replicas.by_name.values()
         assert replica.link is not None
         woken, wake = list[bool](), replica.link.calls._wake
         monkeypatch.setattr(replica.link.calls, "_wake", lambda: (woken.append(True), wake()))
-        order, submit = list[int](), threads.engines["0"].submit
+        order, submit = list[int](), threads.engines["r0"].submit
 
         def noted(group: Group, client: str = "") -> None:
             order.append(int(group.sampling.seed or 0))
             submit(group, client)
 
-        monkeypatch.setattr(threads.engines["0"], "submit", noted)
+        monkeypatch.setattr(threads.engines["r0"], "submit", noted)
         for i in range(30):
             fleet.submit(group(i + 1, n=2))
         assert not woken and fleet.has_work, "the turn is not over"
@@ -290,9 +290,9 @@ def test_a_replica_that_stops_hands_its_tokens_on() -> None:
     with fleet_of(2, step_s=0.002) as (fleet, threads):
         fleet.submit(group(1, max_tokens=1000))
         (part,) = fleet._groups.open["g1"].parts
-        first, second = threads.engines[part.replica.name], threads.engines["1" if part.replica.name == "0" else "0"]
+        first, second = threads.engines[part.replica.name], threads.engines["r1" if part.replica.name == "r0" else "r0"]
         until(lambda: first.made["steps"] > 200)
-        fleet._members.changes.restart(part.replica.name)
+        fleet.replicas.scaling.restart(part.replica.name)
         check(collect(fleet, 4).values())
         assert second.made["generated_tokens"] <= 4 * 850, "it did not begin again"
 
@@ -308,7 +308,7 @@ def test_what_was_streamed_need_not_be_made_again() -> None:
         )
         told = {child.index: child for child in fleet.chunks("g1", {0: 290}, 8, 10_000)}
         assert sorted(told) == [0, 1, 2, 3] and (told[0].first, told[1].first) == (290, 0)
-        second = threads.engines["1" if part.replica.name == "0" else "0"]
+        second = threads.engines["r1" if part.replica.name == "r0" else "r0"]
         threads.die(part.replica.name)
         got = collect(fleet, 4)
         check(got.values())
@@ -328,7 +328,7 @@ def test_what_was_streamed_outlives_a_link_that_ends_before_its_replica() -> Non
         )
         part.handle.fail(ServiceLost("the service is closing"))
         check(collect(fleet, 4).values())
-        assert threads.engines["1" if part.replica.name == "0" else "0"].made["generated_tokens"] < 4 * 750
+        assert threads.engines["r1" if part.replica.name == "r0" else "r0"].made["generated_tokens"] < 4 * 750
 
 
 def test_a_trainer_that_streams_sees_nothing_of_a_death() -> None:
@@ -352,18 +352,18 @@ def test_a_trainer_that_streams_sees_nothing_of_a_death() -> None:
 def test_no_replica_is_left() -> None:
     with fleet_of(1) as (fleet, threads):
         threads.again = False
-        threads.die("0")
+        threads.die("r0")
         step_until(fleet, lambda: states(fleet) == ["dead"])
         fleet.submit(group(1))
         assert fleet.status()["fleet"]["waiting"] == 1
-        threads.start("0")
+        threads.start("r0")
         check(collect(fleet, 4).values())
 
 
 def test_a_group_does_not_wait_for_ever() -> None:
     with fleet_of(1, grace_s=0.3) as (fleet, threads):
         threads.again = False
-        threads.die("0")
+        threads.die("r0")
         step_until(fleet, lambda: states(fleet) == ["dead"])
         fleet.submit(group(1))
         ended = collect(fleet, 4).values()
@@ -372,15 +372,15 @@ def test_a_group_does_not_wait_for_ever() -> None:
 
 
 def test_a_replica_that_fails_again_and_again_is_replaced() -> None:
-    with fleet_of(2, faults={"0": "errors"}) as (fleet, threads):
+    with fleet_of(2, faults={"r0": "errors"}) as (fleet, threads):
         for i in range(12):
             fleet.submit(group(i, n=1))
         check(collect(fleet, 12).values())
-        assert "0" in threads.replaced and "1" not in threads.replaced
+        assert "r0" in threads.replaced and "r1" not in threads.replaced
 
 
 def test_a_group_that_fails_everywhere_ends_as_error() -> None:
-    with fleet_of(2, faults={"0": "errors", "1": "errors"}) as (fleet, threads):
+    with fleet_of(2, faults={"r0": "errors", "r1": "errors"}) as (fleet, threads):
         fleet.submit(group(1, n=1))
         ((_, sample),) = collect(fleet, 1).items()
         assert sample.finish_reason == "error" and sample.error == "scripted" and not threads.replaced
@@ -401,16 +401,15 @@ def test_a_front_without_descriptors_connects_when_it_has_some(monkeypatch: pyte
         monkeypatch.setattr(replica_module, "ClientEnd", fails)
         step_until(fleet, lambda: fleet._groups.open["g1"].parts, "it runs")
         (part,) = fleet._groups.open["g1"].parts
-        threads.die("1" if part.replica.name == "0" else "0")
+        threads.die("r1" if part.replica.name == "r0" else "r0")
         assert len(collect(fleet, 4)) == 4
         step_until(fleet, lambda: states(fleet) == ["serving"] * 2, "the other one is connected")
         assert len(failed) == 3 and len(threads.replaced) == 1 and fleet.status()["fleet"]["deaths"] == 1
 
 
-def test_a_link_that_breaks_and_heals_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members_module, "LOST_S", 60.0)
-    with fleet_of(2) as (fleet, _):
-        replica = fleet._members.replicas["0"]
+def test_a_link_that_breaks_and_heals_moves_nothing() -> None:
+    with fleet_of(2, timing=Timing(lost_s=60.0, poll_s=0.02)) as (fleet, _):
+        replica = fleet.replicas.by_name["r0"]
         end, replica._end = replica._end, None
         step_until(fleet, lambda: states(fleet) == ["suspect", "serving"])
         for i in range(6):
@@ -421,24 +420,22 @@ def test_a_link_that_breaks_and_heals_moves_nothing(monkeypatch: pytest.MonkeyPa
         assert fleet.status()["fleet"]["deaths"] == 0
 
 
-def test_a_link_that_stays_down_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members_module, "LOST_S", 0.3)
-    with fleet_of(2, step_s=0.002) as (fleet, threads):
+def test_a_link_that_stays_down_is_a_death() -> None:
+    with fleet_of(2, timing=Timing(lost_s=0.3, poll_s=0.02), step_s=0.002) as (fleet, threads):
         for i in range(6):
             fleet.submit(group(i, max_tokens=300))
-        fleet._members.replicas["0"]._end = None
+        fleet.replicas.by_name["r0"]._end = None
         check(collect(fleet, 24).values())
-        assert threads.replaced == ["0"]
+        assert threads.replaced == ["r0"]
 
 
 def test_another_model_is_refused_by_name() -> None:
     with fleet_of(2) as (fleet, threads):
         threads.again = False
-        threads.die("1")
+        threads.die("r1")
         step_until(fleet, lambda: states(fleet) == ["serving", "dead"])
-        threads.start("1")
-        threads.engines["1"].arithmetic = "other/1"
-        threads.events = threads.events[-1:]
+        threads.start("r1")
+        threads.engines["r1"].arithmetic = "other/1"
         step_until(fleet, lambda: "arithmetic 'other/1' for 'hash/1'" in fleet.status()["replicas"][1]["why"])
 
 
@@ -508,14 +505,14 @@ def test_a_front_refuses_what_it_can_tell_by_itself() -> None:
 
 def one_refuses(fleet: Fleet, threads: Threads) -> None:
     """A refresh that a single replica finds fault with."""
-    look = threads.engines["1"].stage
+    look = threads.engines["r1"].stage
 
     def stage(*args: Any, **named: Any) -> Any:
         staging = look(*args, **named)
         staging.look = lambda: (_ for _ in ()).throw(ValueError("tensor 'w1': not what the manifest says"))
         return staging
 
-    threads.engines["1"].stage = stage  # type: ignore[method-assign]
+    threads.engines["r1"].stage = stage  # type: ignore[method-assign]
     with pytest.raises(WeightsRefused, match="not what the manifest says"):
         refresh(fleet, 1)
     until(lambda: not any(engine.staged for engine in threads.engines.values()))
@@ -580,31 +577,31 @@ def test_a_commit_without_prepare_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_replica_that_dies_drops_out_of_a_refresh_and_comes_back_with_it() -> None:
     with fleet_of(3) as (fleet, threads):
         staging = fleet.stage(manifest_of(weights_of(1)), version=1)
-        threads.die("1")
+        threads.die("r1")
         refresh(fleet, 1, staging=staging)
         step_until(fleet, lambda: states(fleet) == ["serving"] * 3, "it has the live weights")
-        assert threads.engines["1"].version == 1 and threads.engines["1"].live_digest() == fleet.weights.digest
+        assert threads.engines["r1"].version == 1 and threads.engines["r1"].live_digest() == fleet.weights.digest
 
 
 def test_whoever_comes_later_gets_what_is_live_partial_refreshes_included() -> None:
     with fleet_of(2) as (fleet, threads):
         refresh(fleet, 1, partial=True, weights={"w1": weights_of(1)["w1"]})
         refresh(fleet, 2, partial=True, weights={"w2": weights_of(2)["w2"]})
-        threads.die("0")
-        step_until(fleet, lambda: threads.replaced == ["0"] and states(fleet) == ["serving"] * 2)
-        assert threads.engines["0"].live_digest() == threads.engines["1"].live_digest()
+        threads.die("r0")
+        step_until(fleet, lambda: threads.replaced == ["r0"] and states(fleet) == ["serving"] * 2)
+        assert threads.engines["r0"].live_digest() == threads.engines["r1"].live_digest()
         refresh(fleet, 3)
         refresh(fleet, 4, partial=True, weights={"w2": weights_of(4)["w2"]})
-        threads.die("1")
-        step_until(fleet, lambda: threads.replaced == ["0", "1"] and states(fleet) == ["serving"] * 2)
-        assert threads.engines["0"].live_digest() == threads.engines["1"].live_digest()
+        threads.die("r1")
+        step_until(fleet, lambda: threads.replaced == ["r0", "r1"] and states(fleet) == ["serving"] * 2)
+        assert threads.engines["r0"].live_digest() == threads.engines["r1"].live_digest()
 
 
 def test_all_replicas_die_and_come_back_with_the_live_weights() -> None:
     with fleet_of(2) as (fleet, threads):
         refresh(fleet, 1)
-        threads.die("0")
-        threads.die("1")
+        threads.die("r0")
+        threads.die("r1")
         fleet.submit(group(1))
         got = collect(fleet, 4)
         check(got.values())
@@ -613,7 +610,7 @@ def test_all_replicas_die_and_come_back_with_the_live_weights() -> None:
 
 def test_a_replica_with_stale_weights_is_noticed() -> None:
     """Negative control: one that says that it has them, and has not."""
-    with fleet_of(2, faults={"1": "stale"}) as (fleet, _):
+    with fleet_of(2, faults={"r1": "stale"}) as (fleet, _):
         refresh(fleet, 1)
         for i in range(8):
             fleet.submit(group(i))
@@ -626,17 +623,17 @@ def test_a_replica_that_loses_its_weights_is_given_no_group_silently() -> None:
     """It refuses the group, since the front requires the live version, and is replaced."""
     with fleet_of(2) as (fleet, threads):
         refresh(fleet, 1)
-        threads.engines["0"].version = 0
+        threads.engines["r0"].version = 0
         for i in range(8):
             fleet.submit(group(i))
         check(collect(fleet, 32).values())
-        assert threads.replaced == ["0"]
+        assert threads.replaced == ["r0"]
 
 
 def test_the_live_digest_is_of_all() -> None:
     with fleet_of(2) as (fleet, threads):
         assert fleet.weights.live_digest() == fleet.weights.digest
-        threads.engines["1"].tensors = weights_of(5)
+        threads.engines["r1"].tensors = weights_of(5)
         assert "not the same everywhere" in fleet.weights.live_digest()
 
 
@@ -647,9 +644,9 @@ def test_pause_and_resume_are_of_all_and_of_those_that_come_later() -> None:
     with fleet_of(2) as (fleet, threads):
         fleet.pause()
         assert {engine.mode for engine in threads.engines.values()} == {Mode.PAUSED} and fleet.mode is Mode.PAUSED
-        threads.die("0")
+        threads.die("r0")
         step_until(fleet, lambda: threads.replaced and states(fleet) == ["serving"] * 2)
-        until(lambda: threads.engines["0"].mode is Mode.PAUSED)
+        until(lambda: threads.engines["r0"].mode is Mode.PAUSED)
         fleet.submit(group(1))
         fleet.resume()
         check(collect(fleet, 4).values())
@@ -687,9 +684,9 @@ def test_parts_wake_alone_and_a_refresh_comes_in_between() -> None:
         with pytest.raises(ValueError, match="of the replicas kv is asleep"):
             fleet.wake(("weights",))
         refresh(fleet, 1)
-        threads.die("0")
+        threads.die("r0")
         step_until(fleet, lambda: threads.replaced and states(fleet) == ["serving"] * 2)
-        until(lambda: threads.engines["0"].asleep == {"kv"} and threads.engines["0"].version == 1, "it is told")
+        until(lambda: threads.engines["r0"].asleep == {"kv"} and threads.engines["r0"].version == 1, "it is told")
         fleet.submit(group(1))
         fleet.wake(("kv",))
         assert fleet.mode is Mode.RUNNING
@@ -715,13 +712,13 @@ def test_all_are_restarted_in_turn_and_nothing_is_lost() -> None:
             client.change_replicas("roll")
             for handle in handles:
                 check(handle.result(WAIT))
-            until(lambda: threads.replaced == ["0", "1"] and client.status()["fleet"]["serving"] == 2, "all are new")
+            until(lambda: threads.replaced == ["r0", "r1"] and client.status()["fleet"]["serving"] == 2, "all are new")
             with pytest.raises(InvalidRequest, match="no replica '7'"):
                 client.change_replicas("drain", name="7")
             with pytest.raises(InvalidRequest, match="must be 1 to"):
                 client.change_replicas("scale", count=0)
-            client.change_replicas("drain", name="1")
-            until(lambda: [one["name"] for one in client.status()["replicas"]] == ["0"], "it has gone")
+            client.change_replicas("drain", name="r1")
+            until(lambda: [one["name"] for one in client.status()["replicas"]] == ["r0"], "it has gone")
 
 
 def test_a_service_with_one_engine_has_no_replicas() -> None:
@@ -755,7 +752,7 @@ def test_clients_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
             aborted = endless.result(WAIT)
             assert {sample.finish_reason for sample in aborted} == {"aborted"} and all(len(s.token_ids) for s in aborted)
             status = client.status()
-            assert [one["name"] for one in status["replicas"]] == ["0", "1"] and status["fleet"]["serving"] == 2
+            assert [one["name"] for one in status["replicas"]] == ["r0", "r1"] and status["fleet"]["serving"] == 2
             assert client.weights_status(verify=True)["live_digest"] == client.weights_status()["digest"]
             client.submit(prompt(5), Sampling(n=2, max_tokens=50_000, seed=5))
             until(lambda: client.status()["running"] == 2)
@@ -811,9 +808,10 @@ def test_serve_replicas(tiny_config: Config, tmp_path: Path) -> None:
 
 
 def test_a_process_that_ends_before_it_listens_ends_the_start() -> None:
-    fleet = Fleet(Launcher(lambda ready: [sys.executable, "-c", "raise SystemExit(3)"], [Host()]))
+    launcher = Launcher(lambda name: [sys.executable, "-c", "raise SystemExit(3)"], [Host()], RouterFolder())
+    fleet = Fleet(JoinListener(JoinEndpoint(ServiceEnd(launcher.folder.endpoint, Limits()), launcher.admit)), launcher)
     try:
-        with pytest.raises(ServiceLost, match="replica 0: its process ended with exit status 3"):
+        with pytest.raises(ServiceLost, match="replica local-0: its process ended with exit status 3"):
             fleet.open(WAIT)
     finally:
         fleet.close()

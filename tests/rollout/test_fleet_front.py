@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 import time
@@ -22,15 +23,14 @@ from engine.types import Group, Mode, Sample, Sampling, Served, TensorInfo, mani
 from rollout.client import link as link_module
 from rollout.client.api import RolloutClient
 from rollout.config import Config, dump
-from rollout.fleet import launcher as launcher_module
-from rollout.fleet import replica_set as members_module
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.launcher import Host, Launcher, ReplicaEvent
-from rollout.fleet.state_file import ReplicaStateFile, SavedFleet, adopt
+from rollout.fleet.launcher import Host, Launcher, ProcessExit, RouterFolder
+from rollout.fleet.survivor import Survivor
+from rollout.fleet.timing import Timing
 from rollout.fleet.weights import FleetWeights
 from rollout.service.journal import Journal
 from rollout.service.watchdog import LoopPhase
-from tests.support.fleet import KEYS, WAIT, Threads, collect, fed, refresh, step_until
+from tests.support.fleet import KEYS, TIMING, WAIT, Threads, collect, fed, fleet_over, refresh, step_until
 from tests.support.hash_engine import HashEngine, expected, manifest_of, weights_of
 from tests.support.lasting import ROOT, free_port
 from tests.support.waiting import until
@@ -59,7 +59,7 @@ class Lives:
 
     def __init__(self, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
         self.threads = threads
-        self.fleet = Fleet(threads)
+        self.fleet = fleet_over(threads)
         self.fleet.open(WAIT)
         self._monkeypatch = monkeypatch
 
@@ -67,22 +67,20 @@ class Lives:
         """Nothing more comes of the front: its links end without a word."""
         with self._monkeypatch.context() as patch:
             patch.setattr(link_module, "say_goodbye", lambda *arguments: None)
-            for replica in self.fleet._members.replicas.values():
+            for replica in self.fleet.replicas.by_name.values():
                 if replica.link is not None:
                     replica.link.close()
         self.fleet.weights.close()
 
-    def start(self, version: int, wait: bool = True, digest: str = "") -> Fleet:
-        """The next front, whose journal has that version."""
-        self.threads.events = [ReplicaEvent(name, one.endpoint, "it listens") for name, one in self.threads.services.items()]
-        self.threads.outlived = frozenset(self.threads.services)
-        self.fleet = Fleet(self.threads, before=Served(version, digest))
+    def start(self, version: int, wait: bool = True, digest: str = "", timing: Timing = TIMING) -> Fleet:
+        """The next front, whose journal has that version; its replicas join it."""
+        self.fleet = fleet_over(self.threads, timing, before=Served(version, digest), returning=True)
         if wait:
             self.fleet.open(WAIT, count=1, patient=True)
         return self.fleet
 
     def states(self) -> list[str]:
-        return [replica.state.value for replica in self.fleet._members.replicas.values()]
+        return [replica.state.value for replica in self.fleet.replicas.by_name.values()]
 
 
 @contextmanager
@@ -106,9 +104,9 @@ def test_the_next_front_goes_on_with_the_weights_of_the_replicas(monkeypatch: py
         fleet = lives.start(version=2)
         assert fleet.version == 2 and fleet.weights.live.base is None
         check(run(fleet), 2)
-        lives.threads.die("1")
-        step_until(fleet, lambda: lives.threads.replaced == ["1"] and lives.states() == ["serving"] * 3)
-        assert lives.threads.engines["1"].live_digest() == fleet.weights.digest == manifest_digest(manifest_of(weights_of(2)))
+        lives.threads.die("r1")
+        step_until(fleet, lambda: lives.threads.replaced == ["r1"] and lives.states() == ["serving"] * 3)
+        assert lives.threads.engines["r1"].live_digest() == fleet.weights.digest == manifest_digest(manifest_of(weights_of(2)))
         refresh(fleet, 3)
         check(run(fleet), 3)
 
@@ -119,7 +117,7 @@ def test_a_refresh_that_one_replica_has_is_one_of_all(journaled: int, monkeypatc
     with lives_of(monkeypatch) as lives:
         refresh(lives.fleet, 1)
         lives.kill()
-        engine = lives.threads.engines["2"]
+        engine = lives.threads.engines["r2"]
         engine.tensors, engine.key, engine.version = weights_of(2), KEYS[2], 2
         fleet = lives.start(journaled)
         assert fleet.version == 2
@@ -183,14 +181,14 @@ def test_replicas_with_other_weights_under_that_version_have_not_what_was_live(
 def test_taking_the_oldest_for_live_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a trainer was told that version 2 is live, on the one replica that was left."""
 
-    def oldest(self: FleetWeights, told: list[Any]) -> None:
-        one = min(told, key=lambda replica: replica.version)
+    def oldest(self: FleetWeights, reported: list[Any]) -> None:
+        one = min(reported, key=lambda replica: replica.version)
         self.settled, self.version, self.digest = True, one.version, one.digest
 
     monkeypatch.setattr(FleetWeights, "settle", oldest)
     with lives_of(monkeypatch) as lives:
         lives.kill()
-        engine = lives.threads.engines["2"]
+        engine = lives.threads.engines["r2"]
         engine.tensors, engine.key, engine.version = weights_of(2), KEYS[2], 2
         fleet = lives.start(2)
         with pytest.raises(AssertionError):
@@ -203,27 +201,26 @@ def test_a_partial_refresh_over_weights_that_only_replicas_have(monkeypatch: pyt
         lives.kill()
         fleet = lives.start(1)
         refresh(fleet, 2, {"w1": weights_of(2)["w1"]}, partial=True)
-        lives.threads.die("0")
-        step_until(fleet, lambda: lives.threads.replaced == ["0"] and lives.states() == ["serving"] * 3)
-        assert lives.threads.engines["0"].live_digest() == lives.threads.engines["1"].live_digest()
+        lives.threads.die("r0")
+        step_until(fleet, lambda: lives.threads.replaced == ["r0"] and lives.states() == ["serving"] * 3)
+        assert lives.threads.engines["r0"].live_digest() == lives.threads.engines["r1"].live_digest()
         refresh(fleet, 3, {"w2": weights_of(3)["w2"]}, partial=True)  # over what was borrowed
-        lives.threads.die("2")
-        step_until(fleet, lambda: lives.threads.replaced == ["0", "2"] and lives.states() == ["serving"] * 3)
-        assert lives.threads.engines["2"].live_digest() == lives.threads.engines["1"].live_digest()
+        lives.threads.die("r2")
+        step_until(fleet, lambda: lives.threads.replaced == ["r0", "r2"] and lives.states() == ["serving"] * 3)
+        assert lives.threads.engines["r2"].live_digest() == lives.threads.engines["r1"].live_digest()
 
 
 def test_one_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that listens and says nothing, as a stopped process does, is not waited for for ever."""
-    monkeypatch.setattr(members_module, "JOIN_S", 0.3)
     with lives_of(monkeypatch, 2) as lives:
         refresh(lives.fleet, 1)
         lives.kill()
-        stands = lives.threads.services["0"]
+        stands = lives.threads.services["r0"]
         monkeypatch.setattr(stands, "_hello", lambda *arguments: None)
-        fleet = lives.start(1)
-        assert fleet.version == 1 and "0" in lives.threads.replaced
+        fleet = lives.start(1, timing=Timing(poll_s=0.02, welcome_s=0.3))
+        assert fleet.version == 1 and "r0" in lives.threads.replaced
         step_until(fleet, lambda: lives.states() == ["serving"] * 2)
-        assert lives.threads.engines["0"].live_digest() == fleet.weights.digest
+        assert lives.threads.engines["r0"].live_digest() == fleet.weights.digest
 
 
 # what a service does for a front
@@ -284,131 +281,149 @@ def test_a_version_is_written_before_its_trainer_hears_of_it(tmp_path: Path, mon
     journal.close()
 
 
-# processes that outlive their launcher
+def test_a_replica_that_does_not_return_is_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the one that has the newest weights."""
+    with lives_of(monkeypatch, 2) as lives:
+        refresh(lives.fleet, 1)
+        lives.kill()
+        away = lives.threads._joins.pop("r0")
+        fleet = lives.start(1, wait=False, timing=Timing(poll_s=0.02, return_s=0.5))
+        began = time.monotonic()
+        step_until(fleet, lambda: fleet.weights.settled)
+        assert time.monotonic() - began >= 0.5
+        check(run(fleet), 1)
+        lives.threads._joins["r0"] = away
+        step_until(fleet, lambda: lives.states() == ["serving"] * 2)
 
 
-def sleeper(ready: Path) -> list[str]:
-    """Says where it listens, in a file that appears whole."""
-    words = "import os, sys, time; open(sys.argv[1] + '.new', 'w').write('ipc://x')"
-    words += "; os.rename(sys.argv[1] + '.new', sys.argv[1]); time.sleep(600)"
-    return [sys.executable, "-c", words, str(ready)]
+# processes that outlive their router
 
 
-def started(launcher: Launcher) -> dict[str, int]:
-    events: list[ReplicaEvent] = []
-    until(lambda: (events.extend(launcher.tend()), len(events) == launcher.wanted)[1])
-    assert {event.address for event in events} == {"ipc://x"}
-    return {event.name: launcher.pid(event.name) or 0 for event in events}
+class Routers:
+    """One launcher after the other, as of routers that are killed. `now`: their clock."""
+
+    def __init__(self, note: Path) -> None:
+        self.note, self.now = note, 0.0
+        self.launchers: list[Launcher] = []
+
+    def start(self, count: int = 2, configuration: str = "a", wait: bool = True) -> Launcher:
+        command = [sys.executable, "-c", "__import__('time').sleep(600)"]
+        folder = RouterFolder(self.note, configuration)
+        launcher = Launcher(lambda name: command, [Host()] * count, folder, clock=lambda: self.now)
+        self.launchers.append(launcher)
+        launcher.poll()
+        assert not wait or all(pids(launcher))
+        return launcher
+
+    def kill(self) -> None:
+        os.close(self.launchers[-1].folder.folder.lock)  # all that a kill does to it
+
+    def close(self) -> None:
+        self.launchers[-1].close()
+        for launcher in self.launchers:
+            for one in launcher._processes.values():
+                if isinstance(one.child, subprocess.Popen):
+                    one.child.kill()
+                    one.child.wait(WAIT)
 
 
-def test_processes_are_taken_over(tmp_path: Path) -> None:
-    places = [Host()] * 2
-    first = Launcher(sleeper, places, kept=ReplicaStateFile(tmp_path / "kept", "a"))
-    pids = started(first)
-    first.slots["0"].child.kill()  # type: ignore[union-attr]
-    first.slots["0"].child.wait()  # type: ignore[union-attr]
-    second = Launcher(sleeper, places, kept=ReplicaStateFile(tmp_path / "kept", "a"))
-    try:
-        assert second.outlived == {"1"} and second.pid("1") == pids["1"]
-        again = started(second)
-        assert again["1"] == pids["1"] and again["0"] != pids["0"]
-        second.replace("1")
-        ended: list[ReplicaEvent] = []
-        until(lambda: (ended.extend(second.tend()), ended)[1])
-        assert (ended[0].name, ended[0].address) == ("1", None)
-        until(lambda: second.tend() and second.pid("1") not in (None, pids["1"]))
-    finally:
-        second.close()
-    assert not (tmp_path / "kept").exists() and not any(map(lives, again.values()))
-    first.slots["1"].child.wait(WAIT)  # type: ignore[union-attr]
+def pids(launcher: Launcher) -> list[int]:
+    """Return the process of each replica; 0: it has none."""
+    return [one.child.pid if one.child is not None else 0 for one in launcher._processes.values()]
 
 
-def test_a_full_disk_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """However often the front looks; the replica runs."""
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    launcher = Launcher(sleeper, [Host()], kept=ReplicaStateFile(tmp_path / "kept"))
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(ReplicaStateFile, "write", full)
-            started(launcher)
-            launcher.tend()
-        assert caplog.text.count("No space left") == 1
-        launcher.tend()
-        assert (tmp_path / "kept").exists()
-    finally:
-        launcher.close()
+@pytest.fixture
+def routers(tmp_path: Path) -> Iterator[Routers]:
+    one = Routers(tmp_path / "journal.replicas")
+    yield one
+    one.close()
 
 
-@pytest.mark.parametrize("what", ["process", "birth"])
-def test_a_host_without_descriptors_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """The front goes on, and starts its replica once it can."""
-    name, target = ("Popen", subprocess) if what == "process" else ("begun_at", launcher_module)
-    works, now, failed = getattr(target, name), [0.0], list[float]()
+def ends(launcher: Launcher) -> ProcessExit:
+    found: list[ProcessExit] = []
+    until(lambda: (found.extend(launcher.poll()), found)[1], "a process ends", WAIT)
+    return found[0]
+
+
+def test_processes_that_join_again_are_taken_over(routers: Routers) -> None:
+    first = routers.start()
+    one, other = pids(first)
+    routers.kill()
+    first._processes["local-0"].child.kill()  # type: ignore[union-attr]
+    first._processes["local-0"].child.wait()  # type: ignore[union-attr]
+    second = routers.start(wait=False)
+    assert second.folder.path == first.folder.path and pids(second) == [0, 0], "it waits for them"
+    assert second.admit("local-1", other) and second.admit("local-1", other) and not second.admit("local-1", os.getpid())
+    routers.now = 6.0
+    second.poll()
+    (new, same) = pids(second)
+    assert same == other and new not in (0, one)
+    assert not second.admit("local-0", other), "it comes too late"
+    second.kill("local-1")
+    assert "only its parent knew" in ends(second).why
+    routers.now = 12.0
+    second.poll()
+    assert pids(second)[1] not in (0, other)
+    second.close()
+    assert not routers.note.exists() and not second.folder.path.exists() and not any(map(lives, [one, other, new]))
+
+
+def test_replicas_with_another_configuration_are_refused(routers: Routers) -> None:
+    (pid,) = pids(routers.start(1))
+    routers.kill()
+    second = routers.start(1, "b")
+    assert not second.folder.returning and not second.admit("local-0", pid) and pids(second) != [pid]
+
+
+def test_a_router_has_as_many_replicas_as_it_is_started_with(routers: Routers) -> None:
+    one, other = pids(routers.start(2))
+    routers.kill()
+    second = routers.start(1, wait=False)
+    assert second.admit("local-0", one) and not second.admit("local-1", other)
+    routers.kill()
+    third = routers.start(3, wait=False)
+    assert third.admit("local-0", one) and third.admit("local-1", other) and not third.admit("local-2", other)
+    routers.now = 6.0
+    third.poll()
+    assert all(pids(third))
+
+
+def test_nothing_is_waited_for_where_no_replica_is_left(routers: Routers) -> None:
+    first = routers.start(1)
+    routers.kill()
+    child = first._processes["local-0"].child
+    assert child is not None
+    child.kill()
+    child.wait(WAIT)
+    second = routers.start(1)
+    assert not second.folder.returning and Survivor.of(child.pid) is None
+    routers.note.write_text("{")
+    assert not RouterFolder(routers.note, "a").returning
+
+
+def test_a_host_without_descriptors_is_waited_for(routers: Routers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router goes on, says it once, and starts its replica once it can."""
+    works, failed = subprocess.Popen, list[float]()
 
     def fails(*given: Any, **options: Any) -> Any:
-        if not failed:
-            failed.append(now[0])
+        if len(failed) < 2:
+            failed.append(routers.now)
             raise OSError(errno.EMFILE, "Too many open files")
         return works(*given, **options)
 
-    monkeypatch.setattr(target, name, fails)
-    launcher = Launcher(sleeper, [Host()], clock=lambda: now[0], kept=ReplicaStateFile(tmp_path / "kept"))
-    try:
-        assert launcher.tend() == [] and failed == [0.0]
-        now[0] = 1.0
-        started(launcher)
-        assert launcher.slots["0"].born > 0 and launcher.slots["0"].starts == (2 if what == "process" else 1)
-    finally:
-        launcher.close()
+    monkeypatch.setattr(subprocess, "Popen", fails)
+    launcher = routers.start(1, wait=False)
+    assert launcher.poll() == [] and failed == [0.0]
+    routers.now = 1.0
+    assert launcher.poll() == [] and failed == [0.0, 1.0]
+    monkeypatch.setattr(subprocess, "Popen", works)
+    routers.now = 2.0
+    launcher.poll()
+    assert all(pids(launcher))
 
 
 def lives(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def test_processes_that_were_told_another_thing_are_replaced(tmp_path: Path) -> None:
-    first = Launcher(sleeper, [Host()], kept=ReplicaStateFile(tmp_path / "kept", "a"))
-    (pid,) = started(first).values()
-    second = Launcher(sleeper, [Host()], kept=ReplicaStateFile(tmp_path / "kept", "b"))
-    second.close()
-    assert not second.outlived and first.slots["0"].child is not None
-    first.slots["0"].child.wait(WAIT)
-    assert not psutil.pid_exists(pid)
-
-
-def test_more_or_fewer_replicas_are_asked_of_the_next_front(tmp_path: Path) -> None:
-    first = Launcher(sleeper, [Host()] * 2, kept=ReplicaStateFile(tmp_path / "kept"))
-    started(first)
-    second = Launcher(sleeper, [Host()] * 3, kept=ReplicaStateFile(tmp_path / "kept"))
-    assert second.wanted == 3 and second.outlived == {"0", "1"}
-    second.tend()
-    third = Launcher(sleeper, [Host()], kept=ReplicaStateFile(tmp_path / "kept"))
-    third.close()
-    assert third.wanted == 1
-    for slot in (*first.slots.values(), second.slots["2"]):
-        assert isinstance(slot.child, subprocess.Popen)
-        slot.child.wait(WAIT)
-
-
-def test_a_number_that_another_process_has_by_now_is_nobody_s(tmp_path: Path) -> None:
-    launcher = Launcher(sleeper, [Host()], kept=ReplicaStateFile(tmp_path / "kept"))
-    started(launcher)
-    kept = msgspec.json.decode((tmp_path / "kept").read_bytes(), type=SavedFleet)
-    (one,) = kept.replicas
-    assert adopt(one) is not None
-    assert adopt(msgspec.structs.replace(one, started=one.started - 60)) is None
-    launcher.close()
-    assert adopt(one) is None
-
-
-def test_what_cannot_be_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "kept").write_text("{")
-    launcher = Launcher(sleeper, [Host()], kept=ReplicaStateFile(tmp_path / "kept"))
-    assert not launcher.outlived and "not known" in caplog.text
-    launcher.close()
 
 
 # a copy of the weights
@@ -491,13 +506,13 @@ def test_rollout_serve_goes_on_with_its_replicas(tiny_config: Config, tmp_path: 
             handles = [client.submit([5 + i, 6, 7], Sampling(n=4, max_tokens=200, ignore_eos=True)) for i in range(4)]
             process.kill()
             process.wait(WAIT)
-            psutil.Process(pids["1"]).kill()
+            psutil.Process(pids["local-1"]).kill()
             process = start(1)
             groups = [handle.result(2 * WAIT) for handle in handles]
             assert {sample.weight_versions[0] for samples in groups for sample in samples} == {(0, 3)}
             until(lambda: client.status()["fleet"]["serving"] == 2, "both serve", 2 * WAIT)
             again = {one["name"]: one["pid"] for one in client.status()["replicas"]}
-            assert again["0"] == pids["0"] and again["1"] != pids["1"]
+            assert again["local-0"] == pids["local-0"] and again["local-1"] != pids["local-1"]
             assert client.weights_status(True)["live_digest"] == digest, "also of the one that had only the checkpoint"
             for i, samples in enumerate(groups):
                 seeded = Sampling(n=4, max_tokens=200, ignore_eos=True, seed=samples[0].seed)

@@ -17,11 +17,12 @@ from engine.types import Group, Limits, Sampling
 from rollout.client.api import RolloutClient
 from rollout.commands.arguments import ServeArgs, parse
 from rollout.commands.serve import run
-from rollout.commands.serve_replica import AGAIN
+from rollout.commands.serve_replica import RESTART
 from rollout.config import Config, FleetConfig, InputError, dump
-from rollout.fleet import join_listener as joins_module
-from rollout.fleet.join_listener import JoinListener
-from tests.support.fleet import WAIT, check, collect, prompt, refresh, step_until
+from rollout.fleet.join_listener import JoinEndpoint, JoinListener
+from rollout.fleet.launcher import ProcessExit
+from rollout.fleet.timing import Timing
+from tests.support.fleet import WAIT, Threads, check, collect, prompt, refresh, step_until
 from tests.support.joined import JoinedFleet, end, joined_fleet
 from tests.support.keyed import RawDealer
 from tests.support.lasting import free_port
@@ -85,6 +86,9 @@ def test_a_key_that_is_revoked_is_no_replica_s(tmp_path: Path) -> None:
         check(collect(joined.fleet, 4).values())
 
 
+TIMING = Timing()
+
+
 class Front:
     """The end where replicas join, and replicas of somebody's own making."""
 
@@ -95,7 +99,7 @@ class Front:
             files.create(file, "tcp://127.0.0.1:1")
         self.folder, self.file = folder, file
         self.end = ServiceEnd("tcp://127.0.0.1:*", Limits(), None if file is None else str(file))
-        self.joins = JoinListener(self.end, lambda: self.now)
+        self.joins = JoinListener(JoinEndpoint(self.end), clock=lambda: self.now)
         self.dealers: list[RawDealer] = []
         self.events: list[tuple[str, bool, bool]] = []
 
@@ -103,20 +107,20 @@ class Front:
         keys = None
         if self.file is not None and self.folder is not None and roles:
             name = f"k{len(self.dealers)}"
-            keys = files.add(self.file, name, roles, self.folder / f"{name}.json", self.joins.endpoint)
+            keys = files.add(self.file, name, roles, self.folder / f"{name}.json", self.end.endpoint)
             self.end.keys.reload()  # type: ignore[union-attr]
-        dealer = RawDealer(self.joins.endpoint, keys)
+        dealer = RawDealer(self.end.endpoint, keys)
         dealer._decoder = Decoder(m.FrontMessage, Limits())  # type: ignore[assignment]
         self.dealers.append(dealer)
         return dealer
 
-    def tend(self) -> None:
-        self.events += [(event.name, event.address is not None, event.gone) for event in self.joins.tend()]
+    def poll(self) -> None:
+        self.events += [(event.name, event.address is not None, event.removed) for event in self.joins.poll()]
 
     def ask(self, dealer: RawDealer, message: m.ReplicaMessage) -> Any:
         """The answer: Joined, or the kind of the refusal."""
         dealer.send(message)
-        until(lambda: self.tend() or dealer.sock.poll(10), "an answer", WAIT)
+        until(lambda: self.poll() or dealer.sock.poll(10), "an answer", WAIT)
         answer = dealer.receive(WAIT, 1)[0]
         return answer.kind if isinstance(answer, m.Refused) else answer
 
@@ -191,22 +195,22 @@ def test_a_name_has_one_process(front: Front) -> None:
     first, second, one, other = front.dealer(), front.dealer(), join(), join()
     assert front.ask(first, one) == m.Joined()
     assert front.ask(second, other) == "busy"
-    front.now += joins_module.SILENT_S
+    front.now += TIMING.silent_s
     assert front.ask(second, other) == m.Joined()
     assert front.events == [("a", True, False), ("a", False, False), ("a", True, False)], "the first one was lost in between"
     assert front.ask(second, m.Leave("a", other.incarnation)) == m.Joined()
-    assert front.ask(first, one) == m.Joined() and front.joins.wanted == 1
+    assert front.ask(first, one) == m.Joined() and len(front.joins.names) == 1
     assert front.events[3:] == [("a", False, False), ("a", True, False)], "who leaves makes room at once"
 
 
 def test_what_a_front_asks_of_those_that_joined(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     dealer, one = front.dealer(), join()
     front.ask(dealer, one)
-    front.joins.replace("a")
+    front.joins.lost("a")
     assert front.ask(dealer, one) == m.Joined() and len(front.events) == 1, "after a pause only"
     front.now += 0.6
     assert front.ask(dealer, one) == m.Joined() and front.events[1:] == [("a", True, False)]
-    front.joins.replace("a", sick=True)
+    front.joins.lost("a", sick=True)
     front.now += 10
     assert front.ask(dealer, one).leave == "restart" and len(front.events) == 2
     front.ask(dealer, m.Leave("a", one.incarnation))
@@ -218,7 +222,7 @@ def test_what_a_front_asks_of_those_that_joined(front: Front, monkeypatch: pytes
         front.joins.scale(2)
     assert front.joins.scale(0) == ["a"]
     front.joins.remove("a")
-    assert front.ask(dealer, again).leave == "stop" and front.joins.wanted == 0
+    assert front.ask(dealer, again).leave == "stop" and not front.joins.names
     front.ask(dealer, m.Leave("a", again.incarnation))
     assert front.events[-1] == ("a", False, True) and "a" not in front.joins
     front.ask(dealer, again)
@@ -226,13 +230,42 @@ def test_what_a_front_asks_of_those_that_joined(front: Front, monkeypatch: pytes
     front.ask(dealer, m.Leave("a", again.incarnation))
     front.joins.remove("a")
     assert front.ask(dealer, join()).leave == "stop", "who is to go goes, whichever process it is by then"
-    front.now += joins_module.SILENT_S + joins_module.GONE_S
-    front.tend()
+    front.now += TIMING.silent_s + TIMING.forget_s
+    front.poll()
     front.ask(dealer, one)
-    front.joins.replace("a")
-    front.now += joins_module.GONE_S + 1
-    front.tend()
+    front.joins.lost("a")
+    front.now += TIMING.forget_s + 1
+    front.poll()
     assert front.events[-1] == ("a", False, True) and "a" not in front.joins, "who does not come back is forgotten"
+
+
+def test_the_router_s_own_processes_have_an_address_and_names_of_their_own() -> None:
+    ours, theirs = Threads(0), Threads(0)
+    own = {"local-0": 7}
+    joins = JoinListener(JoinEndpoint(theirs), JoinEndpoint(ours, lambda name, pid: own.get(name) == pid))
+    answers: list[Any] = []
+    noted = lambda peer, frames: bool(answers.append(Decoder(m.FrontMessage, Limits()).unpack(frames)))  # noqa: E731
+    ours.send = theirs.send = noted  # type: ignore[method-assign, assignment]
+
+    def events() -> list[tuple[str, bool, bool]]:
+        return [(event.name, event.address is not None, event.removed) for event in joins.poll(exits)]
+
+    exits: list[ProcessExit] = []
+    theirs._joins["local-0"] = join("local-0", pid=7)
+    assert not events() and answers.pop().kind == "invalid_request"
+    theirs._joins.clear()
+    ours._joins["local-0"] = join("local-0", pid=8)
+    assert not events() and answers.pop().leave == "stop", "one that is not wanted any more ends"
+    ours._joins["local-0"] = join("local-0", pid=7)
+    assert events() == [("local-0", True, False)]
+    own["local-0"] = 9
+    ours._joins["local-0"] = join("local-0", pid=9)
+    assert events() == [("local-0", False, False), ("local-0", True, False)], "its name is free at once"
+    ours._joins.clear()
+    exits.append(ProcessExit("local-0", "its process ended with signal 9"))
+    assert events() == [("local-0", False, False)]
+    exits[0] = exits[0]._replace(removed=True)
+    assert events() == [("local-0", False, True)] and "local-0" not in joins
 
 
 def test_scale_drain_and_roll() -> None:
@@ -243,7 +276,7 @@ def test_scale_drain_and_roll() -> None:
         first, second = [one["name"] for one in fleet.status()["replicas"]]
         fleet.change_replicas("roll", 0, "")
         got = step_until(fleet, lambda: joined.processes[first].poll() is not None, "it has stopped")
-        assert joined.processes[first].returncode == AGAIN, "its launcher is told to start another one"
+        assert joined.processes[first].returncode == RESTART, "its launcher is told to start another one"
         assert joined.processes[second].poll() is None, "one after the other"
         joined.start(first, 0.002)
         got += step_until(fleet, lambda: joined.processes[second].poll() is not None, "and so has the other")
@@ -267,11 +300,9 @@ def test_replicas_join_the_next_front(tmp_path: Path) -> None:
         child = first.start("a")
         first.fleet.open(WAIT, 1, patient=True)
         refresh(first.fleet, 1)
-        endpoint = first.joins.endpoint
+        endpoint = first.end.endpoint
         first.fleet.close()
-        second = JoinedFleet(None)
-        second.joins.close()
-        second.joins._end = ServiceEnd(endpoint, Limits())
+        second = JoinedFleet(None, endpoint)
         second.fleet.open(WAIT, 1, patient=True)
         assert second.fleet.version == 1 and second.replica("a")["pid"] == child.pid
         second.fleet.submit(group(1))
@@ -345,7 +376,7 @@ def test_what_cannot_be_asked_of_a_replica(tmp_path: Path) -> None:
     local = "tcp://127.0.0.1:5656"
     assert "a replica or a front, not both" in serve("--join", local, "--replicas", "2")
     assert "makes its own keys" in serve("--join", local, "--service.keys", "x")
-    assert "the front has the clients" in serve("--join", local, "--service.journal", "x")
+    assert "the router has the clients" in serve("--join", local, "--service.journal", "x")
     assert "not on this host" in (told := serve("--join", "tcp://10.0.0.5:5656")) and "--role replica" in told
     assert "say how many" in serve("--ray")
     assert "without ray" in serve("--replicas", "2", "--fleet.ray-cpus", "2")

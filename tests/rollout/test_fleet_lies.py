@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -13,17 +13,16 @@ import pytest
 
 from engine.types import Group, Sample, Sampling, TokenChunk
 from rollout.config import Config, FleetConfig
-from rollout.fleet import fleet as fleet_module
-from rollout.fleet import replica_set as members_module
-from rollout.fleet import told as told_module
-from rollout.fleet.changes import Changes
 from rollout.fleet.event_queue import EventQueue
-from rollout.fleet.failures import candidates
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.launcher import Host, Launcher
+from rollout.fleet.join_listener import JoinListener
+from rollout.fleet.launcher import Host, Launcher, RouterFolder
 from rollout.fleet.placement import OpenGroup
 from rollout.fleet.replica import Replica, State
-from rollout.fleet.told import MOST_MISSING, STILL_S, ProgressWatch, Told, told
+from rollout.fleet.replica_status import MAX_MISSING, ProgressWatch, ReplicaStatus, read_status
+from rollout.fleet.retries import candidates
+from rollout.fleet.scaling import Scaling
+from rollout.fleet.timing import Timing
 from tests.support.fleet import Threads, check, collect, fleet_of, prompt, refresh, step_until
 from transport.messages import MOST_REPLICAS
 
@@ -35,7 +34,7 @@ def group(i: int, **sampling: Any) -> Group:
     return Group(f"g{i}", prompt(i), Sampling(**{"n": 4, "max_tokens": 20, "seed": i, **sampling}))
 
 
-def lies(threads: Threads, change: Callable[[list[Sample]], Sequence[Sample]], name: str = "0") -> None:
+def lies(threads: Threads, change: Callable[[list[Sample]], Sequence[Sample]], name: str = "r0") -> None:
     """Have what a replica's engine returns changed before it is sent."""
     engine = threads.engines[name]
     step = engine.step
@@ -47,12 +46,9 @@ def dead(fleet: Fleet) -> list[str]:
     return [one["why"] for one in fleet.status()["replicas"] if one["state"] == "dead"]
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Statuses are asked for at each look, and the front looks often."""
-    monkeypatch.setattr(members_module, "STATUS_S", 0.0)
-    monkeypatch.setattr(fleet_module, "TEND_S", 0.01)
-    yield
+QUICK = Timing(status_s=0.0, poll_s=0.01)
+"""a status is requested at each poll, and the router polls often"""
+STILL_S = 60.0
 
 
 def put(name: str, value: float) -> Change:
@@ -106,7 +102,7 @@ def test_a_replica_that_lies_is_dead_and_its_children_run_elsewhere(lie: str) ->
             fleet.submit(group(i))
         check(collect(fleet, 32).values())
         (reason,) = dead(fleet)
-        assert why in reason and threads.replaced == ["0"]
+        assert why in reason and threads.replaced == ["r0"]
 
 
 def test_lies_reach_the_trainer_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,13 +123,13 @@ def test_streamed_tokens_of_a_replica_that_lies_are_not_gone_on_from() -> None:
 
     with fleet_of(2, step_s=0.001) as (fleet, threads):
         threads.again = False
-        engine = threads.engines["0"]
+        engine = threads.engines["r0"]
         chunks = engine.chunks
         engine.chunks = lambda *given: [wrong(chunk) for chunk in chunks(*given)]
         for i in range(6):
             fleet.submit(group(i, max_tokens=200, stream_every=8))
         check(collect(fleet, 24).values())
-        assert "logprobs with nan" in dead(fleet)[0] and threads.engines["1"].made["generated_tokens"] == 24 * 200
+        assert "logprobs with nan" in dead(fleet)[0] and threads.engines["r1"].made["generated_tokens"] == 24 * 200
 
 
 def test_the_sibling_s_tokens_are_noticed_where_they_were_streamed() -> None:
@@ -162,10 +158,10 @@ def test_the_sibling_s_tokens_are_noticed_where_they_were_streamed() -> None:
         ({"deep": [[[[[[[[[1]]]]]]]]]}, "levels"),
     ],
 )
-def test_a_status_that_is_none(status: dict[str, Any], why: str, quick: None) -> None:
-    with fleet_of(2) as (fleet, threads):
+def test_a_status_that_is_none(status: dict[str, Any], why: str) -> None:
+    with fleet_of(2, timing=QUICK) as (fleet, threads):
         threads.again = False
-        engine = threads.engines["0"]
+        engine = threads.engines["r0"]
         true = engine.status
         engine.status = lambda: {**true(), **status} if status else {}
         step_until(fleet, lambda: dead(fleet), "it is noticed")
@@ -176,15 +172,15 @@ def test_a_status_that_is_none(status: dict[str, Any], why: str, quick: None) ->
 
 def test_a_status_may_hold_what_the_front_does_not_know() -> None:
     known = {"groups": 1, "steps": 2, "generated_tokens": 3}
-    assert told({**known, "new": [1.5, None, True, "x", {"a": {}}]}) == Told(1, 2, 3)
+    assert read_status({**known, "new": [1.5, None, True, "x", {"a": {}}]}) == ReplicaStatus(1, 2, 3)
 
 
 # one that never answers
 
 
-def test_a_replica_that_forgets_groups_is_found(quick: None) -> None:
+def test_a_replica_that_forgets_groups_is_found() -> None:
     """It lives, answers, and never gives them back."""
-    with fleet_of(2) as (fleet, threads):
+    with fleet_of(2, timing=QUICK) as (fleet, threads):
         threads.again = False
         lies(threads, lambda samples: [sample for sample in samples if sample.seed % 2])
         for i in range(10):
@@ -193,28 +189,26 @@ def test_a_replica_that_forgets_groups_is_found(quick: None) -> None:
         assert "it has lost groups" in dead(fleet)[0]
 
 
-def test_a_replica_that_computes_nothing_is_found(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(told_module, "STILL_S", 0.2)
-    with fleet_of(2) as (fleet, threads):
+def test_a_replica_that_computes_nothing_is_found() -> None:
+    with fleet_of(2, timing=msgspec.structs.replace(QUICK, no_progress_s=0.2)) as (fleet, threads):
         threads.again = False
-        threads.engines["0"].step = lambda: time.sleep(0.001) or []
+        threads.engines["r0"].step = lambda: time.sleep(0.001) or []
         for i in range(10):
             fleet.submit(group(i))
         check(collect(fleet, 40).values())
         assert "it has computed nothing" in dead(fleet)[0]
 
 
-def test_replicas_that_rest_or_take_long_are_not_found_wanting(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_that_rest_or_take_long_are_not_found_wanting() -> None:
     """Paused, asleep, and in a step that takes longer than one may stand still."""
-    monkeypatch.setattr(told_module, "STILL_S", 0.1)
-    with fleet_of(2) as (fleet, threads):
+    with fleet_of(2, timing=msgspec.structs.replace(QUICK, no_progress_s=0.1)) as (fleet, threads):
         fleet.pause()
         for i in range(4):
             fleet.submit(group(i))
         asked = {name: counted(engine) for name, engine in threads.engines.items()}
         step_until(fleet, lambda: all(len(times) > 20 for times in asked.values()), "statuses while paused")
         step_until(fleet, lambda: all(times[-1] - times[0] > 0.3 for times in asked.values()), "for longer than that")
-        long, engine = [0.4, 0.4], threads.engines["0"]
+        long, engine = [0.4, 0.4], threads.engines["r0"]
         step = engine.step
         engine.step = lambda: (time.sleep(long.pop() if long else 0.0), step())[1]
         fleet.resume()
@@ -236,28 +230,27 @@ def counted(engine: Any) -> list[float]:
 
 
 def test_what_the_statuses_of_a_replica_say() -> None:
-    progress = ProgressWatch()
-    for _ in range(MOST_MISSING - 1):
-        assert not progress.look(Told(1, 1, 1), 2, True, 0.0)
-    assert not progress.look(Told(2, 1, 1), 2, True, 0.0), "they were on their way"
-    for _ in range(MOST_MISSING - 1):
-        assert not progress.look(Told(1, 1, 1), 2, True, 0.0)
-    assert "it holds 1 of 2" in progress.look(Told(1, 1, 1), 2, True, 0.0)
-    progress = ProgressWatch()
-    assert not progress.look(Told(2, 1, 1), 2, True, 10.0)
-    assert not progress.look(Told(2, 1, 1), 2, True, 10.0 + 0.9 * STILL_S)
-    assert not progress.look(Told(2, 2, 1), 2, True, 10.0 + 2 * STILL_S), "a step has ended"
-    assert not progress.look(Told(2, 2, 1), 2, False, 10.0 + 9 * STILL_S), "it may not run"
-    assert not progress.look(Told(2, 2, 1), 2, True, 10.0 + 9.9 * STILL_S)
-    assert "computed nothing" in progress.look(Told(2, 2, 1), 2, True, 10.0 + 10.1 * STILL_S)
+    progress = ProgressWatch(STILL_S)
+    for _ in range(MAX_MISSING - 1):
+        assert not progress.check(ReplicaStatus(1, 1, 1), 2, 0.0)
+    assert not progress.check(ReplicaStatus(2, 1, 1), 2, 0.0), "they were on their way"
+    for _ in range(MAX_MISSING - 1):
+        assert not progress.check(ReplicaStatus(1, 1, 1), 2, 0.0)
+    assert "1 of 2" in progress.check(ReplicaStatus(1, 1, 1), 2, 0.0)
+    progress = ProgressWatch(STILL_S)
+    assert not progress.check(ReplicaStatus(2, 1, 1), 2, 10.0)
+    assert not progress.check(ReplicaStatus(2, 1, 1), 2, 10.0 + 0.9 * STILL_S)
+    assert not progress.check(ReplicaStatus(2, 2, 1), 2, 10.0 + 2 * STILL_S), "a step has ended"
+    assert not progress.check(ReplicaStatus(2, 2, 1), None, 10.0 + 9 * STILL_S), "it may not run"
+    assert not progress.check(ReplicaStatus(2, 2, 1), 2, 10.0 + 9.9 * STILL_S)
+    assert "computed nothing" in progress.check(ReplicaStatus(2, 2, 1), 2, 10.0 + 10.1 * STILL_S)
 
 
-def test_a_replica_that_gives_everything_back_is_given_nothing(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_gives_everything_back_is_given_nothing() -> None:
     """As one does that stops; one that goes on so is dead. Its children run elsewhere."""
-    monkeypatch.setattr(members_module, "GIVEN_BACK_S", 0.05)
-    with fleet_of(2) as (fleet, threads):
+    with fleet_of(2, timing=msgspec.structs.replace(QUICK, stopping_s=0.05)) as (fleet, threads):
         threads.again = False
-        engine = threads.engines["0"]
+        engine = threads.engines["r0"]
         engine.step = lambda: [one for child in list(engine.children) for one in engine.abort(child.group.id, child.index)]
         number = 0
 
@@ -278,17 +271,17 @@ def test_a_replica_that_gives_everything_back_is_given_nothing(quick: None, monk
 
 def test_errors_are_tried_again_by_child() -> None:
     """One replica fails on all, another is well: nothing is lost."""
-    with fleet_of(2, faults={"0": "errors"}) as (fleet, _):
+    with fleet_of(2, faults={"r0": "errors"}) as (fleet, _):
         for i in range(4):
             fleet.submit(group(i, n=16, max_tokens=8))
         check(collect(fleet, 64).values())
 
 
 def test_each_child_is_tried_three_times() -> None:
-    with fleet_of(1, faults={"0": "errors"}) as (fleet, threads):
+    with fleet_of(1, faults={"r0": "errors"}) as (fleet, threads):
         fleet.submit(group(1, n=8, max_tokens=2))
         assert {sample.finish_reason for sample in collect(fleet, 8).values()} == {"error"}
-        assert threads.engines["0"].made["generated_tokens"] == 8 * 2 * 3
+        assert threads.engines["r0"].made["generated_tokens"] == 8 * 2 * 3
 
 
 def test_one_replica_s_refusal_is_not_everybody_s() -> None:
@@ -298,7 +291,7 @@ def test_one_replica_s_refusal_is_not_everybody_s() -> None:
         def refuse(group: Group, client: str = "") -> None:
             raise ValueError("it can never fit the KV pool")
 
-        threads.engines["0"].submit = refuse
+        threads.engines["r0"].submit = refuse
         for i in range(8):
             fleet.submit(group(i))
         check(collect(fleet, 32).values())
@@ -306,7 +299,7 @@ def test_one_replica_s_refusal_is_not_everybody_s() -> None:
 
 
 def replica(name: str, state: State = State.SERVING, load: int = 0, failing: bool = False) -> Replica:
-    one = Replica(name, EventQueue(), lambda replica, why: None)
+    one = Replica(name, EventQueue())
     one.state, one.load = state, load
     one.failing |= {"g"} if failing else set()
     return one
@@ -327,24 +320,27 @@ def test_one_that_has_failed_is_given_one_group_at_a_time() -> None:
 
 
 def test_those_go_that_are_of_least_use() -> None:
-    launcher = Launcher(lambda ready: ["false"], [Host()] * 6)
-    states = {"0": State.DEAD, "1": State.SERVING, "2": State.STALE, "3": State.SERVING, "5": State.SERVING}
-    replicas = {name: replica(name, state, 5 * int(name == "1")) for name, state in states.items()}
-    changes = Changes(launcher, replicas)
+    now = [0.0]
+    launcher = Launcher(lambda name: ["false"], [Host()] * 6, RouterFolder(), clock=lambda: now[0])
+    now[0] = -1.0  # nothing is started
+    names = [f"local-{i}" for i in range(6)]
+    states = [State.DEAD, State.SERVING, State.STALE, State.SERVING, None, State.SERVING]
+    replicas = {name: replica(name, state) for name, state in zip(names, states, strict=True) if state is not None}
+    replicas["local-1"].load = 5
+    scaling = Scaling(JoinListener(), launcher, replicas)
+    draining = lambda: [int(name[-1]) for name, one in replicas.items() if one.draining]  # noqa: E731
     try:
-        changes.change("scale", 5, "")
-        assert [name for name, one in replicas.items() if one.leaving] == ["0"], "the one that is dead"
-        changes.change("scale", 4, "")
-        assert launcher.wanted == 4 and not launcher.slots["4"].wanted, "the one that starts"
-        changes.change("scale", 2, "")
-        assert [name for name, one in replicas.items() if one.leaving] == ["0", "2", "5"], "of equal ones the newest"
-        changes.change("scale", 1, "")
-        assert not replicas["1"].leaving, "the one that has work"
-        changes.tend(1)
-        for slot in launcher.slots.values():
-            slot.start_at = math.inf
-        gone = {event.name for event in launcher.tend() if event.gone}
-        assert gone == {"0", "2", "3", "4", "5"} and list(launcher.slots) == ["1"]
+        scaling.change("scale", 5, "")
+        assert draining() == [0], "the one that is dead"
+        scaling.change("scale", 4, "")
+        assert len(launcher.names) == 4 and "local-4" not in launcher.names, "the one that starts"
+        scaling.change("scale", 2, "")
+        assert draining() == [0, 2, 5], "of equal ones the newest"
+        scaling.change("scale", 1, "")
+        assert not replicas["local-1"].draining, "the one that has work"
+        scaling.poll(1)
+        removed = {one.name for one in launcher.poll() if one.removed}
+        assert removed == {*names} - {"local-1"} and launcher.names == ["local-1"]
     finally:
         launcher.close()
 
@@ -352,12 +348,12 @@ def test_those_go_that_are_of_least_use() -> None:
 def test_a_dead_replica_goes_before_one_that_serves() -> None:
     with fleet_of(2) as (fleet, threads):
         threads.again = False
-        threads.die("0")
+        threads.die("r0")
         step_until(fleet, lambda: dead(fleet))
         named = list[str]()
-        threads.scale = lambda count, use: named.extend(sorted(["0", "1"], key=use)) or named[:1]  # type: ignore[method-assign]
+        threads.scale = lambda count, use: named.extend(sorted(["r0", "r1"], key=use)) or named[:1]  # type: ignore[method-assign]
         fleet.change_replicas("scale", 1, "")
-        assert named == ["0", "1"]
+        assert named == ["r0", "r1"]
         fleet.submit(group(1))
         check(collect(fleet, 4).values())
 

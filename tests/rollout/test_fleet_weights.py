@@ -14,8 +14,7 @@ import torch
 from engine.types import Sampling
 from rollout.client.api import RolloutClient
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.replica import State
-from rollout.fleet.replica_set import ReplicaSet
+from rollout.fleet.replica import Replica, State
 from rollout.fleet.transaction import ReplicaTransaction
 from tests.support.adapters import write
 from tests.support.fleet import WAIT, Threads, fleet_of, front_of, step_until
@@ -62,8 +61,8 @@ def test_an_adapter_is_added_everywhere_and_whoever_comes_later_has_it(tmp_path:
         done, want = client.refresh_lora(folder, base=base), other.refresh_lora(folder, base=base)
         assert (done.digest, done.bytes, done.sent_bytes) == (want.digest, want.bytes, want.sent_bytes)
         assert made(client) == made(other) and client.weights_status()["base_digest"] == base
-        threads.die("0")
-        until(lambda: threads.replaced == ["0"] and serve_both(client), "it is back", WAIT)
+        threads.die("r0")
+        until(lambda: threads.replaced == ["r0"] and serve_both(client), "it is back", WAIT)
         assert made(client) == made(other), "base and adapter"
         with pytest.raises(WrongBase):
             client.refresh_lora(second, base="ab" * 32)
@@ -72,8 +71,8 @@ def test_an_adapter_is_added_everywhere_and_whoever_comes_later_has_it(tmp_path:
         for one in (client, other):
             one.refresh(tiny("llama", seed=1))
             one.refresh_lora(second)
-        threads.die("1")
-        until(lambda: threads.replaced == ["0", "1"] and serve_both(client), "it is back", WAIT)
+        threads.die("r1")
+        until(lambda: threads.replaced == ["r0", "r1"] and serve_both(client), "it is back", WAIT)
         assert made(client) == made(other), "whole weights first, then the adapter"
         for one in (client, other):
             one.refresh(tiny("llama", seed=2))
@@ -95,8 +94,8 @@ def test_differences_are_against_what_the_front_has_kept(tmp_path: Path) -> None
             assert (done.via, done.digest, done.sent_bytes) == (want.via, want.digest, want.sent_bytes), done.reason
             assert (done.via == "delta") == (step > 0) and (step == 0 or done.sent_bytes < 0.01 * done.bytes)
         assert made(client) == made(other)
-        threads.die("0")
-        until(lambda: threads.replaced == ["0"] and serve_both(client), "it is back", WAIT)
+        threads.die("r0")
+        until(lambda: threads.replaced == ["r0"] and serve_both(client), "it is back", WAIT)
         assert made(client) == made(other)
         client.refresh_lora(write(tmp_path))
         assert client.refresh(moved(model, 0.25), via="delta").via != "delta", "what is live is not what the client sent last"
@@ -105,30 +104,30 @@ def test_differences_are_against_what_the_front_has_kept(tmp_path: Path) -> None
 def test_a_replica_that_dies_in_the_middle_of_an_adapter_is_stale_until_it_has_it(tmp_path: Path) -> None:
     stale: list[str] = []
     states: list[tuple[State, int]] = []
-    begin, tell = ReplicaTransaction._begun, ReplicaSet._set
+    begin, tell = ReplicaTransaction._begun, Replica.set_state
 
-    def told(self: ReplicaSet, replica: Any, state: State, why: str) -> None:
-        states.extend([(state, replica.version)] if replica.name == "0" and stale else [])
-        tell(self, replica, state, why)
+    def told(self: Replica, state: State, why: str) -> None:
+        states.extend([(state, self.version)] if self.name == "r0" and stale else [])
+        tell(self, state, why)
 
     with fleet_and_one() as (fleet, threads, client, other):
 
         def die(self: ReplicaTransaction, replica: Any, answer: Any) -> None:
-            if replica.name == "0" and not stale:
+            if replica.name == "r0" and not stale:
                 stale.append("it dies")
-                threads.die("0")
+                threads.die("r0")
             else:
                 begin(self, replica, answer)
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(ReplicaTransaction, "_begun", die)
-            patched.setattr(ReplicaSet, "_set", told)
+            patched.setattr(Replica, "set_state", told)
             done = client.refresh_lora(write(tmp_path))
             until(lambda: serve_both(client), "it is back", WAIT)
         assert other.refresh_lora(tmp_path).digest == done.digest
         assert states[0][0] is State.DEAD and (State.STALE, 0) in states and states[-1] == (State.SERVING, 1)
         assert State.SERVING not in {state for state, _ in states[:-1]}
-        assert threads.replaced == ["0"] and fleet._members.replicas["0"].version == 1
+        assert threads.replaced == ["r0"] and fleet.replicas.by_name["r0"].version == 1
         assert made(client) == made(other)
 
 
@@ -148,7 +147,7 @@ def test_what_a_front_cannot_take_is_refused_with_what_it_can(via: Any, monkeypa
 
 def last(joined: JoinedFleet, name: str) -> Any:
     """What a replica says of its last refresh."""
-    asked = joined.fleet._members.replicas[name].request(lambda id: m.WeightsRequest(id, True))
+    asked = joined.fleet.replicas.by_name[name].request(lambda id: m.WeightsRequest(id, True))
     step_until(joined.fleet, asked.done, "it answers")
     found = asked.result()
     assert found["digest"] == found["live_digest"]

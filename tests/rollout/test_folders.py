@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.fleet.launcher import Host, Launcher
-from rollout.fleet.state_file import ReplicaStateFile
+from rollout.fleet.launcher import Host, Launcher, RouterFolder
 from rollout.process import Folder, remove_dead
-from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 WAIT = 60.0
@@ -86,19 +84,17 @@ def test_a_folder_that_another_process_needs_stays(holder: tuple[subprocess.Pope
         Folder.of_another(path)
 
 
-def test_replicas_that_outlive_their_front_keep_its_folder(tmp_path: Path) -> None:
+def test_replicas_that_outlive_their_router_keep_its_folder(tmp_path: Path) -> None:
     """Their sockets are there."""
-    command = ["-c", "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('here'); __import__('time').sleep(600)"]
-    launcher = Launcher(
-        lambda ready: [sys.executable, *command, str(ready)], [Host()], kept=ReplicaStateFile(tmp_path / "kept")
-    )
-    until(lambda: bool(launcher.tend()))
-    ready = launcher.slots["0"].ready
-    os.close(launcher._folder.lock)  # all that a kill of the front does to it
+    command = [sys.executable, "-c", "__import__('time').sleep(600)"]
+    launcher = Launcher(lambda name: command, [Host()], RouterFolder(tmp_path / "note"))
+    launcher.poll()
+    os.close(launcher.folder.folder.lock)  # all that a kill of the router does to it
     remove_dead()
-    assert ready.exists()
-    second = Launcher(lambda ready: [sys.executable, *command, str(ready)], [Host()], kept=ReplicaStateFile(tmp_path / "kept"))
-    assert second.outlived == {"0"} and second._folder.path == ready.parent
-    child = launcher.slots["0"].child
+    assert launcher.folder.path.exists()
+    second = Launcher(lambda name: command, [Host()], RouterFolder(tmp_path / "note"))
+    assert second.folder.returning and second.folder.path == launcher.folder.path
+    child = launcher._processes["local-0"].child
+    assert child is not None and second.admit("local-0", child.pid)
     second.close()
-    assert child is not None and child.wait(WAIT) is not None and not ready.parent.exists()
+    assert child.wait(WAIT) is not None and not launcher.folder.path.exists()

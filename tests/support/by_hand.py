@@ -27,13 +27,16 @@ def version_1(*frames: bytes) -> bytes:
     return b"".join(bytes([len(frame) + 1, 0]) + frame for frame in frames)
 
 
-def post(*frames: bytes) -> bytes:
-    """A request of a web page that libzmq may take for a peer of ZMTP 1.0: its head is frames of the lengths of its letters."""
-    head = b"POST /" + b"a" * 200 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nOrigin: https://evil.example\r\n\r\n"
+PAGE = b"POST /" + b"a" * 200 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nOrigin: https://evil.example\r\n\r\n"
+
+
+def post(*frames: bytes, head: bytes = PAGE, length: int = 2000) -> bytes:
+    """A request of a web page that libzmq may take for a peer of ZMTP 1.0: its head reads as frames of the lengths of its
+    letters, and these frames begin in its body, of `length` bytes, where those have ended."""
     at = 0
     while at < len(head):
         at += 1 + head[at]
-    return head + (b"x" * (at - len(head)) + b"\x01\x00" + version_1(*frames)).ljust(2000, b"\x01")
+    return head + (b"x" * (at - len(head)) + b"\x01\x00" + version_1(*frames)).ljust(length, b"\x01")
 
 
 def connected(endpoint: str) -> socket.socket:

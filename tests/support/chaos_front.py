@@ -16,21 +16,23 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from engine.types import KVPolicy, Refreshed, Sample, Served
+from engine.types import KVPolicy, Limits, Refreshed, Sample, Served
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.groups import FleetGroups
-from rollout.fleet.launcher import Host, Launcher, ReplicaEvent
-from rollout.fleet.state_file import ReplicaStateFile
+from rollout.fleet.join_listener import JoinEndpoint, JoinListener, ReplicaEvent
+from rollout.fleet.launcher import Host, Launcher, ProcessExit, RouterFolder
 from rollout.fleet.weights import ReplicaTransaction
 from rollout.process import write_atomically
 from rollout.service.journal import Journal
 from rollout.service.loop import Service
 from tests.support.faulty_link import Proxy
+from transport.sockets import ServiceEnd
 
 STEP_S = 0.004
 WAIT = 120.0
@@ -39,20 +41,17 @@ ALONE_S = 20.0
 """that a replica outlives its front"""
 
 
-class Cut:
-    """A launcher whose replicas are reached through a proxy, so that their links can be cut."""
+class Cut(JoinListener):
+    """Reaches replicas through a proxy, so that their links can be cut."""
 
-    def __init__(self, launcher: Launcher, seed: int) -> None:
-        self.launcher, self.seed = launcher, seed
+    def __init__(self, seed: int, *endpoints: JoinEndpoint) -> None:
+        super().__init__(*endpoints)
+        self.seed = seed
         self.proxies: dict[str, Proxy] = {}
 
-    @property
-    def wanted(self) -> int:
-        return self.launcher.wanted
-
-    def tend(self) -> list[ReplicaEvent]:
+    def poll(self, exits: Sequence[ProcessExit] = ()) -> list[ReplicaEvent]:
         events = []
-        for event in self.launcher.tend():
+        for event in super().poll(exits):
             if old := self.proxies.pop(event.name, None):
                 old.__exit__(None, None, None)
             if isinstance(event.address, str):
@@ -61,11 +60,8 @@ class Cut:
             events.append(event)
         return events
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.launcher, name)
-
     def close(self) -> None:
-        self.launcher.close()
+        super().close()
         for proxy in self.proxies.values():
             proxy.__exit__(None, None, None)
 
@@ -73,8 +69,8 @@ class Cut:
 class Watched(Fleet):
     """Writes down what must not be: children that come out of the front twice, commits of what was not prepared."""
 
-    def __init__(self, launcher: Any, before: Served, folder: Path) -> None:
-        super().__init__(launcher, before=before)
+    def __init__(self, joins: JoinListener, launcher: Launcher, before: Served, folder: Path) -> None:
+        super().__init__(joins, launcher, before=before, returning=launcher.folder.returning)
         self._folder, self._given = folder, set[tuple[str, int]]()
 
     def commit(self, staging: Any, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed | None:
@@ -117,23 +113,27 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     break_it(fault)
 
-    def command(replica_ready: Path) -> list[str]:
-        kind = "" if not replica_ready.name.startswith("ready-1-") else "stale" if fault == "stale" else "picky"
-        return [sys.executable, "-m", "tests.support.hash_engine", str(replica_ready), str(STEP_S), kind, str(ALONE_S)]
+    where = RouterFolder(folder / "replicas")
+
+    def command(name: str) -> list[str]:
+        kind = "" if name != "local-1" else "stale" if fault == "stale" else "picky"
+        words = [where.endpoint, name, str(STEP_S), f"fault={kind}", f"alone={ALONE_S}"]
+        return [sys.executable, "-m", "tests.support.joined", *words]
 
     journal = Journal(str(folder / "journal"), "hash")
-    launcher = Cut(Launcher(command, [Host()] * int(replicas), kept=ReplicaStateFile(folder / "replicas")), int(seed))
-    fleet = Watched(launcher, journal.weights, folder)
+    launcher = Launcher(command, [Host()] * int(replicas), where)
+    joins = Cut(int(seed), JoinEndpoint(ServiceEnd(where.endpoint, Limits()), launcher.admit))
+    fleet = Watched(joins, launcher, journal.weights, folder)
     try:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-        fleet.open(WAIT, count=1 if launcher.outlived else None, patient=True)
+        fleet.open(WAIT, count=1 if where.returning else None, patient=True)
         service = Service(fleet, address, journal=journal, client_grace_s=WAIT)
         fleet.inbox.wake = service.wake
         signal.signal(signal.SIGTERM, lambda number, frame: service.stop("SIGTERM"))
 
         def listen() -> None:
             for line in sys.stdin:
-                if proxy := launcher.proxies.get(line.split()[1]):
+                if proxy := joins.proxies.get(line.split()[1]):
                     proxy.cut()
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -10,15 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from engine.types import KVPolicy, Refreshed, Sample
+from engine.types import KVPolicy, Limits, Refreshed, Sample
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.launcher import ReplicaEvent, Use, alike, least_used
+from rollout.fleet.join_listener import JoinEndpoint, JoinListener
+from rollout.fleet.launcher import ProcessExit, Use, alike, least_used
+from rollout.fleet.timing import Timing
 from rollout.service.loop import Service
 from tests.support.hash_engine import HashEngine, Weights, expected, key_of, manifest_of, weights_of
 from tests.support.waiting import until
+from transport import messages as m
+from transport.frames import Decoder, pack
 
 WAIT = 60.0
 """for what comes: a bound for hangs only"""
+TIMING = Timing(poll_s=0.02)
 KEYS = {version: key_of(weights_of(version)) for version in range(8)}
 
 
@@ -35,7 +41,10 @@ def check(samples: Iterable[Sample]) -> None:
 
 
 class Threads:
-    """Launches replicas as threads. `faults`: of each, see `HashEngine`. `make`: makes their engines, if others are wanted."""
+    """Launches replicas as threads, and is the address at which they join. `faults`: of each, see `HashEngine`. `make`: makes
+    their engines, if others are wanted."""
+
+    endpoint, keys = "threads", None
 
     def __init__(
         self,
@@ -44,84 +53,111 @@ class Threads:
         faults: dict[str, str] | None = None,
         make: Callable[[], Any] | None = None,
     ) -> None:
-        self.wanted = count
+        self.names: list[str] = []
         self.engines: dict[str, Any] = {}
         self.services: dict[str, Service] = {}
-        self.threads: list[threading.Thread] = []
-        self.events: list[ReplicaEvent] = []
+        self.threads: dict[str, threading.Thread] = {}
+        self.exits: list[ProcessExit] = []
         self.replaced: list[str] = []
-        self.going: set[str] = set()
-        self.outlived = frozenset[str]()
         self.again = True
-        """whether another thread takes the place of one that is lost"""
+        """whether another thread takes the place of one that has ended"""
+        self._joins: dict[str, m.Join] = {}
+        """what each replica reports"""
+        self._to_start: list[str] = []
+        self._made = 0
         self._step_s, self._faults, self._make = step_s, faults or {}, make
-        for i in range(count):
-            self.start(str(i))
+        self.scale(count)
 
     def start(self, name: str) -> None:
         make = self._make or (lambda: HashEngine(self._step_s, self._faults.get(name, "")))
         engine = self.engines[name] = make()
         service = self.services[name] = Service(engine, "tcp://127.0.0.1:*", client_grace_s=3600.0, linger_s=0.5)
-        thread = threading.Thread(target=service.run, name=f"replica {service.endpoint}", daemon=True)
-        self.threads.append(thread)
+        thread = self.threads[service.endpoint] = threading.Thread(target=service.run, daemon=True)
         thread.start()
-        self.events.append(ReplicaEvent(name, service.endpoint, "it listens"))
+        self._joins[name] = m.Join(m.PROTOCOL, name, secrets.token_hex(16), service.endpoint)
 
     def die(self, name: str) -> None:
-        """Behave as if a replica's process had been killed: nothing comes of it any more."""
-        self.events.append(ReplicaEvent(name, None, "its process ended with signal 9"))
+        """Behave as if a replica's process had been killed."""
+        del self._joins[name]
+        self.exits.append(ProcessExit(name, "its process ended with signal 9", name not in self.names))
 
-    def tend(self) -> list[ReplicaEvent]:
-        events, self.events = self.events, []
-        return events
-
-    def replace(self, name: str, sick: bool = False) -> None:
-        self.replaced.append(name)
-        self.services.pop(name).stop()
-        if self.again and name not in self.going:
-            self.start(name)
-
-    def restart(self, name: str) -> None:
+    def leave(self, name: str) -> None:
+        """Stop a replica in order."""
+        if self._joins.pop(name, None) is None:
+            return
         service = self.services[name]
         service.stop()
 
-        def tell() -> None:
-            for thread in self.threads:
-                if thread is not threading.current_thread() and thread.name == f"replica {service.endpoint}":
-                    thread.join(WAIT)
-            self.events.append(ReplicaEvent(name, None, "its process ended with exit status 0"))
+        def ended() -> None:
+            self.threads[service.endpoint].join(WAIT)
+            self.exits.append(ProcessExit(name, "its process ended with exit status 0", name not in self.names))
 
-        threading.Thread(target=tell, daemon=True).start()
+        threading.Thread(target=ended, daemon=True).start()
+
+    # as `LauncherLike`
+
+    def poll(self) -> list[ProcessExit]:
+        for name in self._to_start:
+            self.start(name)
+        exits, self.exits = self.exits, []
+        self._to_start = [one.name for one in exits if self.again and one.name in self.names]
+        return exits
+
+    def kill(self, name: str) -> None:
+        self.replaced.append(name)
+        if name in self._joins:
+            self.die(name)
+        self.services.pop(name).stop()
 
     def remove(self, name: str) -> None:
-        if name in self.services:
-            self.going.add(name)
-            self.services[name].stop()
-            self.events.append(ReplicaEvent(name, None, "it was asked to go"))
+        if name in self.names:
+            self.names.remove(name)
+            self.leave(name)
 
     def scale(self, count: int, use: Use = alike) -> list[str]:
-        going = least_used(sorted(self.services), count, use)
-        for i in range(self.wanted, count):
-            self.start(str(i))
-        self.wanted = count
-        return going
+        while len(self.names) < count:
+            self.names.append(f"r{self._made}")
+            self._made += 1
+            self.start(self.names[-1])
+        return least_used(self.names, count, use)
 
-    def pid(self, name: str) -> int | None:
-        return None
+    # as `ServiceTransport`
 
-    def close(self) -> None:
+    def receive(self, timeout: float, most: int = 0) -> list[tuple[bytes, list[Any]]]:
+        return [(name.encode(), list(pack(join))) for name, join in self._joins.items()]
+
+    def send(self, peer: bytes, frames: list[Any]) -> bool:
+        answer = Decoder(m.FrontMessage, Limits()).unpack(list(map(bytes, frames)))
+        assert isinstance(answer, m.Joined), answer
+        if answer.leave:
+            self.leave(peer.decode())
+        return True
+
+    def reaches(self, peer: bytes, frames: list[Any]) -> bool:
+        return True
+
+    def expect(self, extra_bytes: int) -> None: ...
+    def wake(self) -> None: ...
+
+    def close(self, linger: float = 0.0) -> None:
         for service in self.services.values():
             service.stop()
-        for thread in self.threads:
+        for thread in self.threads.values():
             thread.join(WAIT)
             assert not thread.is_alive()
 
 
+def fleet_over(threads: Threads, timing: Timing = TIMING, **options: Any) -> Fleet:
+    """Make a fleet whose replicas are threads."""
+    joins = JoinListener(JoinEndpoint(threads, lambda name, pid: True), timing=timing)
+    return Fleet(joins, threads, timing=timing, **options)
+
+
 @contextmanager
-def fleet_of(count: int, grace_s: float = 60.0, **options: object) -> Iterator[tuple[Fleet, Threads]]:
+def fleet_of(count: int, grace_s: float = 60.0, timing: Timing = TIMING, **options: Any) -> Iterator[tuple[Fleet, Threads]]:
     """Open a fleet of so many replicas that serve."""
-    launcher = Threads(count, **options)  # type: ignore[arg-type]
-    fleet = Fleet(launcher, replica_grace_s=grace_s)
+    launcher = Threads(count, **options)
+    fleet = fleet_over(launcher, timing, replica_grace_s=grace_s)
     try:
         fleet.open(WAIT)
         yield fleet, launcher

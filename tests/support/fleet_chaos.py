@@ -21,17 +21,16 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import psutil
 import torch
 
 from engine.types import Sample, Sampling, manifest_digest
 from rollout.client.api import RolloutClient
-from rollout.fleet.state_file import SavedFleet, SavedReplica
 from tests.support.chaos_front import WAIT
 from tests.support.hash_engine import MARK, TENSORS, expected, key_of, manifest_of, weights_of
 from tests.support.lasting import ROOT, free_port
@@ -148,17 +147,20 @@ class Front:
             return False
         return True
 
-    def kept(self) -> list[SavedReplica]:
+    def processes(self) -> dict[int, str]:
+        """Return the processes of replicas with their names, whoever started them."""
         try:
-            return msgspec.json.decode((self.folder / "replicas").read_bytes(), type=SavedFleet).replicas
-        except FileNotFoundError:
-            return []
+            joins = (self.folder / "replicas").read_text().split()[0] + "/join"
+        except (FileNotFoundError, IndexError):
+            return {}
+        found = {process.pid: words_of(process) for process in psutil.process_iter()}
+        return {pid: words[4] for pid, words in found.items() if f"ipc://{joins}" in words}
 
     def signal(self, name: str, number: int) -> int | None:
         """Send a signal to a replica's process. Returns which one that was, None if there is none."""
-        for kept in self.kept():
-            if kept.name == name and kept.pid is not None and send(kept.pid, number):
-                return kept.pid
+        for pid, whose in self.processes().items():
+            if whose == name and send(pid, number):
+                return pid
         return None
 
 
@@ -176,7 +178,9 @@ class Adversary:
         """Kill, stop and cut for so many seconds. `enough`: the end comes as soon as this was found."""
         end = time.monotonic() + seconds
         while (now := time.monotonic()) < end and not self.accounts.counts[enough]:
-            self.act(self.rng.choices(["kill", "stop", "cut"], [3, 1, 3])[0], str(self.rng.randrange(self.front.replicas)), now)
+            self.act(
+                self.rng.choices(["kill", "stop", "cut"], [3, 1, 3])[0], f"local-{self.rng.randrange(self.front.replicas)}", now
+            )
             self.tend(now)
             time.sleep(self.rng.uniform(1.0, 3.0))
         for _, pid in self._stopped:
@@ -352,12 +356,12 @@ class Chaos:
             if not self.accounts.counts[enough]:
                 until(lambda: not any(thread.is_alive() for thread in threads), "all groups have ended", WAIT)
         finally:
-            replicas = [kept.pid for kept in self.front.kept()]
+            replicas = self.front.processes()
             self.front.close()
-            self._count_what_is_left([pid for pid in replicas if pid is not None])
+            self._count_what_is_left(replicas)
         return self.accounts.result()
 
-    def _count_what_is_left(self, replicas: list[int]) -> None:
+    def _count_what_is_left(self, replicas: Iterable[int]) -> None:
         for name, count in (("doubled", "doubled"), ("unprepared", "mixed")):
             if (file := self.folder / name).exists():
                 self.accounts.add(count, len(file.read_text().splitlines()), note=f"{name}, as the front has seen")
@@ -390,13 +394,21 @@ def send(pid: int, number: int) -> bool:
     """Send a signal to a replica's process, and to no other that has its number by now; 0: only look whether it is there."""
     try:
         process = psutil.Process(pid)
-        if "tests.support.hash_engine" not in process.cmdline():
+        if "tests.support.joined" not in words_of(process):
             return False  # a zombie has no words
         if number:
             process.send_signal(number)
     except psutil.NoSuchProcess:
         return False
     return True
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Return the command line of a process; [] for one that is gone, and for a zombie."""
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
 
 
 def main() -> int:

@@ -1,26 +1,16 @@
 """An engine without torch whose tokens are a hash of everything that they may depend on: the weights, the prompt, the seed, the
 child's index and all tokens before. So a sample that came of other weights, of another child, or twice differently, is seen.
 
-Run as a program, it serves until SIGTERM, as a replica of a fleet does:
-
-    python -m tests.support.hash_engine READY_FILE [STEP_SECONDS [FAULT [ALONE_SECONDS]]]
-
-FAULT: "stale" = takes a commit without taking the weights; "errors" = each sample ends as "error"; "picky" = refuses weights
-that hold MARK, as all others do not; "" = none. ALONE_SECONDS: it ends when it has had no client for so long, and not with its
-standard input.
+`fault`: "stale" = takes a commit without taking the weights; "errors" = each sample ends as "error"; "picky" = refuses weights
+that hold MARK, as all others do not; "" = none.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -349,29 +339,3 @@ class HashEngine:
             "weights": {"version": self.version, "refreshes": self.refreshes, "resident_bytes": 4 * ROWS * TENSORS},
             "clients": dict(self.clients),
         }
-
-
-def main() -> None:
-    from rollout.process import write_atomically
-    from rollout.service.loop import Service
-    from rollout.service.watchdog import LoopPhase
-
-    given = sys.argv[1:]
-    ready, step_s, fault, alone_s = [*given, *["", "0", "", "0"][len(given) :]]
-    watch = LoopPhase(alone_s=float(alone_s) or None)
-    service = Service(HashEngine(float(step_s), fault), "tcp://127.0.0.1:*", watch=watch)
-    signal.signal(signal.SIGTERM, lambda number, frame: service.stop("SIGTERM"))
-
-    def stop_at_end_of_input() -> None:
-        while os.read(0, 4096):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    if not float(alone_s):
-        threading.Thread(target=stop_at_end_of_input, daemon=True).start()
-    write_atomically(Path(ready), service.endpoint)
-    service.run()
-
-
-if __name__ == "__main__":
-    main()

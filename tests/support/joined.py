@@ -2,9 +2,10 @@
 
 Run as a program, it joins and serves until SIGTERM, as `rollout serve --join` does:
 
-    python -m tests.support.joined FRONT NAME STEP_SECONDS [elsewhere]
+    python -m tests.support.joined ROUTER NAME STEP_SECONDS [elsewhere] [fault=FAULT] [alone=SECONDS]
 
-"elsewhere": it says that it is on another host than the front, and shares no memory with it.
+"elsewhere": it says that it is on another host than the router, and shares no memory with it. FAULT: see `HashEngine`. "alone":
+it ends when it has had no router for so long.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from engine.types import Limits
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.join_listener import JoinListener
+from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.process import STOP_TIMEOUT_S
 from tests.support.fleet import WAIT, step_until
 from transport.keys import files
@@ -31,12 +32,13 @@ ROOT = Path(__file__).parents[2]
 class JoinedFleet:
     """A front that listens for replicas, with keys where `folder` is given, and processes that join it."""
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, endpoint: str = "tcp://127.0.0.1:*") -> None:
         self.folder = folder
         self.file = None if folder is None else folder / "service.json"
         if self.file is not None:
             files.create(self.file, "tcp://127.0.0.1:1")
-        self.joins = JoinListener(ServiceEnd("tcp://127.0.0.1:*", Limits(), None if self.file is None else str(self.file)))
+        self.end = ServiceEnd(endpoint, Limits(), None if self.file is None else str(self.file))
+        self.joins = JoinListener(JoinEndpoint(self.end))
         self.fleet = Fleet(self.joins)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -44,14 +46,14 @@ class JoinedFleet:
         """Make a connection file for the front's address for replicas."""
         assert self.folder is not None and self.file is not None
         path = self.folder / f"{name}.json"
-        files.add(self.file, name, roles, path, self.joins.endpoint)
-        self.joins._end.keys.reload()  # type: ignore[union-attr]  now, and not a tenth of a second later
+        files.add(self.file, name, roles, path, self.end.endpoint)
+        self.end.keys.reload()  # type: ignore[union-attr]  now, and not a tenth of a second later
         return path
 
     def start(self, name: str, step_s: float = 0.0, *words: str, front: str = "") -> subprocess.Popen[bytes]:
         if not front:
             path = None if self.folder is None else self.folder / f"{name}.json"
-            front = self.joins.endpoint if path is None else str(path if path.exists() else self.key(name, "replica"))
+            front = self.end.endpoint if path is None else str(path if path.exists() else self.key(name, "replica"))
         command = [sys.executable, "-m", "tests.support.joined", front, name, str(step_s), *words]
         if (before := self.processes.get(name)) is not None:
             end(before)
@@ -98,15 +100,17 @@ def main() -> None:
     import transport.weights
     from rollout.commands.serve_replica import joined_service
     from rollout.commands.starting import Stopper
-    from rollout.config import Config, FleetConfig
+    from rollout.config import Config, FleetConfig, ServiceConfig
     from tests.support.hash_engine import HashEngine
 
-    front, name, step_s, *words = sys.argv[1:]
+    router, name, step_s, *words = sys.argv[1:]
+    options = dict(word.split("=") for word in words if "=" in word)
     if "elsewhere" in words:
         transport.weights.host_key = lambda: "shm:elsewhere"  # type: ignore[attr-defined]
     stop = Stopper()
-    config = Config(fleet=FleetConfig(join=front, name=name))
-    with joined_service(config, stop, lambda config: HashEngine(float(step_s))) as service:
+    alone_s = float(options["alone"]) if "alone" in options else None
+    config = Config(service=ServiceConfig(exit_without_clients_s=alone_s), fleet=FleetConfig(join=router, name=name))
+    with joined_service(config, stop, lambda config: HashEngine(float(step_s), options.get("fault", ""))) as service:
         stop.service_stop = service.stop
         service.run()
     sys.stdout.flush()

@@ -1,6 +1,7 @@
 """Who is owed what: each sample is looked for once, and looked at.
 
-    owe -> settle -> (every sample: whole, labelled, of its version's class) -> (some: scored again by an engine of our own)
+    owe -> settle -> (every sample: whole, labelled, of its version's class) -> (some: scored again by an engine of our own,
+    and made again where one version made all of it)
 
 Written by any thread, under a lock.
 """
@@ -15,9 +16,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from engine.engine import Engine
+from engine.types import Group as EngineGroup
 from engine.types import Sample, Sampling
 from rollout.client.submission import scored_group
 from tests.support.endurance.models import TestModel
@@ -44,7 +47,7 @@ class Group(NamedTuple):
 
 
 class Account:
-    """`counts`: samples, owed, lost, doubled, mixed, given_up, judged and what was done, by name."""
+    """`counts`: samples, owed, lost, doubled, mixed, unequal, given_up, judged, remade and what was done, by name."""
 
     def __init__(self, model: TestModel, seed: int) -> None:
         self.model = model
@@ -153,6 +156,19 @@ class Account:
         )
         return False
 
+    def same_sample(self, group: Group, sample: Sample, remade: Sample) -> bool:
+        """Compare a sample with the same child of an engine that ran it alone: tokens and log-probs are equal to the bit."""
+        count = len(sample.token_ids)
+        equal = [
+            len(remade.token_ids) >= count and np.array_equal(getattr(sample, name), getattr(remade, name)[:count])
+            for name in ("token_ids", "logprobs")
+        ]
+        if not all(equal):
+            self.found(
+                "unequal", f"{group.key}: child {sample.index}, seed {sample.seed}: {count} tokens differ when made again"
+            )
+        return all(equal)
+
     # notes
 
     def count(self, name: str, more: int = 1) -> None:
@@ -221,3 +237,15 @@ class Judge:
             scored = self._engine.step()
         self._account.count("judged")
         self._account.same_scores(group, sample, scored[0], "the judge")
+        if len(sample.weight_versions) == 1 and not group.before and sample.finish_reason in ENDS:
+            self._account.count("remade")
+            self._account.same_sample(group, sample, self._remade(group, sample))
+
+    def _remade(self, group: Group, sample: Sample) -> Sample:
+        """Make a child again, alone, from its prompt and seed."""
+        sampling = msgspec.structs.replace(group.sampling, seed=sample.seed, finish_after=None, deadline_s=None, stream_every=0)
+        self._engine.submit(EngineGroup("remade", group.prompt, sampling, indices=(sample.index,)))
+        made: list[Sample] = []
+        while not made:
+            made = self._engine.step()
+        return made[0]

@@ -13,7 +13,7 @@ import time
 import msgspec
 import psutil
 
-from tests.support.by_hand import version_1
+from tests.support.by_hand import post, version_1
 from transport import messages as m
 from transport.frames import pack
 
@@ -36,27 +36,24 @@ ZMTP2 = b"\xff" + bytes(8) + b"\x7f\x01\x05\x00\x00"
 """a greeting of ZMTP 2.0 of a DEALER without a name"""
 
 
-def orders(rng: random.Random) -> bytes:
-    """Frame a Hello and a message that does harm."""
+def orders(rng: random.Random) -> list[bytes]:
+    """Make a Hello and a message that does harm."""
     hello = m.Hello(m.PROTOCOL, f"{rng.getrandbits(128):032x}", number=1, name="page")
-    return version_1(*(bytes(pack(each)[0]) for each in (hello, rng.choice(HARMFUL))))
+    return [bytes(pack(each)[0]) for each in (hello, rng.choice(HARMFUL))]
 
 
 def bare(rng: random.Random) -> bytes:
     """Make what a peer of ZMTP 1.0 or 2.0 sends: its name, then orders."""
     name = rng.choice((b"\x01\x00", version_1(rng.randbytes(5).replace(b"\0", b"x"))))
-    return rng.choice((name, ZMTP2)) + orders(rng)
+    return rng.choice((name, ZMTP2)) + version_1(*orders(rng))
 
 
 def request(port: int, rng: random.Random) -> bytes:
-    """Make the request of a page whose body begins where the frames that its head reads as have ended."""
-    body = b"\x01\x00" + orders(rng)
-    length = len(body) + 256
+    """Make the request of a page to a port."""
+    frames = orders(rng)
+    length = len(version_1(*frames)) + 258
     head = HEAD.format(path="abcdefgh"[rng.randrange(8)] * rng.randrange(100, 240), port=port, length=length).encode()
-    end = 0
-    while end < len(head):
-        end += 1 + head[end]
-    return (head + b"x" * (end - len(head)) + body).ljust(len(head) + length, b"\x01")
+    return post(*frames, head=head, length=length)
 
 
 def believed(port: int, data: bytes) -> bool:

@@ -51,7 +51,7 @@ ATTACKERS = 2
 LOOK_S = 2.0
 QUIET_S = 90.0
 """for what clients that were killed have left behind to be gone"""
-FOUND = ("lost", "doubled", "mixed", "crashes", "leaks", "believed")
+FOUND = ("lost", "doubled", "mixed", "unequal", "orphans", "crashes", "leaks", "believed")
 """what must not be"""
 TURN_S = 0.5
 """longest that a turn of a loop may be besides its step; the clock's time, so on a machine that has nothing else to do"""
@@ -88,7 +88,7 @@ class Phase:
             self.front.start()
             stack.callback(self.front.stop)
             proxies = [stack.enter_context(proxy_of(self.front.endpoint, self.seed + i)) for i in range(2)]
-            self.adversary = Adversary(self.account, self.front, proxies, str(self.number % 2), self.seed)
+            self.adversary = Adversary(self.account, self.front, proxies, f"local-{self.number % 2}", self.seed)
             stack.callback(self.settled.set)
             stack.callback(self.over.set)
             jobs = self._jobs([proxy.address for proxy in proxies])
@@ -230,7 +230,7 @@ class Phase:
         for line in self.front.failures():
             self.account.found("crashes", line[-800:])
         if left := self.front.left():
-            self.account.found("leaks", f"replicas outlive their front: {left}")
+            self.account.found("orphans", f"replicas outlive their router: {left}")
 
     def totals(self) -> Counter[str]:
         """Return everything that was counted, under the names of the last line."""
@@ -253,9 +253,11 @@ PROMISES = [
     ("P7, P14", "links cut, processes stopped: nobody waits in vain", "cuts", ("lost",)),
     ("P8", "trainers killed: others go on", "kills_of_trainers", ("lost", "crashes")),
     ("P12", "log-probs judged again, to the bit", "judged", ("mixed",)),
+    ("P6, P15", "samples made again alone, to the bit, wherever they ran", "remade", ("unequal",)),
     ("P15", "log-probs scored by the service, to the bit", "scored", ("mixed",)),
     ("P5, P6", "replicas killed", "kills_of_replicas", ("lost", "doubled")),
     ("P5, P6", "fronts killed, with a journal", "kills_of_fronts", ("lost", "doubled")),
+    ("P25", "replicas left behind by their router", "kills_of_fronts", ("orphans",)),
     ("P5, P24", "fronts whose disk is full: they end, and go on", "full_disks", ("lost", "doubled")),
     ("P4, P20", "fronts without descriptors", "descriptors_exhausted", ("lost", "crashes")),
     ("P5", "samples over HTTP", "http_samples", ("lost",)),
@@ -329,9 +331,11 @@ def run(hours: float, seed: int, kinds: list[Kind], trainers: int = 4, phase_s: 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--hours", type=float, default=0.1)
+    parser.add_argument("--seconds", type=float, help="in place of --hours")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", nargs="+", default=["tiny", "smollm2"])
     args = parser.parse_args()
+    args.hours = args.hours if args.seconds is None else args.seconds / 3600
     found = run(args.hours, args.seed, args.models)
     bad = any(found[name] for name in FOUND) or found["longest_turn_s"] > TURN_S
     if bad:

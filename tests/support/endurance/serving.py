@@ -24,6 +24,7 @@ FAILURES = re.compile(
 """in a log: what a client must never bring about"""
 LIAR = "liar"
 """name of a replica that lies: the front says so, and that is no failure"""
+EXPECTED = ("signal 9", "exit status 0", "an exit status that only its parent")
 ENDED = re.compile(r"replica ended name=(\S+) why='?\"?([^'\"]*)")
 
 
@@ -125,7 +126,7 @@ class Front:
         found = [traceback_at(lines, i) for i, line in enumerate(lines) if FAILURES.search(line)]
         for line in lines:
             ended = ENDED.search(line)
-            if ended and LIAR not in ended[1] and not ended[2].startswith(("signal 9", "exit status 0")):
+            if ended and LIAR not in ended[1] and not ended[2].startswith(EXPECTED):
                 found.append(line)
         return found
 
@@ -143,6 +144,6 @@ def traceback_at(lines: list[str], at: int) -> str:
 def is_replica(pid: int) -> bool:
     try:
         process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and "--ready-file" in process.cmdline()
+        return process.status() != psutil.STATUS_ZOMBIE and "--join" in process.cmdline()
     except psutil.Error:
         return False
