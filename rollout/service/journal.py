@@ -262,7 +262,7 @@ class Journal(Persistence):
             self._lock = None
 
     def _checkpoint(self) -> None:
-        """Checkpoint the log every CHECKPOINT_S until the journal is closed. Runs in a thread, so that the loop does not wait; a
+        """Checkpoint the log every CHECKPOINT_S until the journal is closed, in a thread, so that the loop does not wait. A
         connection or a checkpoint that fails is tried again."""
         db: sqlite3.Connection | None = None
         while not self._closed.wait(CHECKPOINT_S):
