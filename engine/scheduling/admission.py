@@ -10,12 +10,11 @@ from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
 from engine.scheduling.fairness import Fairness
-from engine.scheduling.order import is_due
 from engine.scheduling.pinned import PinnedKV
 from engine.scheduling.preemption import Pressure, is_absent
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.running import RunningTable
-from engine.scheduling.sequence import Sequence, lead_of, work_of
+from engine.scheduling.sequence import Sequence
 
 
 class Admission:
@@ -42,7 +41,7 @@ class Admission:
         self.counters = counters
         self.pressure = Pressure(config, store, counters, kept)
         self.admitting = True
-        """False: groups that have not begun stay where they are"""
+        """False: groups that have not started stay where they are"""
         self.clients: Collection[str] = ()
         """those that the last plan computes; see `Fairness.foreground`"""
         self.holding = False
@@ -51,7 +50,7 @@ class Admission:
     @property
     def has_work(self) -> bool:
         """True if something runs, or waits and may start."""
-        return bool(self.running or self.waiting.clients(begun=not self.admitting))
+        return bool(self.running or self.waiting.clients(started=not self.admitting))
 
     @property
     def must_preempt(self) -> bool:
@@ -69,7 +68,7 @@ class Admission:
         self.clients = self._foreground()
         for seq in [seq for seq in self.running if seq.state.client not in self.clients]:
             self.stop(seq, held=True)
-        self.holding = any(client not in self.clients for client in self.waiting.clients(begun=not self.admitting))
+        self.holding = any(client not in self.clients for client in self.waiting.clients(started=not self.admitting))
 
     def preempt(self) -> None:
         """Stop sequences until the others have room to take a step. Their blocks are offloaded, or dropped: a soft reset, which
@@ -88,13 +87,6 @@ class Admission:
         for seq in self._over_share(self.next(), self.clients):
             self.stop(seq)
 
-    def start_in_time(self) -> None:
-        """Let those wait no longer behind all others of their line who would otherwise end after them; see `is_due`."""
-        for line in self.waiting.lines_with_late:
-            while (last := self.waiting.first(line, late=True)) and self._is_due(last):
-                last.state.last -= {last.index}
-                self.waiting.rank_again([last])
-
     def make_room(self, most: int) -> None:
         """Evict idle blocks for the sequence that is next, or, where some clients go before others or did, for all that can
         start in a step of `most` tokens."""
@@ -104,7 +96,7 @@ class Admission:
             return
         upcoming = [seq]
         if self.holding or seq.held:
-            upcoming = [*islice(self.waiting.of(self.clients, begun=not self.admitting), slots)]
+            upcoming = [*islice(self.waiting.of(self.clients, started=not self.admitting), slots)]
         self.pressure.make_room(upcoming, self.running, most)
 
     def copy_ahead(self, most: int) -> None:
@@ -115,7 +107,7 @@ class Admission:
         places = min(self.config.most_seqs, most) - len(running)
         if not self.pressure.ahead or first is None or not running:
             return
-        others = (seq for seq in self.waiting.of(self.clients, begun=not self.admitting) if seq is not first)
+        others = (seq for seq in self.waiting.of(self.clients, started=not self.admitting) if seq is not first)
         for seq in islice(chain((first,), others), max(0, places)):
             self.tables.cut_lost(seq)
             if not self.pressure.prefetch(seq, running, most - len(running)):
@@ -143,7 +135,7 @@ class Admission:
             return False
         least_run = self.pressure.least_run(seq)
         self.waiting.remove(seq, served=True)
-        seq.state.begun = True
+        seq.state.started = True
         for i, block in enumerate(seq.blocks):
             self.store.pin(block, full=i < seq.cached // self.config.block_size)
         self.running_table.enter(seq, least_run)
@@ -158,24 +150,12 @@ class Admission:
         seq.held = held
         self.waiting.put(seq)
 
-    def _is_due(self, last: Sequence) -> bool:
-        """True if the first of those that are late in a line has to start now; see `engine.scheduling.order.is_due`."""
-        state, first = last.state, self.waiting.first(last.state.line)
-        if first is None or state.races:
-            return False  # nobody goes before it, or its group ends without it
-        mine = [seq for seq in self.running if seq.state.line == state.line]
-        work = self.waiting.work(state.line) + sum(map(work_of, mine))
-        longest = max(map(lead_of, (first, *mine)))
-        room = (self.store.available + len(self.store.idle)) // -(-last.limit // self.config.block_size)
-        places = self.running_table.of_client[state.client] + min(self.config.most_seqs - len(self.running), room)
-        return is_due(lead_of(last), longest, work, places)
-
     def _foreground(self) -> Collection[str]:
         """Return the clients whose sequences may be computed now."""
-        return self.shares.foreground({*self.running_table.of_client, *self.waiting.clients(begun=not self.admitting)})
+        return self.shares.foreground({*self.running_table.of_client, *self.waiting.clients(started=not self.admitting)})
 
     def _first_waiting(self, clients: Collection[str]) -> Sequence | None:
-        return self.waiting.next(self.running_table.of_client, clients, begun=not self.admitting)
+        return self.waiting.next(self.running_table.of_client, clients, started=not self.admitting)
 
     def _over_share(self, seq: Sequence | None, clients: Collection[str]) -> list[Sequence]:
         """Return the running sequences that give their slots to the client of `seq`, which waits."""

@@ -68,19 +68,17 @@ class Fairness:
         self._credit.setdefault(client, self.most)
         self._groups[client] += 1
 
-    def left(self, client: str, now: float) -> bool:
-        """Count a group that ended. Returns whether it was the client's last one. Forgets clients that were idle so long that
-        they have full credit and are not expected."""
+    def left(self, client: str, now: float) -> None:
+        """Count a group that ended. Forgets clients that were idle so long that they have full credit and are not expected."""
         self._groups[client] -= 1
         if self._groups[client]:
-            return False
+            return
         del self._groups[client]
         self._idle[client] = now
         for other, since in list(self._idle.items()):
             if len(self._idle) <= MOST_IDLE and now - since < max(EXPECTED_S, self.most / REFILL):
                 break
             del self._idle[other], self._credit[other]
-        return True
 
     def foreground(self, working: Collection[str]) -> Collection[str]:
         """Choose which of the clients with work are computed now: those on the highest level of credit that there is."""

@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from engine.config import EngineConfig
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
-from engine.scheduling.cohorts import Cohorts
 from engine.scheduling.conversations import ConversationIndex
 from engine.scheduling.counters import Counters
 from engine.scheduling.fairness import Fairness
-from engine.scheduling.order import ORDERS, longest_expected, longest_last
 from engine.scheduling.pinned import PinnedKV
 from engine.scheduling.plan import TopLogprobs
 from engine.scheduling.queue import WaitingQueue
@@ -40,7 +38,7 @@ class Groups:
         clock: Callable[[], float],
     ) -> None:
         self.block_size = config.block_size
-        self.min_run_tokens = config.min_run_tokens
+        self.min_run_tokens = config.advanced.min_run_tokens
         self.store = store
         self.tables = tables
         self.running_table = running_table
@@ -51,8 +49,7 @@ class Groups:
         self.turns = ConversationIndex(config.block_size)
         self.of_id: dict[str, GroupState] = {}
         self._clock = clock
-        self._ranks = ORDERS[config.order]
-        self._submitted, self._waves = 0, Cohorts()
+        self._submitted = 0
         self._deadlines: Timers[GroupState] = Timers(lambda state: self.of_id.get(state.group.id) is state)
 
     def submit(self, group: Group, client: str, seed: int, eos: frozenset[int], stops: Stops | None) -> list[Sample]:
@@ -67,16 +64,14 @@ class Groups:
                 f"{self.block_size} tokens, the pool has {self.store.device.size}; lower max_tokens or raise kv_tokens"
             )
         state = GroupState(group, client, self._submitted, seed, self._clock(), eos, stops)
-        state.ranks = self._ranks
-        if self._ranks is longest_last:
-            wave = self._waves.join(client, state.number, self.counters.steps)
-            state.line = client, -group.sampling.priority, wave
         enough = group.sampling.finish_after
         if enough is not None and len(state.complete) >= enough:
-            raise ValueError(f"finish_after={enough}: {len(state.complete)} of the begun children are complete; leave them out")
+            raise ValueError(
+                f"finish_after={enough}: {len(state.complete)} of the partial samples are complete; leave them out"
+            )
         self._submitted += 1
         state.finished = len(state.complete)
-        complete = [(Sequence(state, begun.index, begun), state.complete.get(begun.index)) for begun in group.begun]
+        complete = [(Sequence(state, partial.index, partial), state.complete.get(partial.index)) for partial in group.partials]
         samples = [self._count_end(child, reason, 0.0) for child, reason in complete if reason is not None]
         if not state.fresh and not state.resumed:
             return samples
@@ -136,7 +131,7 @@ class Groups:
 
     def refresh(self, version: int, kv: str) -> list[Sample]:
         """Apply `kv` to live groups once the weights are another version: "keep" their KV, "recompute" it, or "abort" them.
-        Recomputed is all KV of groups that have begun, whatever their `max_kv_lag`. A prompt of which nothing was drawn
+        Recomputed is all KV of groups that have started, whatever their `max_kv_lag`. A prompt of which nothing was drawn
         yet, or of a child that goes on, keeps KV as old as that allows. Returns the samples that this ends."""
         assert kv in ("keep", "recompute", "abort")
         samples: list[Sample] = []
@@ -144,12 +139,12 @@ class Groups:
             self.kept.release_all()
             self.turns.forget_kv(version)
         for state in list(self.of_id.values()):
-            if kv == "abort" and state.begun:
+            if kv == "abort" and state.started:
                 samples += self.end_all(state, "aborted")
                 continue
             if kv != "keep":
                 state.own = None
-            if kv == "recompute" and state.begun:
+            if kv == "recompute" and state.started:
                 state.oldest_kv = version
             samples += self._end_stale(state, version)
             for seq in list(state.sequences.values()):
@@ -180,7 +175,7 @@ class Groups:
         for child in children[1:]:
             seq.state.sequences[child.index] = child
             self.store.share(child.blocks)
-            if self.running_table.has_place and child.index not in seq.state.resumed and not seq.state.by_length:
+            if self.running_table.has_place and child.index not in seq.state.resumed:
                 for block in child.blocks:
                     self.store.pin(block, full=True)
                 self.running_table.enter(child, self.min_run_tokens)
@@ -245,13 +240,9 @@ class Groups:
         del state.sequences[seq.index]
         if reason in ("stop", "length"):
             state.finished += 1
-            state.longest = max(state.longest or 0, len(seq.output))
-            if state.ranks is longest_expected:
-                self.waiting.rank_again(state.sequences.values())
         if not state.sequences:
             del self.of_id[state.group.id]
-            if self.shares.left(state.client, now):
-                self._waves.left(state.client)
+            self.shares.left(state.client, now)
         self.counters.ended[reason] += 1
         return state.heard(seq.sample(reason, now - state.arrived, error))
 
@@ -261,8 +252,8 @@ class Groups:
             self.tables.cut_lost(seq)
         if continues and seq.output and seq.cached:
             self.turns.note(seq)
-            if keep_s := seq.state.group.sampling.keep_s:
-                self.kept.keep(seq, now + keep_s, ran)
+            if kv_ttl_s := seq.state.group.sampling.kv_ttl_s:
+                self.kept.keep(seq, now + kv_ttl_s, ran)
                 return
         for block in reversed(seq.blocks):  # so that the least recently used end of a chain is its tail, not its root
             self.store.disown(block, used=ran)

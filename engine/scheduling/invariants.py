@@ -30,7 +30,5 @@ def check(scheduler: Scheduler) -> None:
         assert seq.ended and not seq.running and len(seq.blocks) == -(-seq.cached // scheduler.block_size)
     assert scheduler.children.kept.blocks == Counter(block for seq in scheduler.children.kept for block in seq.blocks)
     assert len(running) + len(waiting) == sum(len(state.sequences) for state in scheduler.groups.values())
-    late = {seq.state.line for seq in waiting if seq.state.late(seq.index)}
-    assert set(scheduler.waiting.lines_with_late) == late, "a line is lost in which somebody is late"
     scheduler.running_table.check()
     check_store(scheduler.store, owners, users)

@@ -1,4 +1,4 @@
-"""KV of children that have ended, kept for the turn that continues them (`Sampling.keep_s`).
+"""KV of children that have ended, kept for the turn that continues them (`Sampling.kv_ttl_s`).
 
 A kept child owns its blocks, the partial last one included, like a sequence that waits. Of all blocks that nobody uses these go
 to host memory first, whole turns at once, and are given up last: after the prefix cache, and after KV of waiting sequences

@@ -36,7 +36,7 @@ class Pressure:
         self.store = store
         self.counters = counters
         self.kept = kept
-        self.ahead = bool(config.copy_ahead and store.host.size)
+        self.ahead = bool(config.advanced.copy_ahead and store.host.size)
         """room is made a step before it is needed, so that a step writes no slot which its own copies give up"""
         self.steps = 1 + self.ahead
         """that there must be room for"""
@@ -63,7 +63,7 @@ class Pressure:
         order = sorted(running, key=lambda seq: seq.rank)
         chosen: list[Sequence] = []
         gained = 0
-        ahead, most = self.config.lookahead_blocks, self.store.device.size // 16
+        ahead, most = self.config.advanced.lookahead_blocks, self.store.device.size // 16
         for rested in (True, False):
             for seq in reversed(order[1:]):
                 stay = len(running) - len(chosen)
@@ -114,7 +114,7 @@ class Pressure:
         beside = self._room_for(seq, self.config.most_tokens) <= self.store.available
         if not fresh or beside or self._can_offload(fresh, fresh * self.config.block_size):
             return seq
-        idle = (other for other in waiting if other.begun and other.blocks and other.blocks[0] in self.store.idle)
+        idle = (other for other in waiting if other.started and other.blocks and other.blocks[0] in self.store.idle)
         return min(idle, key=lambda other: other.rank, default=seq)
 
     def make_room(self, waiting: list[Sequence], running: list[Sequence], most: int) -> None:
@@ -138,9 +138,9 @@ class Pressure:
         """Return how many tokens a waiting sequence draws, if it starts now, before it is preempted, unless nothing else makes
         room."""
         if not self._could_be_lost(seq):
-            return self.config.min_run_tokens
+            return self.config.advanced.min_run_tokens
         share = -(-seq.uncached // COMPUTED_PER_DRAWN)
-        return max(self.config.min_run_tokens, min(share, seq.limit - seq.length))
+        return max(self.config.advanced.min_run_tokens, min(share, seq.limit - seq.length))
 
     def _could_be_lost(self, seq: Sequence) -> bool:
         """True if a waiting sequence has more than a token to compute, and would be reset if it were preempted then."""
@@ -159,7 +159,7 @@ class Pressure:
         of the least run of those who would lose something. Else all that they grow by until it is computed and has made its
         least run."""
         if not self._could_be_lost(seq):
-            owed = (seq for seq in running if seq.ran < seq.least_run > self.config.min_run_tokens)
+            owed = (seq for seq in running if seq.ran < seq.least_run > self.config.advanced.min_run_tokens)
             kept = sum(self._growth(seq, self._after(seq, seq.least_run - seq.ran)) for seq in owed)
             return min(len(running), 1 + self.store.device.size // 32) + kept
         to_compute = seq.uncached + sum(other.uncached for other in running if other.uncached > 1)
@@ -233,10 +233,10 @@ class Pressure:
     def mirror(self, running: list[Sequence]) -> None:
         """Copy, when the pool will run out soon, full blocks of the sequences that are preempted first: the last in rank."""
         size = self.config.block_size
-        soon = 2 * self.config.lookahead_blocks * len(running)
-        if not self.config.mirrors or self.store.available > soon:
+        soon = 2 * self.config.advanced.lookahead_blocks * len(running)
+        if not self.config.advanced.mirror_ahead or self.store.available > soon:
             return
-        left = self.config.mirror_blocks_per_step
+        left = self.config.advanced.mirror_blocks_per_step
         for seq in sorted(running, key=lambda seq: seq.rank, reverse=True):
             while left and seq.mirrored < seq.cached // size:
                 block = seq.blocks[seq.mirrored]

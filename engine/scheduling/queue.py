@@ -1,20 +1,16 @@
-"""Who waits, and who is next: fair over clients, then by line (priority and wave) and the engine's order."""
+"""Who waits, and who is next: fair over clients, then by rank (`Sequence.rank`)."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 
-from engine.scheduling.sequence import Sequence, work_of
+from engine.scheduling.sequence import Sequence
 
 Place = tuple[int, ...]
-"""Within a client, by line, and in a line whoever is late behind all others. Of equal ones those that are held go first, as
-they would run; then those that have begun (preempted, reset, forked): their KV or their siblings hold memory already. Then by
-rank. Where that goes by known lengths it is not asked who has begun: a child that only waits for its turn holds its prompt, and
-a long one that starts late keeps everybody waiting."""
-Line = tuple[str, int, int]
-"""`GroupState.line`"""
+"""Within a client, by priority. Of equal ones those that are held go first, as they would run; then those that have started
+(preempted, reset, forked): their KV or their siblings hold memory already. Then by rank."""
 
 
 class WaitingQueue:
@@ -27,12 +23,6 @@ class WaitingQueue:
         """as of `put`: a child of a fork waits before its first token is noted"""
         self._served: dict[str, int] = {}
         self._turn = 0
-        self._work: dict[Sequence, int] = {}
-        """tokens of those whose lengths are known, as of `put`"""
-        self._works: Counter[Line] = Counter()
-        """their sums"""
-        self._late: Counter[Line] = Counter()
-        """how many are late"""
 
     def __len__(self) -> int:
         return sum(map(len, self._clients.values()))
@@ -47,68 +37,32 @@ class WaitingQueue:
 
     def put(self, sequence: Sequence) -> None:
         """Add a sequence, at the place that it has now within its client."""
-        priority, wave, late, *rest = sequence.rank
-        state = sequence.state
-        fresh = not sequence.begun and not state.by_length
-        self._places[sequence] = (priority, wave, late, not sequence.held, fresh, *rest)
-        insort(self._clients.setdefault(state.client, []), sequence, key=self._places.__getitem__)
-        if state.by_length:
-            self._work[sequence] = work_of(sequence)
-            self._count(state.line, self._work[sequence], late)
+        priority, *rest = sequence.rank
+        self._places[sequence] = (priority, not sequence.held, not sequence.started, *rest)
+        insort(self._clients.setdefault(sequence.state.client, []), sequence, key=self._places.__getitem__)
 
-    def _count(self, line: Line, work: int, late: int) -> None:
-        """Add to the sums of a line; there are none without anybody."""
-        for sums, more in ((self._works, work), (self._late, late)):
-            sums[line] += more
-            if not sums[line]:
-                del sums[line]
+    def clients(self, started: bool = False) -> list[str]:
+        """List the clients that have sequences here; `started`: that have started."""
+        return [client for client, sequences in self._clients.items() if self._first(sequences, started) is not None]
 
-    @property
-    def lines_with_late(self) -> list[Line]:
-        """the lines in which somebody is late"""
-        return list(self._late)
-
-    def work(self, line: Line) -> int:
-        """Return the tokens that those who wait in a line may still draw, where their lengths are known."""
-        return self._works[line]
-
-    def first(self, line: Line, late: bool = False) -> Sequence | None:
-        """Return the first of a line that is not late, or the first that is; None: there is none."""
-        client, *begins = line
-        sequences = self._clients.get(client, [])
-        place = (*begins, late)
-        at = bisect_left(sequences, place, key=self._places.__getitem__)
-        return sequences[at] if at < len(sequences) and self._places[sequences[at]][:3] == place else None
-
-    def rank_again(self, sequences: Iterable[Sequence]) -> None:
-        """Give those of these that wait the places that they have now."""
-        for sequence in sequences:
-            if sequence in self._places:
-                self.remove(sequence)
-                self.put(sequence)
-
-    def clients(self, begun: bool = False) -> list[str]:
-        """List the clients that have sequences here; `begun`: that have begun."""
-        return [client for client, sequences in self._clients.items() if self._first(sequences, begun) is not None]
-
-    def of(self, clients: Collection[str], begun: bool = False) -> Iterator[Sequence]:
-        """Yield the sequences of these clients, each client's in order; `begun`: only those that have."""
+    def of(self, clients: Collection[str], started: bool = False) -> Iterator[Sequence]:
+        """Yield the sequences of these clients, each client's in order; `started`: only those that have."""
         for client, sequences in self._clients.items():
             if client in clients:
-                yield from (seq for seq in sequences if seq.begun or not begun)
+                yield from (seq for seq in sequences if seq.started or not started)
 
-    def next(self, running: Counter[str], of: Collection[str] | None = None, begun: bool = False) -> Sequence | None:
+    def next(self, running: Counter[str], of: Collection[str] | None = None, started: bool = False) -> Sequence | None:
         """Look at the next one. running: counts the running sequences of each client. of: the clients to choose from; None =
-        all. begun: only of those that have."""
-        clients = [client for client in self.clients(begun) if of is None or client in of]
+        all. started: only of those that have."""
+        clients = [client for client in self.clients(started) if of is None or client in of]
         if not clients:
             return None
         client = min(clients, key=lambda name: (running[name], self._served.get(name, 0)))
-        return self._first(self._clients[client], begun)
+        return self._first(self._clients[client], started)
 
     @staticmethod
-    def _first(sequences: list[Sequence], begun: bool) -> Sequence | None:
-        return next((sequence for sequence in sequences if sequence.begun), None) if begun else sequences[0]
+    def _first(sequences: list[Sequence], started: bool) -> Sequence | None:
+        return next((sequence for sequence in sequences if sequence.started), None) if started else sequences[0]
 
     def remove(self, sequence: Sequence, served: bool = False) -> None:
         """Remove a sequence. served: it starts, so that the turn goes to other clients."""
@@ -116,8 +70,6 @@ class WaitingQueue:
         sequences = self._clients[client]
         at = bisect_left(sequences, self._places[sequence], key=self._places.__getitem__)
         assert sequences[at] is sequence
-        if sequence in self._work:
-            self._count(sequence.state.line, -self._work.pop(sequence), -self._places[sequence][2])
         del sequences[at], self._places[sequence]
         if not sequences:
             del self._clients[client]

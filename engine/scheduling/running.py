@@ -42,7 +42,7 @@ class RunningTable:
     def enter(self, seq: Sequence, least_run: int = 0) -> None:
         """Start a sequence whose blocks are on the device. `least_run`: tokens to sample before it may be preempted."""
         self._fill(seq, self._free.pop())
-        seq.running = seq.begun = True
+        seq.running = seq.started = True
         seq.held = False
         seq.num_output_at_start = len(seq.output)
         seq.least_run = least_run

@@ -6,7 +6,7 @@ after the next step has been planned and launched (`engine.pipeline`). One call 
     1. hold others   clients that were idle go first: while they have work, the sequences of all others stop (shares.py)
     2. preempt       the running sequences need blocks to grow; if too few, the last in rank are preempted (preemption.py)
     3. yield slots   all are taken and a client with less than its share waits: others give some up
-    4. make room     longest children start in time (order.py); idle blocks leave the device for sequences that can start
+    4. make room     idle blocks leave the device for sequences that can start
     5. decode        one row for each sequence that has one token to compute; in turn, where the step is to be short
     6. prefill       chunks for the running sequences that have more, while the token budget lasts
     7. start         waiting sequences: held, forked, preempted or reset ones, then fresh prompts
@@ -107,7 +107,7 @@ class Scheduler:
 
     @property
     def admitting(self) -> bool:
-        """False: groups that have not begun stay where they are."""
+        """False: groups that have not started stay where they are."""
         return self.admission.admitting
 
     @admitting.setter
@@ -123,7 +123,6 @@ class Scheduler:
         self.admission.hold_others()
         self.admission.preempt()
         self.admission.yield_slots()
-        self.admission.start_in_time()
         self.admission.make_room(most)
         decoding = self._decode(most)
         filling = self._prefill(most, len(decoding))
@@ -136,7 +135,7 @@ class Scheduler:
             rows = decoding if pending else self.drafts.extend(decoding, most - len(decoding), self.version, self._planned, now)
         if not rows:
             return copies_only(self._planned, self.store.moves)
-        shared = tuple(shared_prefixes(rows, self.block_size)) if self.config.share_prefix else ()
+        shared = tuple(shared_prefixes(rows, self.block_size)) if self.config.advanced.share_prefix else ()
         self._rows[self._planned] = rows
         if not pending:
             self.shares.step_began(now)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
 from engine.kv.block import Block
 from engine.kv.versions import KVVersions
 from engine.scheduling.ngrams import NgramIndex
-from engine.scheduling.order import Candidate, Order, Rank, first_come, longest_last
 from engine.scheduling.stops import Stops
 from engine.scheduling.tracked import LogitRules, TokenCounts
-from engine.types import Begun, FinishReason, Group, Sample, TokenChunk
+from engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk, slice_spans
 
 
 class GroupState:
@@ -39,13 +38,7 @@ class GroupState:
         "finished",
         "cut_at",
         "cancelled",
-        "begun",
-        "ranks",
-        "longest",
-        "last",
-        "line",
-        "work",
-        "lead",
+        "started",
         "said",
         "texts",
     )
@@ -75,7 +68,7 @@ class GroupState:
         self._know_children(group, eos, stops)
         self.cancelled: set[int] = set()
         """children that are to end as "aborted" where the group forks"""
-        self.begun = False
+        self.started = False
         """one of its sequences has run"""
         self.finished = 0
         """children that ended by themselves"""
@@ -86,48 +79,23 @@ class GroupState:
         self.cut_at: int | None = None
         """tokens at which its children are cut; None: not enough of them have ended for that"""
         self.forked = not self.fresh
-        """every child that is not finished has a sequence. Where all have begun there is no first token to draw in common: each
+        """every child that is not finished has a sequence. Where all have started there is no first token in common: each
         prefills for itself, and the prefix index shares the prompt"""
         self.oldest_kv = 0
         """version of the last refresh that had its KV computed again: what older weights computed is not read any more"""
-        self.ranks: Order = first_come
-        """ranks its sequences; see `engine.scheduling.order`"""
-        self.line = client, -group.sampling.priority, 0
-        """sorts lines of a client, the first one first: by priority, then by wave (`engine.scheduling.cohorts`)"""
-        self.longest: int | None = None
-        """tokens of the longest child that has ended by itself"""
 
     def _know_children(self, group: Group, eos: frozenset[int], stops: Stops | None) -> None:
-        """Note which children there are, and how much each may draw."""
-        begun = {child.index: child for child in group.begun}
-        self.complete = {index: how for index, child in begun.items() if (how := _ended_as(child, group, eos, stops))}
+        """Note which children there are, and which of them have started or are complete."""
+        partials = {child.index: child for child in group.partials}
+        self.complete = {index: how for index, child in partials.items() if (how := _ended_as(child, group, eos, stops))}
         """how children ended that were complete when the group came"""
-        self.resumed: dict[int, Begun] = {index: child for index, child in begun.items() if index not in self.complete}
-        """what the other children had that had begun"""
-        left = _tokens_left(group, begun, self.complete)
-        self.last = _beyond_most(group, left, len(self.complete))
-        """the children that may draw more than each of those that are waited for; without those that had to start in time"""
-        self.fresh = _in_turn(group, {index: tokens for index, tokens in left.items() if index not in begun}, self.last)
+        self.resumed: dict[int, PartialSample] = {
+            index: child for index, child in partials.items() if index not in self.complete
+        }
+        """what the other children had that had started"""
+        self.fresh = [index for index in group.wanted if index not in partials]
         """the children that draw their first token where the prompt ends, in order; the first one runs on where the group
         forks"""
-        self.work, self.lead = sum(left.values()), max(left.values(), default=0)
-        """tokens that all its children may draw, and the one that may draw most"""
-
-    @property
-    def expected(self) -> int:
-        """tokens that its children are expected to get: as many as the longest of them that has ended by itself, all that they
-        may as long as none has"""
-        return self.group.sampling.max_tokens if self.longest is None else self.longest
-
-    @property
-    def by_length(self) -> bool:
-        """Each child waits for its own turn, since its length is known and the engine's order goes by that."""
-        return self.ranks is longest_last and self.group.sampling.lengths is not None
-
-    def late(self, index: int) -> bool:
-        """True if a child starts when nobody else of its line waits, fresh prompts included, and is preempted first: one of
-        `last`, where the engine's order has these last."""
-        return self.by_length and self.forked and index in self.last
 
     @property
     def uncancelled(self) -> int:
@@ -139,9 +107,6 @@ class GroupState:
         for index in indices:
             del self.resumed[index]
         self.cancelled -= set(indices)
-        lengths = _tokens_left(self.group, self.resumed, self.complete)
-        left = [lengths[child] for child in (*self.fresh, *self.resumed)]
-        self.work, self.lead = sum(left), max(left)
 
     @property
     def races(self) -> bool:
@@ -160,32 +125,7 @@ class GroupState:
         return max(self.oldest_kv, version - self.group.sampling.max_kv_lag)
 
 
-def _tokens_left(group: Group, begun: Mapping[int, Begun], complete: Collection[int]) -> dict[int, int]:
-    """Return the tokens that each wanted child may still draw which is not complete."""
-    had = {index: len(child.token_ids) for index, child in begun.items()}
-    return {index: group.sampling.most_tokens(index) - had.get(index, 0) for index in group.wanted if index not in complete}
-
-
-def _beyond_most(group: Group, left: dict[int, int], complete: int) -> frozenset[int]:
-    """Return the children that may draw more tokens than each of those that are waited for: `finish_after`, so many of which
-    were complete when the group came, else all but one. Of two that are longest neither may."""
-    if group.sampling.lengths is None or group.score or len(left) < 2:
-        return frozenset()
-    enough = group.sampling.finish_after
-    most = len(left) - 1 if enough is None else max(1, enough - complete)
-    bound = sorted(left.values())[most - 1]
-    return frozenset(index for index, tokens in left.items() if tokens > bound)
-
-
-def _in_turn(group: Group, fresh: dict[int, int], last: Collection[int]) -> list[int]:
-    """Return the fresh children, with the tokens that each may draw: where lengths are known the longest first, but those that
-    go last behind the others."""
-    if group.sampling.lengths is None or group.score:
-        return list(fresh)
-    return sorted(fresh, key=lambda index: (index in last, -fresh[index]))
-
-
-def _ended_as(child: Begun, group: Group, eos: frozenset[int], stops: Stops | None) -> FinishReason | None:
+def _ended_as(child: PartialSample, group: Group, eos: frozenset[int], stops: Stops | None) -> FinishReason | None:
     """How a child had ended when its group came, if it had. Raises ValueError if it goes on behind a stop string."""
     if stops is not None and stops.completes(child, group.sampling.min_tokens):
         return "stop"
@@ -225,7 +165,7 @@ class Sequence:
         "blocks",
         "cached",
         "computed",
-        "begun",
+        "started",
         "running",
         "held",
         "ended",
@@ -237,8 +177,8 @@ class Sequence:
         "table",
     )
 
-    def __init__(self, state: GroupState, index: int, begun: Begun | None = None) -> None:
-        """`begun`: what the child has, if that is not what its group says."""
+    def __init__(self, state: GroupState, index: int, partial: PartialSample | None = None) -> None:
+        """`partial`: what the child has, if that is not what its group says."""
         self.state = state
         self.index = index
         self.age = state.number, index
@@ -246,7 +186,7 @@ class Sequence:
         self.num_prompt = len(state.group.prompt)
         self.length = self.num_prompt
         """tokens it has, prompt and output, pending ones included"""
-        self.limit = self.num_prompt + state.group.sampling.most_tokens(index)
+        self.limit = self.num_prompt + state.group.sampling.max_tokens
         """the length that ends it"""
         self.given: np.ndarray | None = None
         """[tokens] int32 to score; None: it draws"""
@@ -265,13 +205,13 @@ class Sequence:
         """(first output token, weight version)"""
         self.version: int | None = None
         """of the last span"""
-        self._take_over(begun or state.resumed.get(index))
+        self._take_over(partial or state.resumed.get(index))
         self.blocks: list[Block] = []
         self.cached = 0
         self.computed = 0
         """most tokens that were ever cached: what lies below is computed a second time"""
-        self.begun = self.running = False
-        """begun: ran before"""
+        self.started = self.running = False
+        """started: ran before"""
         self.held = False
         """it waits because other clients go first: it would run"""
         self.ended = False
@@ -288,12 +228,11 @@ class Sequence:
         """[max_blocks] int32, a view of that place"""
 
     @property
-    def rank(self) -> Rank:
-        """Who goes first where slots or KV are scarce: the first line, whoever is not late, then as the engine's order says. A
-        turn is as old as its conversation."""
-        state, drawn = self.state, len(self.output)
-        standing = Candidate(state.order, drawn, self.index, state.expected, lead_of(self))
-        return *state.line[1:], state.late(self.index), *state.ranks(standing)
+    def rank(self) -> tuple[int, ...]:
+        """Return what sorts sequences of one client where slots or KV are scarce: the first one starts first and is preempted
+        last. By priority, then the one with the fewest tokens of output (least attained service, Kleinrock 1976), so that none
+        starts late and runs alone at the end; then by age, where a turn is as old as its conversation."""
+        return -self.state.group.sampling.priority, len(self.output), *self.state.order, self.index
 
     @property
     def drew(self) -> bool:
@@ -346,19 +285,19 @@ class Sequence:
         """given tokens that are not scored and whose KV is of use: all but the last"""
         return 0 if self.given is None else len(self.given) - len(self.output) - 1
 
-    def _take_over(self, begun: Begun | None) -> None:
-        """Start with what the child had, if it had begun: tokens to compute, none of them to draw again; or tokens to score."""
+    def _take_over(self, partial: PartialSample | None) -> None:
+        """Start from the partial sample of the child, if it has one: its tokens are prefilled or scored, not sampled again."""
         score = self.state.group.score
-        self.tracked = TokenCounts.of(self.state.group.sampling, self.state.rules, self.state.stops, None if score else begun)
-        if begun is not None and score:
-            self.given = begun.token_ids
-            self.limit = self.num_prompt + len(begun.token_ids)
-        if begun is None or score:
+        self.tracked = TokenCounts.of(self.state.group.sampling, self.state.rules, self.state.stops, None if score else partial)
+        if partial is not None and score:
+            self.given = partial.token_ids
+            self.limit = self.num_prompt + len(partial.token_ids)
+        if partial is None or score:
             return
-        self.output = begun.token_ids.tolist()
-        self.logprobs = begun.logprobs.tolist()
-        self.raw_logprobs = [] if begun.raw_logprobs is None else begun.raw_logprobs.tolist()
-        self.spans = [(first, version) for first, version in begun.weight_versions]
+        self.output = partial.token_ids.tolist()
+        self.logprobs = partial.logprobs.tolist()
+        self.raw_logprobs = [] if partial.raw_logprobs is None else partial.raw_logprobs.tolist()
+        self.spans = [(first, version) for first, version in partial.weight_versions]
         self.version = self.spans[-1][1]
         self.length += len(self.output)
         self.last_token = self.output[-1]
@@ -370,7 +309,7 @@ class Sequence:
             child = Sequence(self.state, index)
             child.blocks = self.blocks.copy()
             child.cached = child.computed = self.cached
-            child.begun = True
+            child.started = True
             yield child
 
     def expect(self, draw: int) -> None:
@@ -400,19 +339,13 @@ class Sequence:
     def chunk(self, first: int, count: int) -> TokenChunk:
         """Return `count` of its tokens that are known, from output token `first` on."""
         last = first + count
-        ends = [*(start for start, _ in self.spans[1:]), len(self.output)]
-        spans = [
-            (max(start, first) - first, version)
-            for (start, version), end in zip(self.spans, ends, strict=True)
-            if start < last and end > first
-        ]
         raw = np.array(self.raw_logprobs[first:last], np.float32) if self.state.group.sampling.raw_logprobs else None
         return TokenChunk(
             index=self.index,
             first=first,
             token_ids=np.array(self.output[first:last], np.int32),
             logprobs=np.array(self.logprobs[first:last], np.float32),
-            weight_versions=spans,
+            weight_versions=slice_spans(self.spans, first, last),
             raw_logprobs=raw,
             seed=self.state.seed,
             **({} if self.tracked is None else self.tracked.columns(first, last)),
@@ -441,17 +374,6 @@ class Sequence:
             seed=self.state.seed,
             **({} if self.tracked is None else self.tracked.columns() | self.tracked.stopped(reason, self.output)),
         )
-
-
-def lead_of(seq: Sequence) -> int:
-    """Return how many tokens a sequence may still draw; of a prompt whose children go by their lengths, the longest of them."""
-    state = seq.state
-    return state.lead if state.by_length and not state.forked else seq.limit - seq.num_prompt - len(seq.output)
-
-
-def work_of(seq: Sequence) -> int:
-    """Return how many tokens a sequence, and the children that are to fork from it, may still draw."""
-    return seq.limit - seq.num_prompt - len(seq.output) if seq.state.forked else seq.state.work
 
 
 Row = tuple[Sequence, int, int, int, tuple[int, ...]]

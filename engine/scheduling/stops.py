@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from engine.types import Begun, Group
+from engine.types import Group, PartialSample
 
 
 class NoVocabulary(ValueError):
@@ -132,11 +132,11 @@ class Stops:
                 return at
         return None
 
-    def completes(self, child: Begun, min_tokens: int) -> bool:
+    def completes(self, child: PartialSample, min_tokens: int) -> bool:
         """Tell whether the last token that a child has ends it. Raises ValueError if an earlier one does."""
         at = self.ending(child.token_ids.tolist(), min_tokens)
         if at is not None and at < len(child.token_ids) - 1:
-            raise ValueError(f"begun child {child.index} goes on behind its token {at}, which completes a stop string")
+            raise ValueError(f"partial sample {child.index} goes on behind its token {at}, which completes a stop string")
         return at is not None
 
     def text_end(self, tokens: Iterable[int], cut: int) -> int:

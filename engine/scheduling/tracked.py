@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.scheduling.plan import LogitAdjustment, Penalties, TopLogprobs
 from engine.scheduling.stops import Stops
-from engine.types import Begun, FinishReason, Group, Sampling
+from engine.types import FinishReason, Group, PartialSample, Sampling
 
 
 class LogitRules(NamedTuple):
@@ -51,11 +51,13 @@ def penalties_of(sampling: Sampling) -> Penalties | None:
 
 
 class TokenCounts:
-    """Of one sequence. A function of its own tokens and draws, so it outlives preemption and goes on from `Begun`."""
+    """Of one sequence. A function of its own tokens and draws, so it outlives preemption and goes on from `PartialSample`."""
 
     __slots__ = ("k", "top_ids", "top_logprobs", "rules", "counts", "new", "stops", "tail", "found")
 
-    def __init__(self, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: Begun | None) -> None:
+    def __init__(
+        self, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, partial: PartialSample | None
+    ) -> None:
         self.k = sampling.top_logprobs
         self.top_ids, self.top_logprobs = bytearray(), bytearray()
         """[tokens, k] int32 and float32"""
@@ -68,19 +70,21 @@ class TokenCounts:
         """tail: the last bytes of the text, in which a stop string may have begun"""
         self.found: tuple[int, int] | None = None
         """of the stop string that the newest token completes: which, and bytes from its first to the last of the text"""
-        if begun is None:
+        if partial is None:
             return
-        if begun.top_ids is not None and begun.top_logprobs is not None:
-            self.top_ids += begun.top_ids.tobytes()
-            self.top_logprobs += begun.top_logprobs.tobytes()
-        for token in begun.token_ids.tolist():
+        if partial.top_ids is not None and partial.top_logprobs is not None:
+            self.top_ids += partial.top_ids.tobytes()
+            self.top_logprobs += partial.top_logprobs.tobytes()
+        for token in partial.token_ids.tolist():
             self.append(token)
 
     @classmethod
-    def of(cls, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: Begun | None) -> TokenCounts | None:
+    def of(
+        cls, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, partial: PartialSample | None
+    ) -> TokenCounts | None:
         """None: the group asks for nothing that must be kept."""
         asks = sampling.top_logprobs or rules is not None or stops is not None
-        return cls(sampling, rules, stops, begun) if asks else None
+        return cls(sampling, rules, stops, partial) if asks else None
 
     def append(self, token: int) -> None:
         """Count a token of the output, and look for stop strings that it completes."""

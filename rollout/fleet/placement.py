@@ -7,14 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 import xxhash
 
-from engine.types import SEED_LIMIT, Begun, FinishReason, Group, Sample, Sampling, TokenChunk
+from engine.types import SEED_LIMIT, FinishReason, Group, PartialSample, Sample, Sampling, TokenChunk, no_tokens
 from rollout.client.handle import Handle
-from rollout.client.partials import beyond
 from rollout.fleet.replica import Replica
-from transport.partial import COLUMNS
 
 LEAST_DEADLINE_S = 1e-3
 
@@ -42,7 +39,7 @@ class OpenGroup:
     left: set[int] = field(default_factory=set)
     unplaced: set[int] = field(default_factory=set)
     parts: set[PlacedChildren] = field(default_factory=set)
-    begun: dict[int, Begun] = field(default_factory=dict)
+    partials: dict[int, PartialSample] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
     """children whose end was asked for"""
     failed_on: set[str] = field(default_factory=set)
@@ -56,8 +53,8 @@ class OpenGroup:
     @classmethod
     def of(cls, group: Group, client: str, now: float) -> OpenGroup:
         """Take a group that has its seed; no replica has any of it."""
-        begun = {child.index: child for child in group.begun}
-        return cls(group, client, now, set(group.wanted), set(group.wanted), begun=begun)
+        partials = {child.index: child for child in group.partials}
+        return cls(group, client, now, set(group.wanted), set(group.wanted), partials=partials)
 
     @property
     def cut(self) -> bool:
@@ -77,20 +74,21 @@ class OpenGroup:
     def at(self, name: str, indices: Sequence[int], after: tuple[str, int] | None, now: float) -> Group:
         """Make the group of these children, with what they have, for a replica that is sent it at `now`. after: the child that
         it continues, as that replica names it."""
-        begun = tuple(self.begun[index] for index in indices if index in self.begun)
-        fields = dict(id=name, sampling=self.sampling(indices, now), indices=tuple(indices), begun=begun, after=after)
+        partials = tuple(self.partials[index] for index in indices if index in self.partials)
+        fields = dict(id=name, sampling=self.sampling(indices, now), indices=tuple(indices), partials=partials, after=after)
         return msgspec.structs.replace(self.group, **fields)
 
     def unfinished(self, index: int, reason: FinishReason, error: str | None = None) -> Sample:
         """Make the sample of a child that ends here, with what is known of it."""
-        child = nothing(index) if self.group.score else self.begun.get(index) or nothing(index)
+        child = None if self.group.score else self.partials.get(index)
         return Sample(
             group_id=self.group.id,
+            index=index,
             finish_reason=reason,
             error=error,
             prompt_tokens=len(self.group.prompt),
             seed=self.group.sampling.seed or 0,
-            **{name: getattr(child, name) for name in child.__struct_fields__},
+            **(no_tokens() if child is None else child).columns(),
         )
 
     def rivals(self, part: PlacedChildren, index: int) -> list[PlacedChildren]:
@@ -107,7 +105,7 @@ class OpenGroup:
         """Have these children of a part run elsewhere, from the tokens that were streamed of them by a replica that is
         believed."""
         if part.replica.believed and not self.group.score:  # whose tokens are not drawn
-            self.begun |= {child.index: child for child in part.handle.begun() if child.index in orphans}
+            self.partials |= {child.index: child for child in part.handle.partial_samples() if child.index in orphans}
         self.unplaced |= orphans
 
 
@@ -117,35 +115,19 @@ def seeded(group: Group, text: str) -> Group:
     return msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, seed=seed))
 
 
-def nothing(index: int) -> Begun:
-    """Return a child that has no tokens."""
-    return Begun(index=index, token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), weight_versions=[])
-
-
 def new_tokens(one: OpenGroup, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
     """Return new tokens of children that run, as `Engine.chunks` does: of those that replicas have streamed. Of a child that
     runs twice, what the one has that is ahead."""
-    known = one.begun.copy()
-    for child in (child for part in one.parts for child in part.handle.begun()):
+    known = one.partials.copy()
+    for child in (child for part in one.parts for child in part.handle.partial_samples()):
         if child.index not in known or len(child.token_ids) > len(known[child.index].token_ids):
             known[child.index] = child
     new = {index: len(known[index].token_ids) - since.get(index, 0) for index in one.left & known.keys()}
     chunks = []
     for index in sorted(new, key=lambda index: (-new[index], index)):
         if new[index] >= max(1, least) and most > 0:
-            chunks.append(chunk_of(known[index], since.get(index, 0), most, one.group.sampling.seed or 0))
-            most -= len(chunks[-1].token_ids)
+            first = since.get(index, 0)
+            tokens = known[index].slice(first, first + most)
+            chunks.append(TokenChunk(index=index, first=first, seed=one.group.sampling.seed or 0, **tokens.columns()))
+            most -= len(tokens.token_ids)
     return chunks
-
-
-def chunk_of(child: Begun, first: int, most: int, seed: int) -> TokenChunk:
-    """Cut `most` tokens, from `first` on, out of what a child has."""
-    end = first + most
-    short = msgspec.structs.replace(
-        child,
-        weight_versions=[(start, version) for start, version in child.weight_versions if start < end],
-        **{name: None if (column := getattr(child, name)) is None else column[:end] for name in COLUMNS},
-    )
-    chunk = beyond(TokenChunk(**msgspec.structs.asdict(short), first=0, seed=seed), first)
-    assert chunk is not None
-    return chunk

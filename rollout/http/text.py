@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers.decoders import DecodeStream
 
 from engine.types import Sample, TokenChunk
-from rollout.client.texts import text_of
+from rollout.client.text import text_of
 
 
 class Text:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import INTEGERS, MAY_BE_NONE, NUMBERS, Group, Limits, Sampling
+from engine.types import INTEGER_FIELDS, NUMBER_FIELDS, OPTIONAL_FIELDS, Group, Limits, Sampling
 from rollout.service.admission import check_sample_frames
 
 SMALL = {"max_n": 16, "max_tokens": 100, "max_prompt_tokens": 50, "max_stop_token_ids": 2, "max_id_bytes": 20, "max_kv_lag": 3}
@@ -32,28 +32,25 @@ BAD: list[tuple[dict[str, Any], str]] = [
     *(({"max_tokens": bad}, f"max_tokens={bad}: must be between 1 and 100 (Limits.max_tokens)") for bad in (0, 101, 2**40)),
     *(({"min_tokens": bad}, f"min_tokens={bad}: must be between 0 and max_tokens=4") for bad in (-1, 5)),
     *(({"temperature": bad}, f"temperature={bad}: must be 0 (greedy)") for bad in (NAN, INF, -INF, -0.1)),
-    ({"temperature": 1e-9}, "temperature=1e-09: too small to divide by; use 0 for greedy"),
+    ({"temperature": 1e-9}, "temperature=1e-09: must be 0 (greedy) or between 0.001 and 100"),
     *(({"top_p": bad}, f"top_p={bad}: must be in (0, 1]") for bad in (NAN, INF, 0.0, -0.5, 1.1)),
     *(({"min_p": bad}, f"min_p={bad}: must be in [0, 1)") for bad in (NAN, -0.1, 1.0)),
     *(({"top_k": bad}, f"top_k={bad}") for bad in (-1, 2**31)),
     *(({"seed": bad}, f"seed={bad}") for bad in (-1, 2**63)),
     *(({"stop_token_ids": (bad,)}, f"stop_token_ids holds {bad}") for bad in (-1, VOCAB)),
-    ({"stop_token_ids": (1, 2, 3)}, "3 stop_token_ids: at most 2 (Limits.max_stop_token_ids)"),
+    ({"stop_token_ids": (1, 2, 3)}, "3 entries of stop_token_ids: at most 2 (Limits.max_stop_token_ids)"),
     *(({"max_kv_lag": bad}, f"max_kv_lag={bad}: must be between 0 and 3 (Limits.max_kv_lag)") for bad in (-1, 4)),
     *(({"max_version_lag": bad}, f"max_version_lag={bad}: must be None or between 0 and 3") for bad in (-1, 4)),
     *(({"finish_after": bad}, f"finish_after={bad}: must be None or between 1 and n=2") for bad in (0, 3)),
     *(({"min_len_to_cut": bad, "finish_after": 1}, f"min_len_to_cut={bad}: must be between 0 and") for bad in (-1, 5)),
     ({"min_len_to_cut": 1}, "min_len_to_cut=1 without finish_after"),
-    *(({"lengths": bad}, "must be a tuple of n=2 numbers, one for each child") for bad in ((), (1,), (1, 2, 3), [1, 2])),
-    *(({"lengths": (1, bad)}, f"lengths: {bad} of child 1 must be from 1") for bad in (-1, 0, 5, 2**63)),
-    ({"lengths": (2, 3), "min_tokens": 3}, "lengths: 2 of child 0 must be from 3 (min_tokens, and 1) to max_tokens=4"),
     *(({"deadline_s": bad}, f"deadline_s={bad}: must be None or a positive") for bad in (0.0, -1.0, NAN, INF)),
     *(({"priority": bad}, f"priority={bad}: must be between") for bad in (-1_000_001, 1_000_001)),
     *(({"logit_bias": {bad: 1.0}}, f"logit_bias holds {bad}: the model's token ids are 0 to 22") for bad in (-1, VOCAB)),
     *(({"logit_bias": {1: bad}}, f"logit_bias of token 1 is {bad}: must be between") for bad in (NAN, INF, -101.0, 101)),
     ({"logit_bias": {1: 0.0, 2: 0.0, 3: 0.0}}, "3 entries of logit_bias: at most 2 (Limits.max_logit_bias)"),
     *(({"allowed_token_ids": (bad,)}, f"allowed_token_ids holds {bad}") for bad in (-1, VOCAB)),
-    ({"allowed_token_ids": ()}, "allowed_token_ids=(): no token is left to draw"),
+    ({"allowed_token_ids": ()}, "allowed_token_ids=(): no token is left to sample"),
     ({"allowed_token_ids": (1, 2, 3, 4)}, "4 entries of allowed_token_ids: at most 3 (Limits.max_allowed_token_ids)"),
     *(({"repetition_penalty": bad}, f"repetition_penalty={bad}: must be between") for bad in (NAN, 0.0, -1.0, INF)),
     *(({"presence_penalty": bad}, f"presence_penalty={bad}: must be between -2 and 2") for bad in (NAN, -2.1, 2.1)),
@@ -64,12 +61,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop": "ab"}, "stop='ab': must be a tuple of strings"),
     ({"stop": ("\ud800",)}, "must be Unicode text"),
     ({"stream_every": -1}, "stream_every=-1: must be 0 (off)"),
-    *(({"keep_s": bad}, f"keep_s={bad}: must be") for bad in (NAN, -1.0, 3601.0)),
+    *(({"kv_ttl_s": bad}, f"kv_ttl_s={bad}: must be") for bad in (NAN, -1.0, 3601.0)),
     *(({"top_logprobs": bad}, f"top_logprobs={bad}: must be between 0 and 20 (Limits.max_top_logprobs)") for bad in (-1, 21)),
-    *(({name: bad}, f"{name}={bad!r}: must be an integer") for name in INTEGERS for bad in (True, 2.0, np.float32(2), "2")),
-    *(({name: bad}, f"{name}={bad!r}: must be a number") for name in NUMBERS for bad in (True, "2", np.array(1.0))),
-    *(({name: None}, f"{name}=None: must be a") for name in {*INTEGERS, *NUMBERS} - MAY_BE_NONE),
-    *(({name: (2.0, 1)}, f"{name} holds 2.0: must be integers") for name in ("stop_token_ids", "allowed_token_ids", "lengths")),
+    *(
+        ({name: bad}, f"{name}={bad!r}: must be an integer")
+        for name in INTEGER_FIELDS
+        for bad in (True, 2.0, np.float32(2), "2")
+    ),
+    *(({name: bad}, f"{name}={bad!r}: must be a number") for name in NUMBER_FIELDS for bad in (True, "2", np.array(1.0))),
+    *(({name: None}, f"{name}=None: must be a") for name in sorted({*INTEGER_FIELDS, *NUMBER_FIELDS} - OPTIONAL_FIELDS)),
+    *(({name: (2.0, 1)}, f"{name} holds 2.0: must be integers") for name in ("stop_token_ids", "allowed_token_ids")),
     ({"logit_bias": {1.0: 1.0}}, "logit_bias holds 1.0: must be integers"),
     ({"logit_bias": {1: "1"}}, "logit_bias holds '1': must be numbers"),
 ]
@@ -98,7 +99,6 @@ def test_the_largest_and_smallest_that_are_good() -> None:
         {"temperature": 0.0, "top_k": 2**31 - 1, "top_p": 1e-9, "min_p": 0.0, "seed": 2**63 - 1},
         {"stop_token_ids": (0, VOCAB - 1), "max_kv_lag": 3, "max_version_lag": 3, "finish_after": 2, "min_len_to_cut": 4},
         {"stop": ("é" * 4, "a")},
-        {"n": 3, "max_tokens": 9, "lengths": (1, 9, 4)},
         {"logit_bias": {0: -100.0, VOCAB - 1: 100.0}, "allowed_token_ids": (0, 1, VOCAB - 1), "repetition_penalty": 0.01},
     ):
         group(**fields).validate(LIMITS, VOCAB, CONTEXT)
@@ -106,9 +106,9 @@ def test_the_largest_and_smallest_that_are_good() -> None:
 
 def test_numbers_of_numpy_are_numbers() -> None:
     for kind in (np.int64, np.int32, np.uint8):
-        some = {"stop_token_ids": (kind(3),), "allowed_token_ids": tuple(np.arange(4, 7, dtype=kind)), "lengths": (kind(3), 4)}
+        some = {"stop_token_ids": (kind(3),), "allowed_token_ids": tuple(np.arange(4, 7, dtype=kind))}
         group(n=kind(2), seed=kind(7), **some, logit_bias={kind(5): np.float32(2), 6: 1}).validate(LIMITS, VOCAB, CONTEXT)
-    group(temperature=np.float32(0.5), top_p=np.float64(0.5), keep_s=np.int64(1)).validate(LIMITS, VOCAB, CONTEXT)
+    group(temperature=np.float32(0.5), top_p=np.float64(0.5), kv_ttl_s=np.int64(1)).validate(LIMITS, VOCAB, CONTEXT)
 
 
 def test_what_a_frame_does_not_hold_is_the_services_to_refuse() -> None:

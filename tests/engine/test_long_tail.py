@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import random
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from engine.config import OrderName
 from engine.engine import Engine
-from engine.scheduling import admission, cohorts
-from engine.scheduling.invariants import check
-from engine.types import Begun, Group, Limits, Sample, Sampling, TokenChunk
-from rollout.client.partials import PartialOutputs
+from engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
+from rollout.client.handle import PartialOutputs
 from tests.support.equivalence import assert_same
 from tests.support.plans import commit, launch, rows, small_scheduler, step, submit
+from tests.support.simulator import END, script
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import engine as toy_engine
 from tests.support.toy import group, run
@@ -26,8 +24,8 @@ from transport.checks import Bounds
 Samples = dict[tuple[str, int], Sample]
 
 
-def only(each: Group, indices: list[int], begun: list[Sample]) -> Group:
-    return msgspec.structs.replace(each, indices=tuple(sorted(indices)), begun=tuple(map(Begun.of, begun)))
+def only(each: Group, indices: list[int], partials: list[Sample]) -> Group:
+    return msgspec.structs.replace(each, indices=tuple(sorted(indices)), partials=tuple(map(PartialSample.of, partials)))
 
 
 def interrupted(engine: Engine, each: Group, steps: int) -> list[Sample]:
@@ -45,13 +43,13 @@ def test_children_go_on_from_what_they_have(have: list[int]) -> None:
     """Fresh ones beside them draw their first token where the prompt ends; the tokens they had come back with the rest."""
     asked = group("g", range(5, 16), n=3, max_tokens=8, ignore_eos=True)
     whole = run(toy_engine(), [asked])
-    begun = tuple(
-        Begun(index=i, token_ids=s.token_ids[:k], logprobs=s.logprobs[:k], weight_versions=[(0, 0)])
+    partials = tuple(
+        PartialSample(index=i, token_ids=s.token_ids[:k], logprobs=s.logprobs[:k], weight_versions=[(0, 0)])
         for i, k in enumerate(have)
         if (s := whole["g", i]) and k
     )
     engine = toy_engine()
-    assert_same(whole, run(engine, [msgspec.structs.replace(asked, begun=begun)]))
+    assert_same(whole, run(engine, [msgspec.structs.replace(asked, partials=partials)]))
     assert engine.counters.generated_tokens == 24 - sum(have), "nothing is drawn twice"
 
 
@@ -61,14 +59,14 @@ def stale_engine(indices: tuple[int, ...] | None, lag: int | None, cancelled: in
     oldest = 0 if lag is None else max(0, 1 - lag)
     asked = group("g", [5 + i % 17 for i in range(80)], n=3, max_tokens=8, ignore_eos=True, max_version_lag=lag)
     whole = run(toy_engine(), [asked])
-    begun = tuple(
-        msgspec.structs.replace(Begun.of(whole["g", i]), token_ids=whole["g", i].token_ids[:3],
+    partials = tuple(
+        msgspec.structs.replace(PartialSample.of(whole["g", i]), token_ids=whole["g", i].token_ids[:3],
                                 logprobs=whole["g", i].logprobs[:3], weight_versions=[(0, max(i - 1, oldest))]) for i in (1, 2)
         if indices is None or i in indices
     )  # fmt: skip
     engine = toy_engine(max_batch_tokens=32)
     engine.refresh({})
-    engine.submit(msgspec.structs.replace(asked, indices=indices, begun=begun))
+    engine.submit(msgspec.structs.replace(asked, indices=indices, partials=partials))
     assert not engine.step() and not engine.scheduler.groups["g"].sequences[0].output, "in the middle of the prompt"
     if cancelled is not None:
         assert not engine.abort("g", cancelled)
@@ -164,27 +162,27 @@ def crashed(engine: Engine, each: Group, steps: int) -> list[Sample]:
     for _ in range(steps):
         if engine.has_work:
             samples += engine.step()
-            since = {child.index: len(child.token_ids) for child in known.begun()}
+            since = {child.index: len(child.token_ids) for child in known.partial_samples()}
             for chunk in engine.chunks(each.id, since, every, 16):
                 known.add(chunk, Bounds(engine.vocab_size, frozenset()))
     for sample in samples:
         known.end(sample.index)
-    begun, gone = {child.index: child for child in known.begun()}, {sample.index for sample in samples}
-    return samples + [unfinished(each, begun.get(index), index) for index in each.wanted if index not in gone]
+    partials, gone = {child.index: child for child in known.partial_samples()}, {sample.index for sample in samples}
+    return samples + [unfinished(each, partials.get(index), index) for index in each.wanted if index not in gone]
 
 
-def unfinished(each: Group, begun: Begun | None, index: int) -> Sample:
+def unfinished(each: Group, partial: PartialSample | None, index: int) -> Sample:
     """A child as far as it is known."""
     return Sample(
         group_id=each.id,
         index=index,
-        token_ids=np.zeros(0, np.int32) if begun is None else begun.token_ids,
-        logprobs=np.zeros(0, np.float32) if begun is None else begun.logprobs,
-        raw_logprobs=None if begun is None else begun.raw_logprobs,
-        top_ids=None if begun is None else begun.top_ids,
-        top_logprobs=None if begun is None else begun.top_logprobs,
+        token_ids=np.zeros(0, np.int32) if partial is None else partial.token_ids,
+        logprobs=np.zeros(0, np.float32) if partial is None else partial.logprobs,
+        raw_logprobs=None if partial is None else partial.raw_logprobs,
+        top_ids=None if partial is None else partial.top_ids,
+        top_logprobs=None if partial is None else partial.top_logprobs,
         finish_reason="aborted",
-        weight_versions=[] if begun is None else begun.weight_versions,
+        weight_versions=[] if partial is None else partial.weight_versions,
         prompt_tokens=len(each.prompt),
         seed=each.sampling.seed or 0,
     )
@@ -286,9 +284,9 @@ def test_children_that_go_on_share_the_prompt() -> None:
     assert engine.counters.prefill_tokens <= 16 + had
 
 
-def begun_with(**changed: Any) -> Begun:
+def partial_with(**changed: Any) -> PartialSample:
     fields = {"token_ids": np.array([5, 6], np.int32), "logprobs": np.zeros(2, np.float32), "weight_versions": [(0, 0)]}
-    return Begun(**{"index": 0, **fields, **changed})
+    return PartialSample(**{"index": 0, **fields, **changed})
 
 
 @pytest.mark.parametrize(
@@ -299,13 +297,13 @@ def begun_with(**changed: Any) -> Begun:
         ({"token_ids": np.arange(9, dtype=np.int32), "logprobs": np.zeros(9, np.float32)}, "max_tokens=8"),
         ({"token_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32)}, "max_tokens=8"),
         ({"token_ids": np.array([5, 6], np.int64)}, "int64"),
-        ({"token_ids": np.array([0, 5], np.int32)}, "behind its token 0, the stop token 0"),
+        ({"token_ids": np.array([0, 5], np.int32)}, "has tokens after stop token 0 at position 0"),
         ({"logprobs": np.zeros(3, np.float32)}, "logprobs float32"),
         ({"weight_versions": []}, "weight_versions"),
         ({"weight_versions": [(1, 0)]}, "weight_versions"),
         ({"weight_versions": [(0, 0), (2, 1)]}, "weight_versions"),
         ({"weight_versions": [(0, -1)]}, "below 0"),
-        ({"index": 2}, "one of the wanted"),
+        ({"index": 2}, "must be requested"),
         ({"top_ids": None}, r"top_ids none: must be int32 \[2, 3\]"),
         ({"top_ids": np.zeros((2, 3), np.int64)}, "top_ids int64"),
         ({"top_ids": np.full((2, 3), 23, np.int32)}, "top_ids outside of 0 to 22"),
@@ -316,9 +314,9 @@ def test_what_cannot_go_on_is_refused(changed: dict[str, Any], reason: str) -> N
     engine, asked = toy_engine(), group("g", [5, 6], n=2, max_tokens=8, top_logprobs=3)
     top = {"top_ids": np.zeros((2, 3), np.int32), "top_logprobs": np.zeros((2, 3), np.float32)}
     with pytest.raises(ValueError, match=reason):
-        engine.submit(msgspec.structs.replace(asked, begun=(begun_with(**{**top, **changed}),)))
+        engine.submit(msgspec.structs.replace(asked, partials=(partial_with(**{**top, **changed}),)))
     assert not engine.has_work, "nothing is allocated"
-    engine.submit(msgspec.structs.replace(asked, begun=(begun_with(**top),)))
+    engine.submit(msgspec.structs.replace(asked, partials=(partial_with(**top),)))
 
 
 @pytest.mark.parametrize("indices", [(), (2,), (-1,), (1, 0), (0, 0)])
@@ -339,7 +337,7 @@ def test_a_child_that_is_complete_comes_back_at_once(others: bool) -> None:
     (first,) = engine.step()
     assert_same({("g", 0): done}, {("g", 0): first})
     assert_same({("g", i): whole["g", i] for i in indices[1:]}, run(engine))
-    with pytest.raises(ValueError, match="finish_after=1: 1 of the begun children"):
+    with pytest.raises(ValueError, match="finish_after=1: 1 of the partial samples"):
         engine.submit(only(natural(finish_after=1), [0, 1], [done]))
 
 
@@ -347,7 +345,7 @@ def test_a_child_from_weights_too_old_is_refused() -> None:
     engine = toy_engine()
     engine.scheduler.refresh(5, "keep")
     engine.weights.version = 5
-    asked = msgspec.structs.replace(group("g", [5, 6], n=2, max_tokens=8, max_version_lag=2), begun=(begun_with(),))
+    asked = msgspec.structs.replace(group("g", [5, 6], n=2, max_tokens=8, max_version_lag=2), partials=(partial_with(),))
     with pytest.raises(ValueError, match="max_version_lag=2"):
         engine.submit(asked)
 
@@ -372,15 +370,15 @@ def test_children_cancelled_before_the_fork_end_there(cancelled: list[int], over
     """Child 3 has begun already; the first one prefills the prompt for all."""
     asked = group("g", range(5, 16), n=4, max_tokens=8, ignore_eos=True)
     whole = run(toy_engine(), [asked])
-    begun = msgspec.structs.replace(whole["g", 3], token_ids=whole["g", 3].token_ids[:2], logprobs=whole["g", 3].logprobs[:2])
+    partial = msgspec.structs.replace(whole["g", 3], token_ids=whole["g", 3].token_ids[:2], logprobs=whole["g", 3].logprobs[:2])
     engine = toy_engine(overlap_steps=overlap)
-    engine.submit(msgspec.structs.replace(asked, begun=(Begun.of(begun),)))
+    engine.submit(msgspec.structs.replace(asked, partials=(PartialSample.of(partial),)))
     for index in cancelled:
         assert engine.abort("g", index) == []
     got = run(engine)
     assert [key[1] for key, sample in sorted(got.items()) if sample.finish_reason == "aborted"] == cancelled
     assert all(len(got["g", index].token_ids) <= 2 for index in cancelled)
-    assert 3 not in cancelled or got["g", 3].token_ids.tolist() == begun.token_ids.tolist()
+    assert 3 not in cancelled or got["g", 3].token_ids.tolist() == partial.token_ids.tolist()
     kept = {key: sample for key, sample in got.items() if key[1] not in cancelled}
     assert_same({key: whole[key] for key in kept}, kept)
 
@@ -435,11 +433,16 @@ def test_no_child_is_cut_too_short() -> None:
 @pytest.mark.parametrize(("least", "ends"), [(0, 0), (3, 0), (5, 2), (10, 2)])
 def test_a_complete_child_that_need_not_be_cut_counts(least: int, ends: int) -> None:
     """Up to `min_len_to_cut` tokens, whether it ends in the step in which enough have ended, as child 1, or later, as 2."""
-    own = (5, 5, 6, 30)
-    asked = group("g", [7, 8], n=4, max_tokens=30, lengths=own, ignore_eos=True, finish_after=1, min_len_to_cut=least)
-    got = lengths(run(toy_engine(), [asked]))
-    assert got[:2] == [("length", 5), ("length" if ends else "cut", 5)]
-    assert got[2:] == [("length", 6) if least > 5 else ("cut", 5), ("cut", max(5, least))]
+    scheduler, own, ended = small_scheduler(64), np.array([[5, 5, 6, 30]]), Samples()
+    sampling = Sampling(n=4, max_tokens=30, finish_after=1, min_len_to_cut=least)
+    scheduler.submit(Group("0", np.array([7, 8], np.int32), sampling), "", 1, frozenset({END}))
+    while scheduler.has_work:
+        plan = launch(scheduler)
+        for sample in commit(scheduler, plan, script(scheduler, plan, own)):
+            ended["0", sample.index] = sample
+    got = lengths(ended)
+    assert got[:2] == [("stop", 5), ("stop" if ends else "cut", 5)]
+    assert got[2:] == [("stop", 6) if least > 5 else ("cut", 5), ("cut", max(5, least))]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -512,141 +515,15 @@ def test_who_starts_first() -> None:
     assert [step(scheduler)[0][0] for _ in range(4)] == ["c", "d", "a", "b"]
 
 
-@pytest.mark.parametrize("order", get_args(OrderName))
-def test_samples_do_not_depend_on_the_order(order: str) -> None:
+@pytest.mark.parametrize("priorities", [(0, 0, 0, 0, 0), (0, 3, -1, 3, 2)])
+def test_samples_do_not_depend_on_priorities(priorities: tuple[int, ...]) -> None:
     """Nor does anything get lost: under pressure, with and without host memory."""
-    groups = [natural(seed=i, lengths=(45, 60, 30, 50, 55, 40) if i % 2 else None) for i in range(5)]
-    asked = [msgspec.structs.replace(each, id=f"g{i}") for i, each in enumerate(groups)]
-    roomy = run(toy_engine(kv_tokens=4096), asked)
+    roomy = run(toy_engine(kv_tokens=4096), [msgspec.structs.replace(natural(seed=i), id=f"g{i}") for i in range(5)])
+    asked = [msgspec.structs.replace(natural(seed=i, priority=priority), id=f"g{i}") for i, priority in enumerate(priorities)]
     for host in (0, 0.0001):
-        engine = toy_engine(kv_tokens=96, order=order, cpu_offload_gib=host)
+        engine = toy_engine(kv_tokens=96, cpu_offload_gib=host)
         assert_same(roomy, run(engine, asked))
         assert engine.counters.soft_resets + engine.counters.offloads >= 3
-
-
-def test_each_child_may_have_a_length_of_its_own() -> None:
-    """It ends there, and is what it would have been until then; also where it has begun, elsewhere, or is complete already."""
-    own = (3, 8, 1, 6)
-    asked = group("g", range(5, 16), n=4, max_tokens=8, ignore_eos=True, seed=2)
-    cut = group("g", range(5, 16), n=4, max_tokens=8, ignore_eos=True, seed=2, lengths=own)
-    whole, got = run(toy_engine(), [asked]), run(toy_engine(), [cut])
-    for (id, index), sample in got.items():
-        assert sample.finish_reason == "length" and len(sample.token_ids) == own[index]
-        assert sample.token_ids.tolist() == whole[id, index].token_ids[: own[index]].tolist()
-    begun = tuple(Begun.of(msgspec.structs.replace(got["g", index], token_ids=got["g", index].token_ids[:some],
-                  logprobs=got["g", index].logprobs[:some])) for index, some in ((0, 3), (1, 2)))  # fmt: skip
-    again = run(toy_engine(), [msgspec.structs.replace(cut, indices=(0, 1, 3), begun=begun)])
-    assert_same({key: sample for key, sample in got.items() if key[1] != 2}, again)
-    too_long = msgspec.structs.replace(begun[0], index=2)
-    with pytest.raises(ValueError, match="max_tokens=1"):
-        msgspec.structs.replace(cut, begun=(too_long,)).validate(Limits(), 199, 512)
-
-
-def test_the_longest_child_of_each_group_goes_last_and_of_the_others_the_longest_first() -> None:
-    """With a place to run it starts at once; a child as long as another one is not the longest, nor is an only child."""
-
-    def ends(lengths: dict[str, tuple[int, ...]], slots: int, order: str = "longest_last") -> list[str]:
-        scheduler = small_scheduler(64, max_num_seqs=slots, max_batch_tokens=16, order=order)
-        for name, own in lengths.items():
-            submit(scheduler, name, [ord(name)], n=len(own), max_tokens=max(own), lengths=own)
-        ended = []
-        while scheduler.has_work:
-            ended += [f"{sample.group_id}{sample.index}" for sample in commit(scheduler, launch(scheduler))]
-        return ended
-
-    groups = {"a": (9, 2, 3), "b": (2, 4, 8), "c": (5, 5), "d": (6,)}
-    assert ends(groups, 1) == ["a2", "b1", "d0", "c0", "c1", "a1", "b0", "a0", "b2"], "a prompt goes by its longest child"
-    assert ends(groups, 16)[-1] == "a0" and len(ends(groups, 16)) == 9
-    assert ends(groups, 1, "least_far")[-2:] != ["a0", "b2"], "the negative control"
-
-
-def ends_by_steps(
-    groups: dict[str, tuple[int, ...]], order: str = "longest_last", slots: int = 2, **sampling: Any
-) -> dict[str, int]:
-    """When children end, in steps, of groups with these lengths that are all there at the start."""
-    scheduler, ended = small_scheduler(64, max_num_seqs=slots, max_batch_tokens=16, order=order), {}
-    for name, own in groups.items():
-        submit(scheduler, name, [1 + len(name)], n=len(own), max_tokens=max(own), lengths=own, **sampling)
-    for number in range(1000):
-        if not scheduler.has_work:
-            break
-        for sample in commit(scheduler, launch(scheduler)):
-            ended[f"{sample.group_id}/{sample.index}"] = number
-        check(scheduler)
-    return ended
-
-
-def test_a_longest_child_starts_in_time_to_end_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits only as long as little is lost: all end nearly as soon as with the longest first, and the others before that."""
-    short = {f"g{i}": (4, 5, 4) for i in range(12)}
-
-    def steps(order: str, longest: int) -> tuple[int, int]:
-        """Until all but the longest of each group have ended, and until all have: at least 55, and as many as the longest
-        has."""
-        groups = {**short, "a": (longest, 3, 2)}
-        ended = ends_by_steps(groups, order, slots=4)
-        last = {f"{name}/{own.index(max(own))}" for name, own in groups.items()}
-        return max(at for child, at in ended.items() if child not in last), max(ended.values())
-
-    most, all_of_them = steps("longest_last", 60)
-    first_most, first_all = steps("first_come", 60)
-    assert 60 <= all_of_them < 72 < first_all and most < 30 < first_most, (most, all_of_them, first_most, first_all)
-    early = steps("longest_last", 20)
-    monkeypatch.setattr(admission, "is_due", lambda *_: False)
-    assert steps("longest_last", 60)[1] > 75, "the negative control: it starts when nobody else waits"
-    assert steps("longest_last", 20) == early, "one that is in time anyway waits for all others"
-
-
-def test_who_is_not_waited_for_goes_last_with_finish_after_too() -> None:
-    """As many as are cut then, whatever their length: they never start where others wait."""
-    groups = {name: (9, 2, 30, 4) for name in "abc"}
-    ended = ends_by_steps(groups, slots=1, finish_after=2)
-    assert max(at for child, at in ended.items() if child[-1] in "13") < 3 * (2 + 4) + 3
-    scheduler = small_scheduler(64, max_num_seqs=1, max_batch_tokens=16, order="longest_last")
-    for name, own in groups.items():
-        submit(scheduler, name, [5], n=4, max_tokens=30, lengths=own, finish_after=2)
-    samples = []
-    while scheduler.has_work:
-        samples += commit(scheduler, launch(scheduler))
-    assert sum(len(sample.token_ids) for sample in samples if sample.finish_reason == "cut") == 2 * 3, "their first tokens"
-
-
-@pytest.mark.parametrize("steps", [8, 10**9])
-def test_nobody_waits_for_ever_in_a_stream(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More comes than can be computed. By waves the first group's longest child ends; were all that come one wave, it would
-    not: the control."""
-    monkeypatch.setattr(cohorts, "WAVE_STEPS", steps)
-    scheduler, ended = small_scheduler(256, max_num_seqs=2, max_batch_tokens=16, order="longest_last"), set()
-    for number in range(200):
-        for each in range(6 if not number else number % 4 == 0):
-            own = (9, 4, 4) if number or each else (6, 1, 2)
-            submit(scheduler, f"g{number}.{each}", [7], n=3, max_tokens=max(own), lengths=own)
-        ended |= {(sample.group_id, sample.index) for sample in commit(scheduler, launch(scheduler))}
-        scheduler.counters.steps += 1
-        check(scheduler)
-    assert (("g0.0", 0) in ended) == (steps == 8)
-    assert len({group for group, _ in ended}) > 5
-
-
-def test_a_client_without_groups_has_no_wave() -> None:
-    scheduler = small_scheduler(order="longest_last")
-    for name in "ab":
-        submit(scheduler, name, [1], client=name, max_tokens=2)
-    assert scheduler.groups["b"].line == ("b", 0, 1) and set(scheduler.children._waves._open) == {"a", "b"}
-    while scheduler.has_work:
-        step(scheduler)
-    assert not scheduler.children._waves._open
-
-
-def test_what_a_group_is_expected_to_get_follows_from_its_longest_child() -> None:
-    engine = toy_engine(order="longest_expected")
-    engine.submit(natural())
-    expected = []
-    while engine.has_work:
-        ended = engine.step()
-        if ended and "g" in engine.scheduler.groups:
-            expected.append((engine.scheduler.groups["g"].expected, max(len(sample.token_ids) for sample in ended)))
-    assert len(expected) > 2 and all(known == longest for known, longest in expected), "children that run in step end in order"
 
 
 def test_who_is_preempted_first() -> None:

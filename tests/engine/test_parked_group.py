@@ -44,13 +44,14 @@ def parked_group() -> tuple[Engine, list[Any], Travels]:
         kv_tokens=PREFIX + 3 * N * BLOCK,
         max_batch_tokens=512,
         cpu_offload_gib=0.1,
-        order="first_come",
     )
     travels = Travels(engine)
     rng = np.random.default_rng(0)
     for name, length, tokens in (("old", 40, 110), ("new", PREFIX, 64)):
         prompt = rng.integers(3, 199, length).astype(np.int32)
-        engine.submit(Group(name, prompt, Sampling(n=N, max_tokens=tokens, ignore_eos=True, seed=1)))
+        engine.submit(
+            Group(name, prompt, Sampling(n=N, max_tokens=tokens, ignore_eos=True, seed=1, priority=int(name == "old")))
+        )
     state = engine.scheduler.groups["new"]
     while not state.forked or any(seq.running for seq in state.sequences.values()):
         assert engine.has_work and not engine.step() and engine.counters.steps < 200

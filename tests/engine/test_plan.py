@@ -88,8 +88,8 @@ def test_rows_that_stand_on_the_same_blocks_are_named() -> None:
 
 def two_sequences_in_five_blocks(host_blocks: int) -> Scheduler:
     """Sequences that would grow to 4 blocks each. Each has filled 2 now, and decodes."""
-    scheduler = small_scheduler(device_blocks=5, host_blocks=host_blocks, prefix_cache=False, order="first_come")
-    submit(scheduler, "old", [1] * 6, max_tokens=8)
+    scheduler = small_scheduler(device_blocks=5, host_blocks=host_blocks, prefix_cache=False)
+    submit(scheduler, "old", [1] * 6, max_tokens=8, priority=1)
     submit(scheduler, "young", [2] * 6, max_tokens=8)
     while min((seq.cached for seq in scheduler.running), default=0) < 8:
         step(scheduler)

@@ -6,7 +6,6 @@ from collections import Counter
 
 import numpy as np
 
-from engine.config import EngineConfig
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
@@ -14,6 +13,7 @@ from engine.scheduling.pinned import PinnedKV
 from engine.scheduling.preemption import Pressure
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.types import Group, Sampling
+from tests.support.configs import engine_config
 
 
 class Setting:
@@ -22,7 +22,7 @@ class Setting:
     def __init__(self, device_blocks: int, sequences: int, host_blocks: int = 0, clients: str = "", **config: int) -> None:
         options = {"block_size": 4, "lookahead_blocks": 1, "min_run_tokens": 0, **config}
         self.store = BlockStore(device_blocks, host_blocks)
-        config, counters = EngineConfig(**options), Counters()  # type: ignore[arg-type]
+        config, counters = engine_config(**options), Counters()
         kept = PinnedKV(self.store, BlockTables(config, self.store, counters))
         self.pressure = Pressure(config, self.store, counters, kept)
         self.running = [self._sequence(number, clients[number : number + 1]) for number in range(sequences)]
@@ -31,7 +31,7 @@ class Setting:
         group = Group(f"g{number}", np.array([1, 2, 3, 4], np.int32), Sampling())
         seq = Sequence(GroupState(group, client, number, 0, 0.0, frozenset()), 0)
         seq.blocks, seq.cached, seq.running = [self.store.new(version=0)], 4, True
-        seq.least_run = self.pressure.config.min_run_tokens
+        seq.least_run = self.pressure.config.advanced.min_run_tokens
         return seq
 
     def stop(self, seq: Sequence) -> None:

@@ -19,8 +19,6 @@ CLASSES: dict[str, dict[str, Any]] = {
     "soft resets and prefix cache": {"kv_tokens": 320},
     "offload": {"kv_tokens": 320, "cpu_offload_gib": 0.01},
     "offload, host memory for little": {"kv_tokens": 320, "cpu_offload_gib": 0.0002},
-    "oldest group first": {"kv_tokens": 320, "cpu_offload_gib": 0.01, "order": "first_come"},
-    "longest expected first": {"kv_tokens": 320, "max_num_seqs": 5, "order": "longest_expected"},
     "no prefix cache": {**ROOMY, "prefix_cache": False},
     "prefix not shared": {**ROOMY, "share_prefix": False},
     "overlapped": {**ROOMY, "overlap_steps": True},

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.config import EngineConfig
 from engine.scheduling.counters import Counters
 from engine.scheduling.plan import Plan, SampledTokens
 from engine.scheduling.scheduler import Scheduler
 from engine.types import Group, Sample, Sampling
+from tests.support.configs import engine_config
 
 
 class PlanRow(NamedTuple):
@@ -39,7 +39,7 @@ def sent(plan: Plan) -> Plan:
 def small_scheduler(device_blocks: int = 16, host_blocks: int = 0, **config: Any) -> Scheduler:
     """Make a scheduler of blocks of 4 tokens, steps of 8 tokens, 4 sequences; its clock stands still."""
     options = {"block_size": 4, "max_batch_tokens": 8, "max_num_seqs": 4, "lookahead_blocks": 1, "min_run_tokens": 0, **config}
-    settings = EngineConfig(kv_tokens=4 * device_blocks, **options)
+    settings = engine_config(kv_tokens=4 * device_blocks, **options)
     blocks = {"device_blocks": device_blocks, "host_blocks": host_blocks, "max_blocks": device_blocks}
     return Scheduler(settings, counters=Counters(), clock=lambda: 0.0, **blocks)
 
@@ -60,11 +60,11 @@ def launch(scheduler: Scheduler) -> Plan:
     return plan
 
 
-def commit(scheduler: Scheduler, plan: Plan, token: int = 9) -> list[Sample]:
-    """Commit a launched step that sampled `token` everywhere. Returns the children that ended."""
+def commit(scheduler: Scheduler, plan: Plan, token: int | np.ndarray = 9) -> list[Sample]:
+    """Commit a launched step that sampled `token` everywhere, or these [draws]. Returns the children that ended."""
     draws = len(plan.sampling)
-    zeros = np.zeros(draws, np.float32)
-    return scheduler.commit(plan, SampledTokens(np.full(draws, token, np.int32), zeros, None, np.ones(draws, bool)))
+    tokens, zeros = np.zeros(draws, np.int32) + np.asarray(token, np.int32), np.zeros(draws, np.float32)
+    return scheduler.commit(plan, SampledTokens(tokens, zeros, None, np.ones(draws, bool)))
 
 
 def step(scheduler: Scheduler, token: int = 9) -> list[PlanRow]:

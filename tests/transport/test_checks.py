@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Begun, Group, Refreshed, Sample, Sampling, TokenChunk
+from engine.types import Group, PartialSample, Refreshed, Sample, Sampling, TokenChunk
 from transport import messages as m
 from transport.checks import Bounds, agreed, check_chunk, check_goes_on, check_refreshed, check_sample
 
@@ -35,9 +35,9 @@ def floats(*values: float) -> np.ndarray:
 
 NOTHING = dict(token_ids=np.zeros(0, np.int32), logprobs=floats(), weight_versions=[])
 TOP = dict(top_ids=np.array([[1, -1]] * 4, np.int32), top_logprobs=floats(*[-0.1, -math.inf] * 4).reshape(4, 2))
-HAD = Begun(index=1, token_ids=np.array([10, 11], np.int32), logprobs=floats(math.nan, 3.0), weight_versions=[(0, 9)])
+HAD = PartialSample(index=1, token_ids=np.array([10, 11], np.int32), logprobs=floats(math.nan, 3.0), weight_versions=[(0, 9)])
 GOES_ON = sample(logprobs=floats(math.nan, 3.0, -1, -1), weight_versions=[(0, 9), (2, 3)])
-SCORED = Begun(index=1, token_ids=np.array([10, 11], np.int32), logprobs=floats(0, 0), weight_versions=[(0, 0)])
+SCORED = PartialSample(index=1, token_ids=np.array([10, 11], np.int32), logprobs=floats(0, 0), weight_versions=[(0, 0)])
 
 TRUE = {
     "whole": (sample(), group(), None),
@@ -46,7 +46,6 @@ TRUE = {
     "eos": (sample(10, 2, finish_reason="stop"), group(), None),
     "stop token": (sample(10, 9, finish_reason="stop"), group(stop_token_ids=(9,), ignore_eos=True), None),
     "stop string": (sample(10, finish_reason="stop", stopped_by="x", text_end=0), group(stop=("x",)), None),
-    "own length": (sample(10, finish_reason="length"), group(lengths=(4, 1, 4, 4)), None),
     "cut": (sample(10, finish_reason="cut"), group(finish_after=1), None),
     "late": (sample(10, finish_reason="deadline"), group(deadline_s=1.0), None),
     "stale": (sample(10, finish_reason="stale"), group(max_version_lag=0), None),
@@ -55,7 +54,7 @@ TRUE = {
     "raw": (sample(raw_logprobs=floats(-1, -2, -3, -4)), group(raw_logprobs=True), None),
     "top": (sample(**TOP), group(top_logprobs=2), None),
     "goes on elsewhere": (GOES_ON, group(), HAD),
-    "had all": (sample(10, 11, logprobs=floats(math.nan, 3), weight_versions=[(0, 9)]), group(lengths=(4, 2, 4, 4)), HAD),
+    "had all": (sample(10, 11, logprobs=floats(math.nan, 3), weight_versions=[(0, 9)]), group(max_tokens=2), HAD),
     "not drawn": (sample(10, 11, logprobs=floats(-math.inf, -1), finish_reason="scored"), REPLACE(group(), score=True), SCORED),
     "seed of the engine's": (sample(seed=2**63 - 1), group(seed=None), None),
 }
@@ -63,8 +62,8 @@ TRUE = {
 
 @pytest.mark.parametrize("kind", TRUE)
 def test_what_an_engine_makes_is_believed(kind: str) -> None:
-    one, of, begun = TRUE[kind]
-    check_sample(one, of, begun, BOUNDS)
+    one, of, partial = TRUE[kind]
+    check_sample(one, of, partial, BOUNDS)
 
 
 LIES = [
@@ -81,8 +80,7 @@ LIES = [
     (sample(10, 11, 12, 100), {}, "token_ids with 100"),
     (sample(-5, 11, 12, 13), {}, "token_ids with -5"),
     (sample(*range(5)), {}, "of 5 tokens: must be at most max_tokens=4"),
-    (sample(10, 11), {"lengths": (4, 1, 4, 4)}, "at most max_tokens=1"),
-    (sample(10), {"lengths": (4,)}, "lengths"),
+    (sample(10, 11), {"max_tokens": 1}, "at most max_tokens=1"),
     (sample(token_ids=np.arange(4.0)), {}, "token_ids float64"),
     (sample(token_ids=np.zeros((4, 1), np.int32)), {}, "token_ids int32"),
     (sample(logprobs=floats(-1, -1, -1)), {}, "logprobs float32"),
@@ -92,7 +90,7 @@ LIES = [
     (sample(logprobs=floats(-1, -1, -1, math.inf)), {}, "logprobs with inf"),
     (sample(logprobs=floats(-1, -1, -1, -math.inf)), {}, "logprobs with -inf"),
     (sample(), {"raw_logprobs": True}, "raw_logprobs none"),
-    (sample(raw_logprobs=floats(-1, -1, -1, -1)), {}, "nobody asked"),
+    (sample(raw_logprobs=floats(-1, -1, -1, -1)), {}, "not requested"),
     (sample(raw_logprobs=floats(-1, -1, -1, math.nan)), {"raw_logprobs": True}, "raw_logprobs with nan"),
     (sample(), {"top_logprobs": 2}, "top_ids none"),
     (sample(**TOP), {}, "top_ids"),
@@ -141,7 +139,7 @@ def test_what_nobody_can_have_asked_for_is_named(lie: Sample, sampling: dict[str
         (sample(10, finish_reason="aborted"), "token_ids that do not go on"),
         (sample(finish_reason="aborted", **NOTHING), "token_ids that do not go on"),
         (sample(weight_versions=[(0, 9), (2, 3)]), "logprobs that do not go on"),
-        (REPLACE(GOES_ON, weight_versions=[(0, 3)]), "of begun, then others"),
+        (REPLACE(GOES_ON, weight_versions=[(0, 3)]), "of the partial sample, then others"),
         (REPLACE(GOES_ON, logprobs=floats(math.nan, 3, math.nan, -1)), "logprobs with nan"),
         (REPLACE(GOES_ON, weight_versions=[(0, 9), (2, 2)]), "ascend from 3"),
     ],
@@ -187,7 +185,9 @@ def test_new_tokens_are_checked_as_those_of_samples() -> None:
 
 def test_a_sample_goes_on_from_what_was_streamed_of_it() -> None:
     """As far as one version made both: another replica's tokens after a refresh are others."""
-    streamed = Begun(index=1, token_ids=np.array([10, 99], np.int32), logprobs=floats(-0.5, -0.5), weight_versions=[(0, 3)])
+    streamed = PartialSample(
+        index=1, token_ids=np.array([10, 99], np.int32), logprobs=floats(-0.5, -0.5), weight_versions=[(0, 3)]
+    )
     with pytest.raises(ValueError, match="other token_ids than"):
         check_goes_on(sample(), streamed)
     check_goes_on(sample(), REPLACE(streamed, weight_versions=[(0, 3), (1, 5)]))

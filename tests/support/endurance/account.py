@@ -19,7 +19,7 @@ import numpy as np
 
 from engine.engine import Engine
 from engine.types import Sample, Sampling
-from rollout.client.scoring import scored_group
+from rollout.client.submission import scored_group
 from tests.support.endurance.models import TestModel
 
 MOST_NOTES = 60
@@ -74,10 +74,10 @@ class Account:
                 self._owed[group.key, index] = group
                 self.counts["owed"] += 1
 
-    def group(self, key: str, prompt: np.ndarray, sampling: Sampling, begun: Iterable[int] | None = None) -> Group:
-        """Note that a group is to be submitted. begun: its children, where they have tokens already."""
-        group = Group(key, prompt, sampling, self.version if begun is None else 0, self.life)
-        self.owe(group, range(sampling.n) if begun is None else begun)
+    def group(self, key: str, prompt: np.ndarray, sampling: Sampling, children: Iterable[int] | None = None) -> Group:
+        """Note that a group is to be submitted. children: its children, where they have tokens already."""
+        group = Group(key, prompt, sampling, self.version if children is None else 0, self.life)
+        self.owe(group, range(sampling.n) if children is None else children)
         return group
 
     def settle(self, group: Group, samples: Iterable[Sample], ends: set[str] = ENDS) -> None:
