@@ -34,24 +34,38 @@ class Endpoints:
         self._buffered = 0
 
     def get(self, path: str, handler: Handler) -> Route:
-        return Route(path, as_endpoint(handler), methods=["GET"])
+        return Route(path, Endpoint(handler), methods=["GET"])
 
     def post(self, path: str, handler: Handler, body: type[Any] | None = None) -> Route:
         """Make a route. body: type of the JSON body; None: no body is read."""
         if body is None:
-            return Route(path, as_endpoint(handler), methods=["POST"])
+            return Route(path, Endpoint(handler), methods=["POST"])
         decoder = msgspec.json.Decoder(body)
 
         async def decode(request: Request) -> Any:
-            return await handler(request, await self.decode(request, decoder))
+            return await handler(request, await self._decode(request, decoder))
 
-        return Route(path, as_endpoint(decode), methods=["POST"])
+        return Route(path, Endpoint(decode), methods=["POST"])
 
-    async def read(self, request: Request) -> bytearray:
-        """Read a body. Raises HttpError 413, 503 when all bodies together are too large; ClientDisconnect."""
-        limits, body = self._limits, bytearray()
+    async def _decode(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+        """Read a JSON body. Raises HttpError naming the invalid field, and as `_read`."""
+        body = await self._read(request)
         try:
-            async for part in request.stream():
+            return decoder.decode(body or b"{}")
+        except msgspec.ValidationError as error:
+            raise bad(str(error)) from None
+        except NO_JSON as error:
+            raise bad(f"the body is not valid JSON: {error}") from None
+
+    async def _read(self, request: Request) -> bytearray:
+        """Read a body. Raises HttpError 413, 503 when all bodies together are too large; ClientDisconnect."""
+        limits, body, more = self._limits, bytearray(), True
+        try:
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                part, more = message.get("body", b""), message.get("more_body", False)
                 body += part
                 self._buffered += len(part)
                 if len(body) > limits.max_body_bytes:
@@ -64,27 +78,18 @@ class Endpoints:
             self._buffered -= len(body)
         return body
 
-    async def decode(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-        """Read a JSON body. Raises HttpError naming the invalid field."""
-        body = await self.read(request)
-        try:
-            return decoder.decode(body or b"{}")
-        except msgspec.ValidationError as error:
-            raise bad(str(error)) from None
-        except NO_JSON as error:
-            raise bad(f"the body is not valid JSON: {error}") from None
 
+class Endpoint:
+    """The ASGI application of one route. Its handler returns a response, or content for a JSON response."""
 
-def as_endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """Wrap a handler whose result may be JSON content."""
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
 
-    async def endpoint(request: Request) -> Response:
-        result = await handler(request)
-        if isinstance(result, Response):
-            return result
-        return Response(msgspec.json.encode(result), media_type="application/json")
-
-    return endpoint
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        result = await self._handler(Request(scope, receive))
+        if not isinstance(result, Response):
+            result = Response(msgspec.json.encode(result), media_type="application/json")
+        await result(scope, receive, send)
 
 
 def flag(request: Request, name: str, default: bool) -> bool:

@@ -20,7 +20,7 @@ from rollout.http.access import AccessMiddleware
 from rollout.http.adapters import AdapterRoutes
 from rollout.http.chat import ChatRoutes
 from rollout.http.control import ControlRoutes
-from rollout.http.endpoints import Endpoints
+from rollout.http.endpoints import Endpoint, Endpoints
 from rollout.http.errors import HttpError, handle_error
 from rollout.http.generation import GenerationService
 from rollout.http.metrics import metrics_handler
@@ -54,7 +54,7 @@ def moved(route: Route) -> Route:
     async def refuse(request: Any) -> Any:
         raise HttpError(403, f"{route.path} is on the administrators' port (--admin-port)")
 
-    return Route(route.path, refuse, methods=["POST"])
+    return Route(route.path, Endpoint(refuse), methods=["POST"])
 
 
 def application(routes: Iterable[BaseRoute], settings: Settings) -> ASGIApp:

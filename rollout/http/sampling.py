@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -108,15 +109,20 @@ class SGLangSampling(CommonSampling, kw_only=True, forbid_unknown_fields=True):
 
 def refuse_unsupported(params: msgspec.Struct) -> None:
     """Raise HttpError 501 for the first unsupported field that is not neutral."""
-    for name, instead in INSTEAD.items():
-        value = getattr(params, name, None)
-        if value in NEUTRAL:
+    for name in unsupported_fields(type(params)):
+        value = getattr(params, name)
+        if value is None or value in NEUTRAL:
             continue
         if name == "best_of" and value == (getattr(params, "n", None) or 1):
             continue
         if name == "response_format" and value == {"type": "text"}:
             continue
-        raise not_served(f"{name}={value!r}"[:200], instead, name)
+        raise not_served(f"{name}={value!r}"[:200], INSTEAD[name], name)
+
+
+@cache
+def unsupported_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(name for name in INSTEAD if name in kind.__struct_fields__)
 
 
 def given(**fields: Any) -> dict[str, Any]:

@@ -218,7 +218,8 @@ class CompletionRoutes:
             if isinstance(one, int) or (isinstance(one, list) and not all(type(id) is int for id in one)):
                 raise bad("prompt mixes token ids and prompts: give one kind", "prompt")
         texts = [one for one in several if isinstance(one, str)]
-        encoded = iter(await self._generation.prompts.texts(texts, body.add_special_tokens is not False, "prompt"))
+        special = body.add_special_tokens is not False
+        encoded = iter(await self._generation.prompts.texts(texts, special, "prompt") if texts else ())
         return [next(encoded) if isinstance(one, str) else one for one in several]
 
     def _whole_choice(
