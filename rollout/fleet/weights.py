@@ -172,10 +172,6 @@ class FleetWeights:
         return self.live
 
     @property
-    def own(self) -> None:
-        """Nothing: replicas serve from what they have."""
-
-    @property
     def staging(self) -> bool:
         return self._staging is not None
 
