@@ -29,7 +29,7 @@ from rollout.service.lifecycle import Lifecycle
 from rollout.service.receiver import Receiver
 from rollout.service.refresh import Refreshes, RefreshTiming
 from rollout.service.restoring import restore
-from rollout.service.running import RunningGroups, described
+from rollout.service.running import EngineGroups, described
 from rollout.service.session import SendLimits, Session, Sessions
 from rollout.service.watchdog import LoopPhase
 from transport import messages as m
@@ -160,7 +160,7 @@ class Service:
         self._refreshes = Refreshes(engine, self.watch, lease_s, self._timing.refresh, clock)
         self._lifecycle = Lifecycle(engine)
         self._tracker = tracker if tracker is not None else Tracker()
-        self._running = RunningGroups(engine, self._tracker, self._limits, max_outbox_bytes, clock)
+        self._running = EngineGroups(engine, self._tracker, self._limits, max_outbox_bytes, clock)
         self._unsent = False  # a connection accepts more than one iteration sends
         self._stop_reason: str | None = None
         self._started = clock()
@@ -351,7 +351,7 @@ class Service:
             self._persistence.close(None if silent else to_store(self._engine, self._persistence))
 
 
-def end_groups(running: RunningGroups, sessions: Sessions, transport: ServiceTransport, in_time: Callable[[], bool]) -> None:
+def end_groups(running: EngineGroups, sessions: Sessions, transport: ServiceTransport, in_time: Callable[[], bool]) -> None:
     """End all groups as "aborted". An engine that runs elsewhere returns their samples later: wait for them while `in_time`."""
     try:
         running.abort_all(sessions)
@@ -388,7 +388,7 @@ def to_store(engine: EngineLike, persistence: Persistence) -> Served:
     return live_of(engine) if persistence.lasting else NONE_SERVED
 
 
-def heartbeat(engine: EngineLike, running: RunningGroups) -> m.Alive:
+def heartbeat(engine: EngineLike, running: EngineGroups) -> m.Alive:
     """Make a heartbeat with the number of steps and the live weights."""
     live = live_of(engine)
     return m.Alive(running.steps, live.version, digest=live.digest)

@@ -15,7 +15,7 @@ from rollout.service.admission import checked_group
 from rollout.service.engine_api import EngineLike
 from rollout.service.group_names import number_of
 from rollout.service.journal import Journal, JournaledGroup
-from rollout.service.running import ParkedGroup, RunningGroups
+from rollout.service.running import ParkedGroup, EngineGroups
 from rollout.service.session import AcceptedGroup, Session, Sessions
 from transport import messages as m
 from transport.errors import RolloutError
@@ -28,7 +28,7 @@ UNLIMITED = Limits(max_header_bytes=1 << 40, max_frame_bytes=1 << 40, max_frames
 """for messages of the journal, which were checked when they were received; as groups they are checked again"""
 
 
-def restore(journal: Journal, sessions: Sessions, running: RunningGroups, engine: EngineLike, limits: Limits) -> None:
+def restore(journal: Journal, sessions: Sessions, running: EngineGroups, engine: EngineLike, limits: Limits) -> None:
     """Restore sessions and groups; versions continue from the journal's. A group that the present configuration refuses is
     dropped: its client submits it again and gets the reason. Raises InputError for a damaged journal."""
     engine.weights.before = journal.weights

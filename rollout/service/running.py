@@ -79,7 +79,7 @@ class GroupTable:
         self._by_status[accepted.status] -= 1
 
 
-class RunningGroups:
+class EngineGroups:
     """Written by the service's thread only. An accepted group is in one of two tables:
 
         parked (after a restart) → in the engine: running → aborting or dropped → finished, in no table

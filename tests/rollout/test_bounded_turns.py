@@ -15,7 +15,7 @@ from rollout.fleet import event_queue
 from rollout.fleet import groups as fleet_groups
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.groups import FleetGroups
-from rollout.service.running import RunningGroups
+from rollout.service.running import EngineGroups
 from rollout.service.session import MAX_REPLY_BYTES, AcceptedGroup, SendLimits, Session
 from tests.support.clock import Clock
 from tests.support.fake_engine import FakeEngine
@@ -99,7 +99,7 @@ def test_ending_everything_takes_a_session_at_a_time(monkeypatch: pytest.MonkeyP
     peers = [bench.client() for _ in range(12)]
     for number, peer in enumerate(peers):
         holding(bench, peer, 10, name=f"c{number}-")
-    ends = counted(monkeypatch, RunningGroups, "_abort")
+    ends = counted(monkeypatch, EngineGroups, "_abort")
     running = bench.service._running
     running.abort_all(bench.service._sessions)
     assert not ends and running.has_aborts
