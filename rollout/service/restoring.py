@@ -15,7 +15,7 @@ from rollout.service.admission import checked_group
 from rollout.service.engine_api import EngineLike
 from rollout.service.group_names import number_of
 from rollout.service.journal import Journal, JournaledGroup
-from rollout.service.running import ParkedGroup, EngineGroups
+from rollout.service.running import EngineGroups, ParkedGroup
 from rollout.service.session import AcceptedGroup, Session, Sessions
 from transport import messages as m
 from transport.errors import RolloutError
