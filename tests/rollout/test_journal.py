@@ -417,10 +417,10 @@ def test_files_that_are_no_journal_of_ours(lives: Lives, tmp_path: Path) -> None
 DAMAGES = {
     "UPDATE groups SET submit = x'05'": r"table groups, row '1\.1' is damaged \(Expected `array`, got `int`",
     "UPDATE groups SET submit = x'91c40105'": r"table groups, row '1\.1' is damaged \(not a message of this protocol",
-    "UPDATE groups SET session = 'x'": r"table groups, row '1\.1' is damaged \(its session 'x' is not there\)",
+    "UPDATE groups SET session = 'x'": r"table groups, row '1\.1' is damaged \(its session 'x' is missing\)",
     "UPDATE groups SET engine_id = 'g'": r"table groups, row 'g' is damaged",
     "UPDATE groups SET at = 'then'": r"table groups, row '1\.1' is damaged \(Expected `float`, got `str`",
-    "DELETE FROM sessions": r"row '1\.1' is damaged \(its session '1+' is not there\)",
+    "DELETE FROM sessions": r"row '1\.1' is damaged \(its session '1+' is missing\)",
     "UPDATE sessions SET number = 'one'": r"table sessions, row \('', '1+'\) is damaged",
     "UPDATE samples SET frames = x'05'": r"table samples, group '1\.1' is damaged",
     "UPDATE samples SET frames = x'91c40105'": r"table samples, row \('1\.1', 0\) is damaged",
