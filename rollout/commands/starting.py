@@ -16,7 +16,7 @@ from rollout.config import CannotServe, Config, InputError, TrackingConfig
 from rollout.metrics.sinks import Sink, open_sinks
 from rollout.metrics.tracker import Tracker
 from rollout.service.engine_api import HasReplicas, live_of
-from rollout.service.watchdog import MODELS, LoopPhase, Part
+from rollout.service.watchdog import MODELS, LoopPhase, Phase
 from transport.sockets import ServiceEnd
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def listen(config: Config, engine: EngineLike, journal: Journal | None, tracker:
     from rollout.service.loop import Service
 
     live_of(engine)  # computes the digest of the weights now, so that no client waits for it
-    models = frozenset[Part]() if isinstance(engine, HasReplicas) else MODELS  # a router's step runs no model
+    models = frozenset[Phase]() if isinstance(engine, HasReplicas) else MODELS  # a router's step runs no model
     return Service(
         engine,
         config.service.endpoint,

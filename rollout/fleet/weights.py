@@ -158,10 +158,6 @@ class FleetWeights:
         return self.live
 
     @property
-    def own(self) -> None:
-        """None: replicas serve from their own weights."""
-
-    @property
     def staging(self) -> bool:
         return self._staging is not None
 

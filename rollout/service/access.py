@@ -1,6 +1,6 @@
-"""What each key may ask for. Without keys every client may ask for everything.
+"""Checks which messages the key of a client permits. Without keys every client may send every message.
 
-message ──→ whose key is it? ──→ has it one of the roles of ROLES_OF? ──→ the loop
+message → key of the connection → has it one of the roles in ROLES_OF? → the loop
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ ROLES_OF: dict[type[msgspec.Struct], tuple[Role, ...]] = {
     m.Sleep: ("admin",),
     m.Wake: ("admin",),
 }
-"""one of these is enough. A message that is not named is the administrator's"""
+"""roles that permit a message; one is enough. Messages that are not listed need the role admin"""
 
 
 class Access:
-    """For the service's loop. `ring`: None = no keys."""
+    """Checks messages by key. ring: the clients' keys; None: the service has no keys."""
 
     def __init__(self, ring: KeyRing | None) -> None:
         self._ring = ring
 
     def check(self, peer: bytes, message: m.ClientMessage) -> None:
-        """Raises KeyRefused, Forbidden."""
+        """Check that the key of a connection permits a message. Raises KeyRefused, Forbidden."""
         if self._ring is None:
             return
         client, roles = client_of(self._ring, peer), ROLES_OF.get(type(message), ("admin",))
@@ -58,16 +58,16 @@ class Access:
             raise Forbidden(reason, getattr(message, "group_id", None))
 
     def key(self, peer: bytes) -> str:
-        """Return the public key that a message came with; "" without keys."""
+        """Return the public key of a connection; "" without keys."""
         return "" if self._ring is None else client_of(self._ring, peer).public
 
     def revoked(self, sessions: Iterable[Session]) -> Iterator[Session]:
-        """Find the sessions whose key is not on the list any more."""
+        """Yield the sessions whose key was removed from the key file."""
         if self._ring is not None:
             yield from [session for session in sessions if self._ring.client(session.key) is None]
 
     def describe(self) -> dict[str, object] | None:
-        """Describe the keys for people and dashboards; None without."""
+        """Describe the keys in the service's status; None without keys."""
         return None if self._ring is None else {"file": str(self._ring.path), "clients": len(self._ring)}
 
 

@@ -1,4 +1,4 @@
-"""Check what comes from a client, once and before anything is done: each function raises the typed error that goes back."""
+"""Validates requests before anything is done. Each function raises the typed error that the client gets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from transport.weights import capabilities
 
 
 def check_hello(hello: m.Hello, limits: Limits) -> set[bytes]:
-    """Return the digests of the groups that the client still wants. Raises VersionMismatch, LimitExceeded, InvalidRequest."""
+    """Check a Hello. Returns the digests of the groups that the client still wants. Raises VersionMismatch, LimitExceeded,
+    InvalidRequest."""
     if hello.protocol != m.PROTOCOL:
         raise VersionMismatch(
             f"the client speaks protocol {hello.protocol}, the service {m.PROTOCOL}: install the same version at both ends"
@@ -32,10 +33,15 @@ def check_hello(hello: m.Hello, limits: Limits) -> set[bytes]:
 def checked_group(
     submit: m.Submit, engine_id: str, after: tuple[str, int] | None, limits: Limits, vocab_size: int, context: int
 ) -> Group:
-    """Make the group that a client asks for, under the engine's names for it and for the child that it continues. Raises
-    LimitExceeded, InvalidRequest."""
+    """Validate a Submit and return its group.
+
+    Args:
+        engine_id: the engine's id for the group.
+        after: engine id and index of the child that the group continues as the next turn.
+
+    Raises LimitExceeded, InvalidRequest."""
     size = len(submit.group_id.encode())
-    if size > limits.max_id_bytes:  # without the id: it is not echoed
+    if size > limits.max_id_bytes:  # the error does not repeat the id
         raise LimitExceeded(f"a group id of {size} bytes: at most {limits.max_id_bytes} (Limits.max_id_bytes)")
     if not size:
         raise InvalidRequest(f"group id of 0 bytes: must be 1 to {limits.max_id_bytes} bytes (Limits.max_id_bytes)", "")
@@ -54,7 +60,7 @@ def checked_group(
 
 
 def check_sample_frames(sampling: Sampling, limits: Limits) -> None:
-    """Check that the largest array of a sample fits a frame. Raises ValueError."""
+    """Check that the largest array of a sample fits into a frame. Raises ValueError."""
     if 4 * sampling.top_logprobs * sampling.max_tokens > limits.max_frame_bytes:
         raise ValueError(
             f"top_logprobs={sampling.top_logprobs} of max_tokens={sampling.max_tokens} do not fit a frame of "
@@ -64,7 +70,7 @@ def check_sample_frames(sampling: Sampling, limits: Limits) -> None:
 
 
 def check_room(session: Session, group_id: str, n: int, limits: Limits, max_outbox_bytes: int) -> None:
-    """Check that the session has room for `n` samples of a group that is new to it. Raises Busy, LimitExceeded."""
+    """Check that a session may have a new group of `n` samples. Raises Busy, LimitExceeded."""
     if session.unacked_bytes > max_outbox_bytes:
         raise Busy(f"{session.unacked_bytes} bytes of samples wait to be read; read them and submit again", group_id)
     if len(session.groups) >= limits.max_groups_per_client:
@@ -78,7 +84,7 @@ def check_room(session: Session, group_id: str, n: int, limits: Limits, max_outb
 
 
 def welcome(hello: m.Hello, session: Session, engine: EngineLike, incarnation: str, starts: int, limits: Limits) -> m.Welcome:
-    """Answer a Hello: what a client needs to know of the service, and which of its groups are here."""
+    """Make the answer to a Hello: the model, the limits, and which groups of the client the service has."""
     return m.Welcome(
         protocol=m.PROTOCOL,
         hello=hello.number,

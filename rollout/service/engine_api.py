@@ -1,4 +1,5 @@
-"""What the service needs of an engine; `engine.engine.Engine` is one, tests have smaller ones."""
+"""Protocols of the engine that a service serves: `engine.engine.Engine`, `rollout.fleet.fleet.Fleet`, and smaller ones in
+tests."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from transport.weights.ends import LiveTensors, LiveWeights
 
 
 class ModelInfo(Protocol):
-    """What Welcome tells of the model."""
+    """The model's part of a Welcome."""
 
     @property
     def name(self) -> str: ...
@@ -18,7 +19,7 @@ class ModelInfo(Protocol):
     def eos_token_ids(self) -> Collection[int]: ...
     @property
     def device(self) -> Any:
-        """torch.device; None: an engine without torch."""
+        """The torch.device; None if this process has no torch."""
         ...
 
 
@@ -33,7 +34,7 @@ class StagingLike(Protocol):
     @property
     def complete(self) -> bool: ...
 
-    # `received` may reach `total` before `complete`: others are still checking, and `feed` returns 0
+    # `received` may reach `total` before `complete`: a replica or a device is still checking, and `feed` returns 0
     def feed(self, source: Callable[[Any], int]) -> int: ...
     def close(self) -> None: ...
 
@@ -46,7 +47,7 @@ class AdapterBaseLike(Protocol):
 
 
 class OwnTensors(LiveTensors, Protocol):
-    """What another process of the host can be given of `engine.weights.inventory.Inventory`."""
+    """The part of `engine.weights.inventory.Inventory` that exports tensors to another process of this host."""
 
     def manifest(self) -> list[TensorInfo]: ...
 
@@ -55,19 +56,22 @@ class WeightsLike(LiveWeights, Protocol):
     """What the service needs of `engine.weights.live.Weights`."""
 
     before: Served
-    """the newest that were served before a restart: their version is given to no others"""
+    """the newest weights before a restart; other weights do not get their version"""
 
     @property
     def base(self) -> AdapterBaseLike: ...
     @property
-    def own(self) -> OwnTensors | None:
-        """What this process serves from; None: a front, whose replicas do."""
-        ...
-
-    @property
     def names(self) -> int: ...
     def live_digest(self) -> str: ...
     def read_live(self) -> Iterator[str | None]: ...
+
+
+@runtime_checkable
+class HasTensors(Protocol):
+    """Weights whose tensors are in this process; a front's are in its replicas."""
+
+    @property
+    def own(self) -> OwnTensors: ...
 
 
 class EngineLike(Protocol):
@@ -108,7 +112,7 @@ class EngineLike(Protocol):
         ...
 
     def commit(self, staging: Any, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed | None:
-        """Apply what is staged. None: it is under way, ask again in the next turn; it is applied even if nobody does."""
+        """Apply staged weights. None: not finished; call again in the next iteration. They are applied even if nobody does."""
         ...
 
     def drain(self) -> bool: ...
@@ -119,14 +123,14 @@ class EngineLike(Protocol):
 
 
 def live_of(engine: EngineLike) -> Served:
-    """Return the weights that are live."""
+    """Return version and digest of the live weights."""
     return Served(engine.version, engine.weights.digest)
 
 
 @runtime_checkable
 class HasReplicas(Protocol):
-    """An engine that is many."""
+    """An engine that consists of replicas."""
 
     def change_replicas(self, action: str, count: int, name: str) -> None:
-        """Begin to change them, as `transport.messages.Replicas` says. Raises ValueError."""
+        """Begin to add, remove or drain replicas (`transport.messages.Replicas`). Raises ValueError."""
         ...

@@ -1,17 +1,17 @@
-"""The journal: open groups with their seeds, and samples that were not acked, in a file that outlives the process.
+"""The journal: open groups with their seeds and unacknowledged samples in an SQLite file, so that they survive a restart.
 
-    turn of the loop: opened, accepted, ended, acked, dropped … ──→ one transaction, before the samples in it are sent
+    one iteration of the loop: opened, accepted, ended, acked, dropped, … → one transaction, before its samples are sent
 
-The file is sqlite's, with a write-ahead log. What is in it when the process dies is what its clients may know of, so a service
-that starts on it again goes on where the last one stopped. A group without a seed gets one when it is accepted: a child that
-runs again is the same one. Of the weights it has the newest version that was live, and the digest: versions go on from there,
-and nothing goes on under a number that names other weights by now.
+The file uses a write-ahead log (WAL). It holds everything that clients know of, so a service that starts with the file of a
+killed one continues from there. A group without a seed gets one when it is accepted, so that a child that runs again gives the
+same sample. The journal also stores the newest version of the weights that was live, and its digest: versions continue from
+there, and groups do not continue under a version that means other weights by now.
 
-Synchronous NORMAL: a commit is a write to the log without an fsync, some 50 µs. It survives the end of the process however that
-comes, SIGKILL included, since the page cache is the kernel's. When the machine itself dies the last commits may be lost, but
-the file is whole, and clients that live on submit again what is missing. FULL would hold the loop for an fsync each turn, for
-the one case in which a trainer on the same machine has died as well. What fsyncs there are (moving the log into the file) are
-done by a thread of their own.
+`synchronous=NORMAL`: a commit writes to the log without fsync, in some 50 µs. It survives the end of the process, even by
+SIGKILL, because the page cache belongs to the kernel. If the machine crashes, the last commits may be lost, but the file is
+consistent, and clients that survive submit the missing groups again. FULL would make the loop wait for an fsync in each
+iteration, for the one case in which a trainer on the same machine crashed as well. A thread of the journal does the remaining
+fsyncs, which checkpoint the log.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,12 +31,10 @@ import msgspec
 from engine.types import FinishReason, Served
 from rollout.config import InputError
 from rollout.logs import logger
-from rollout.service.persistence import Persistence
 from transport.errors import RolloutError
 from transport.frames import Frame
 
 FILE_VERSION = 3
-CHECKPOINT_S = 1.0
 
 TABLES = """
 CREATE TABLE meta(name TEXT PRIMARY KEY, value);
@@ -56,8 +54,48 @@ WAY_OUT = (
 log = logger(__name__)
 
 
+class Persistence:
+    """What sessions store so that they survive the process. This base class stores nothing; `Journal` writes to SQLite."""
+
+    lasting = False
+    """whether sessions exist again after a restart"""
+
+    def __init__(self) -> None:
+        self.incarnation = secrets.token_hex(8)
+        """names the sessions and versions of this service: with a journal it stays the same over restarts"""
+        self.starts = 0
+        """how often a service has started with this incarnation; 0 without a journal"""
+
+    def opened(self, key: str, session: str, name: str, number: int) -> None:
+        """Store a session. number: the service's for it."""
+
+    def closed(self, key: str, session: str) -> None:
+        """Delete a session and its groups."""
+
+    def accepted(self, key: str, session: str, engine_id: str, submit: Sequence[Frame], seed: int | None, live: Served) -> None:
+        """Store a group. submit: as received. live: the oldest weights that may sample it after a restart."""
+
+    def ended(self, engine_id: str, index: int, reason: FinishReason, sample: Sequence[Frame]) -> None:
+        """Store a finished child until it is acknowledged."""
+
+    def acked(self, engine_id: str, index: int) -> None:
+        """Delete the sample of an acknowledged child."""
+
+    def dropped(self, engine_id: str) -> None:
+        """Delete a group."""
+
+    def served(self, live: Served) -> None:
+        """Write which weights are live, if they are new."""
+
+    def commit(self, live: Served) -> None:
+        """Write everything since the last commit, atomically. live: the live weights."""
+
+    def close(self, live: Served | None = None) -> None:
+        """Commit if `live` is given, then close the file. May be repeated."""
+
+
 class Meta(msgspec.Struct, frozen=True):
-    """The table of that name."""
+    """The rows of the table `meta`."""
 
     version: int
     model: str
@@ -98,28 +136,37 @@ class JournaledGroup(NamedTuple):
     submit: list[Frame]
     seed: int | None
     live: Served
-    """the weights, when it came"""
+    """the live weights when it was accepted"""
     age_s: float
-    """since it was accepted, the time in which no service ran included"""
+    """seconds since it was accepted, including the time without a service"""
     ended: dict[int, tuple[FinishReason, list[Frame] | None]]
-    """children that have ended, by index: how, and the SamplesDone, unless it was acked"""
+    """finished children by index: the reason, and the frames of SamplesDone, None if it was acknowledged"""
 
 
 class Journal(Persistence):
-    """One file, one service at a time. `model`: what is served.
+    """The journal of one service, which holds a lock on it.
 
-    Raises InputError for a file that is no journal, is damaged, of another version or model, or in use."""
+    Args:
+        path: the SQLite file, created if it does not exist.
+        model: name of the served model.
+        checkpoint_s: seconds between two checkpoints of the log.
+        clock: seconds since 1970, for the age of groups.
+
+    Raises InputError for a file that is no journal, is damaged, has another version or model, or is in use."""
 
     lasting = True
 
-    def __init__(self, path: str, model: str) -> None:
+    def __init__(self, path: str, model: str, checkpoint_s: float = 1.0, clock: Callable[[], float] = time.time) -> None:
+        super().__init__()
         self._path = path
+        self._checkpoint_s = checkpoint_s
+        self._clock = clock
         self._writes: list[tuple[str, tuple[Any, ...]]] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock: int | None = _locked(path)
         try:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # prompts are nobody else's
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # prompts are private to this user
             self._db = _connect(path)
             self._open(model)
         except (OSError, sqlite3.Error) as error:
@@ -149,10 +196,10 @@ class Journal(Persistence):
         self.incarnation = meta.incarnation
         self.starts = meta.starts + 1
         self.weights = Served(meta.weights, meta.digest)
-        """the newest that were live"""
+        """the newest weights that were live"""
         db.execute("UPDATE meta SET value = ? WHERE name = 'starts'", (self.starts,))
 
-    # what is kept
+    # write
 
     def opened(self, key: str, session: str, name: str, number: int) -> None:
         self._writes.append(("INSERT OR REPLACE INTO sessions VALUES(?, ?, ?, ?)", (key, session, name, number)))
@@ -164,7 +211,7 @@ class Journal(Persistence):
         self._writes.append(("DELETE FROM sessions WHERE key = ? AND id = ?", (key, session)))
 
     def accepted(self, key: str, session: str, engine_id: str, submit: Sequence[Frame], seed: int | None, live: Served) -> None:
-        row = engine_id, key, session, _packed(submit), seed, *live, time.time()
+        row = engine_id, key, session, _packed(submit), seed, *live, self._clock()
         self._writes.append(("INSERT INTO groups VALUES(?, ?, ?, ?, ?, ?, ?, ?)", row))
 
     def ended(self, engine_id: str, index: int, reason: FinishReason, sample: Sequence[Frame]) -> None:
@@ -182,7 +229,7 @@ class Journal(Persistence):
             self.commit(live)
 
     def commit(self, live: Served) -> None:
-        """Write as `Persistence.commit` says. Raises sqlite3.Error: a service that cannot write must stop."""
+        """Write everything since the last commit, atomically. Raises sqlite3.Error: a service that cannot write must stop."""
         if self._newest(live):
             self.weights = live
             self._writes.append(("UPDATE meta SET value = ? WHERE name = 'weights'", (live.version,)))
@@ -200,15 +247,15 @@ class Journal(Persistence):
         self._db.execute("COMMIT")
 
     def _newest(self, live: Served) -> bool:
-        """Whether these weights are to be written. Those of a service that has started again, which are those of its folder,
-        are not: versions go on from the newest."""
+        """Whether these weights are newer than the stored ones. The weights of a restarted service, which it read from the
+        model's folder, are not: versions continue from the newest."""
         return live != self.weights and live.version >= self.weights.version
 
-    # what was kept
+    # read after a restart
 
     @contextmanager
     def reading(self, what: str) -> Iterator[None]:
-        """Read a part of the file. Raises InputError for one that is damaged, naming it."""
+        """Turn errors while reading a part of the file into an InputError that names it."""
         try:
             yield
         except (msgspec.MsgspecError, sqlite3.Error, RolloutError, ValueError) as error:
@@ -216,7 +263,7 @@ class Journal(Persistence):
             raise InputError(f"journal {self._path}: {what} is damaged ({why}): {WAY_OUT}") from None
 
     def sessions(self) -> Iterator[JournaledSession]:
-        """Yield the sessions that were open, in the order of their numbers. Raises InputError."""
+        """Yield the open sessions, ordered by number. Raises InputError."""
         with self.reading("table sessions"):
             rows = self._db.execute("SELECT key, id, name, number FROM sessions ORDER BY number").fetchall()
         for row in rows:
@@ -225,7 +272,7 @@ class Journal(Persistence):
             yield session
 
     def groups(self) -> Iterator[JournaledGroup]:
-        """Yield the groups of these sessions, in the order of their acceptance. Raises InputError."""
+        """Yield the groups of these sessions, ordered by acceptance. Raises InputError."""
         with self.reading("table groups"):
             rows = self._db.execute(GROUPS).fetchall()
         for row in rows:
@@ -233,11 +280,11 @@ class Journal(Persistence):
                 group = msgspec.convert(row, GroupRow)
                 submit = _unpacked(group.submit)
             ended = self._ended(group.engine_id)
-            live, age_s = Served(group.version, group.digest), max(0.0, time.time() - group.at)
+            live, age_s = Served(group.version, group.digest), max(0.0, self._clock() - group.at)
             yield JournaledGroup(group.key, group.session, group.engine_id, submit, group.seed, live, age_s, ended)
 
     def _ended(self, engine_id: str) -> dict[int, tuple[FinishReason, list[Frame] | None]]:
-        """Read the children of a group that have ended."""
+        """Read the finished children of a group."""
         query = "SELECT child, reason, frames FROM samples WHERE engine_id = ?"
         ended: dict[int, tuple[FinishReason, list[Frame] | None]] = {}
         with self.reading(f"table samples, group {engine_id!r}"):
@@ -250,7 +297,7 @@ class Journal(Persistence):
         if live is not None and not self._closed.is_set():
             try:
                 self.commit(live)
-            except sqlite3.Error as error:  # why the service ended, most likely
+            except sqlite3.Error as error:  # probably the reason why the service ended
                 log.error("journal not written path=%s reason=%s", self._path, error)
         self._closed.set()
         if self._thread is not None:
@@ -262,10 +309,10 @@ class Journal(Persistence):
             self._lock = None
 
     def _checkpoint(self) -> None:
-        """Checkpoint the log every CHECKPOINT_S until the journal is closed, in a thread, so that the loop does not wait. A
-        connection or a checkpoint that fails is tried again."""
+        """Checkpoint the log regularly until the journal is closed, in a thread, so that the loop does not wait. A connection or
+        a checkpoint that fails is tried again."""
         db: sqlite3.Connection | None = None
-        while not self._closed.wait(CHECKPOINT_S):
+        while not self._closed.wait(self._checkpoint_s):
             try:
                 db = db or _connect(self._path)
                 db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
@@ -283,8 +330,8 @@ def _connect(path: str) -> sqlite3.Connection:
 
 
 def _locked(path: str) -> int:
-    """Take the journal for this process, until that ends. A file beside it: whoever closes a file gives up sqlite's own locks
-    on it. Raises InputError."""
+    """Lock the journal until this process ends. The lock is on a second file, because a process that closes any descriptor of a
+    file loses SQLite's locks on that file. Raises InputError."""
     try:
         descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:

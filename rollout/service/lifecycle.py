@@ -1,6 +1,7 @@
-"""Pause, resume, drain, sleep and wake, asked by clients for the service as a whole.
+"""Pause, resume, drain, sleep and wake: requests of clients that concern the whole service.
 
-A client that holds the service and goes away lets go: nobody is left waiting for a resume or a wake that cannot come.
+When a client that paused the service or put it to sleep is forgotten, the service resumes or wakes, so that no other client
+waits for a request that cannot come.
 """
 
 from __future__ import annotations
@@ -16,33 +17,39 @@ from transport.frames import pack
 MAX_WAITING = 1024
 """requests that may wait for one event"""
 
-WAY_OUT = {Mode.PAUSED: "resume first", Mode.ASLEEP: "wake it first", Mode.WITHOUT_WEIGHTS: "refresh first"}
+REMEDY = {Mode.PAUSED: "resume first", Mode.ASLEEP: "wake it first", Mode.WITHOUT_WEIGHTS: "refresh first"}
 
 log = logger(__name__)
 
 
 class Lifecycle:
-    """Written by the service's loop only."""
+    """Written by the service's thread only."""
 
     def __init__(self, engine: EngineLike) -> None:
         self._engine = engine
         self._holders: list[Session] = []
+        """sessions that paused or drained the service"""
         self._drains: list[tuple[Session, int]] = []
-        """(who waits, request)"""
+        """(session, request id) of requests that wait until the service is drained"""
         self._aborts: list[tuple[Session, int]] = []
-        """(who waits for the end of all groups, request)"""
+        """the same, until all groups have ended"""
         self._sleeper: Session | None = None
-        """who sent the service to sleep"""
+        """the session that put the service to sleep"""
         self._asleep = m.Asleep(0, 0)
         self._woken: tuple[Session, int] | None = None
-        """answers to the last sleep and wake, which are asked for again after a reconnect"""
+        """answer to the last sleep, and the last wake request: after a reconnect they are repeated"""
+
+    @property
+    def has_waiters(self) -> bool:
+        """Whether requests wait for the end of all groups."""
+        return bool(self._aborts or self._drains)
 
     def handle(self, session: Session, control: m.Control) -> None:
-        """Serve a request, or note who waits for its end. Raises Busy."""
+        """Handle a request. Drain and abort_all are answered later. Raises Busy."""
         if control.action == "resume":
             self._resume()
-        elif control.action == "drain" and (way_out := WAY_OUT.get(mode := self._engine.mode)):
-            raise Busy(f"the service is {mode.value}, so nothing runs to its end: {way_out}")
+        elif control.action == "drain" and (remedy := REMEDY.get(mode := self._engine.mode)):
+            raise Busy(f"the service is {mode.value}, so no group can finish: {remedy}")
         elif control.action == "abort_all":
             _wait(self._aborts, session, control.request_id)
             return
@@ -56,7 +63,7 @@ class Lifecycle:
         session.reply(pack(m.Done(control.request_id)))
 
     def change_replicas(self, session: Session, message: m.Replicas) -> None:
-        """Begin to change the replicas of a fleet. Raises InvalidRequest where there are none."""
+        """Add, remove or drain replicas of a fleet. Raises InvalidRequest for a service without replicas."""
         if not isinstance(self._engine, HasReplicas):
             raise InvalidRequest("this service has one engine: start it with `rollout serve --replicas N` to have several")
         try:
@@ -65,10 +72,10 @@ class Lifecycle:
             raise InvalidRequest(str(error)) from None
         session.reply(pack(m.Done(message.request_id)))
 
-    def sleep(self, session: Session, message: m.Sleep, pushing: str | None) -> None:
-        """Send the engine to sleep. `pushing`: whose refresh is being staged. Raises Busy, InvalidRequest."""
-        if pushing is not None:
-            raise Busy(f"{pushing} is staging a refresh: sleep when it is done")
+    def sleep(self, session: Session, message: m.Sleep, refreshing: str | None) -> None:
+        """Put the engine to sleep. refreshing: name of the client whose refresh is open. Raises Busy, InvalidRequest."""
+        if refreshing is not None:
+            raise Busy(f"{refreshing} is staging a refresh: sleep when it is done")
         if self._engine.mode is not Mode.ASLEEP:
             freed = self._engine.sleep(message.level)
             log.info("engine asleep level=%d client=%d freed_gib=%.2f", message.level, session.number, freed / 2**30)
@@ -78,7 +85,7 @@ class Lifecycle:
         session.reply(pack(self._asleep))
 
     def wake(self, session: Session, message: m.Wake) -> None:
-        """Wake the engine, or a part of it. Raises InvalidRequest if that is not asleep."""
+        """Wake the engine, or its weights or KV alone. Raises InvalidRequest if they are not asleep."""
         if self._woken != (session, message.request_id):
             try:
                 self._wake(message.tags)
@@ -87,8 +94,8 @@ class Lifecycle:
             self._woken = session, message.request_id
         session.reply(pack(m.Done(message.request_id)))
 
-    def work(self) -> None:
-        """Tell those who wait for the end of all groups, and for the drain. Called when no group is left that is to end."""
+    def answer_waiters(self) -> None:
+        """Answer abort_all, and drain once the engine is drained. Called when no aborted group is left."""
         for session, request_id in self._aborts:
             session.reply(pack(m.Done(request_id)))
         self._aborts.clear()
@@ -98,6 +105,7 @@ class Lifecycle:
             self._drains.clear()
 
     def forget(self, session: Session) -> None:
+        """Undo the pause and the sleep of a session, if no other session paused too."""
         held = session in self._holders
         self._holders = [holder for holder in self._holders if holder is not session]
         for waiting in (self._drains, self._aborts):
@@ -107,7 +115,7 @@ class Lifecycle:
         if session is self._sleeper and self._engine.mode is Mode.ASLEEP:
             self._wake(None)
             if self._engine.weights.dropped:
-                log.warning("weights dropped, nothing is sampled before a refresh gone_client=%d", session.number)
+                log.warning("weights dropped, a refresh is needed before sampling gone_client=%d", session.number)
 
     def _wake(self, tags: tuple[Tag, ...] | None) -> None:
         self._engine.wake(tags)
@@ -123,7 +131,7 @@ class Lifecycle:
 
 
 def _wait(waiting: list[tuple[Session, int]], session: Session, request_id: int) -> None:
-    """Note that the session waits; once, however often it asks. Raises Busy."""
+    """Add a request; a repeated one once. Raises Busy."""
     if (session, request_id) in waiting:
         return
     if len(waiting) >= MAX_WAITING:

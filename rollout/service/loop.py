@@ -1,19 +1,19 @@
-"""The service: one loop, one thread.
+"""The service: serves an engine to clients, with one loop in one thread.
 
-    receive, handle (validate, submit, abort, ack, answer)  ->  engine.step()  ->  deliver  ->  send  ->  check timers
+    receive, handle (validate, submit, abort, acknowledge, answer) → engine.step() → deliver → send → check timers
 
-What clients ask for has a share of the time: messages are taken in turn from all connections for at most TAKE_S, or TAKE_SHARE
-of a step, and groups end for as long. The rest waits, so that no peer keeps the others' samples from being made.
+Requests get a bounded share of each iteration: messages are received from all connections in turn for at most
+`ServiceTiming.requests_s` or a fraction of the last step, then aborts are processed for as long. The rest waits for the next
+iteration, so no client can prevent the samples of others from being generated.
 
-Who asked for what is kept here and in `rollout.service.session` only; the engine knows groups by names of the service's making.
-Nothing a client sends stops the loop: what is wrong with a message goes back to its sender as a typed refusal.
-"""
+Which client submitted which group is known here and in `rollout.service.session` only; the engine gets group ids that the
+service made. No message can stop the loop: errors in a message are answered with a typed refusal."""
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,33 +23,80 @@ from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
 from rollout.service.access import REVOKED, Access
 from rollout.service.admission import check_hello, welcome
-from rollout.service.as_json import to_json
-from rollout.service.clock import LoopClock
 from rollout.service.engine_api import EngineLike, live_of
-from rollout.service.journal import Journal
+from rollout.service.journal import Journal, Persistence
 from rollout.service.lifecycle import Lifecycle
-from rollout.service.persistence import Persistence
 from rollout.service.receiver import Receiver
-from rollout.service.refresh import Refreshes
+from rollout.service.refresh import Refreshes, RefreshTiming
 from rollout.service.restoring import restore
-from rollout.service.running import Running, described
-from rollout.service.session import GATHER_S, Session, Sessions
-from rollout.service.shutdown import end_groups, say_closing
+from rollout.service.running import EngineGroups, described
+from rollout.service.session import SendLimits, Session, Sessions
 from rollout.service.watchdog import LoopPhase
 from transport import messages as m
 from transport.errors import NoSession
 from transport.frames import pack
 from transport.sockets import ServiceEnd, ServiceTransport
 
-IDLE_POLL_S = 0.1
-SOON_POLL_S = 0.005
-HEARTBEAT_S = 1.0
-TAKE_S = 0.04
-"""longest that taking messages, and ending groups, hold the loop up at once"""
-TAKE_SHARE, TAKE_LEAST_S = 0.25, 0.002
-"""of the time of a step, while groups run"""
+CLOSING_POLL_S = 0.005
 
 log = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceTiming:
+    """Durations of the loop, in seconds."""
+
+    idle_poll_s: float = 0.1
+    """longest wait for a message when there is nothing to do"""
+    soon_poll_s: float = 0.005
+    """the same, while messages wait to be sent or bytes of a refresh may arrive without a message"""
+    heartbeat_s: float = 1.0
+    """between two heartbeats to a client"""
+    requests_s: float = 0.04
+    """longest time per iteration to handle requests, and again to process aborts"""
+    requests_ratio: float = 0.25
+    """while groups run: this fraction of the last step instead, …"""
+    least_requests_s: float = 0.002
+    """… but at least this long"""
+    refresh: RefreshTiming = RefreshTiming()
+
+    def for_requests(self, busy: bool, step_s: float) -> float:
+        """Return the seconds that this iteration may spend on requests. busy: whether groups run; step_s: of the last step."""
+        return min(self.requests_s, max(self.least_requests_s, self.requests_ratio * step_s)) if busy else self.requests_s
+
+
+class SilenceClock:
+    """The time by which silent clients are forgotten.
+
+    It advances by at most half the grace time per iteration, so that after the process was suspended clients have time to send
+    a heartbeat. Heartbeats that were queued during a long step count: a client is forgotten after the grace time only if all
+    received messages were handled, otherwise after twice the grace time, in which each connection had many turns.
+
+    Args:
+        now_s: seconds, monotonic.
+        grace_s: how long a client may be silent.
+    """
+
+    def __init__(self, now_s: float, grace_s: float) -> None:
+        self.now = 0.0
+        self._grace_s = grace_s
+        self._advanced_at = now_s
+        self._caught_up = 0.0
+
+    def advance(self, now_s: float) -> None:
+        """Advance to `now_s`, once per iteration."""
+        self.now += min(now_s - self._advanced_at, self._grace_s / 2)
+        self._advanced_at = now_s
+
+    def catch_up(self) -> None:
+        """Record that all received messages were handled."""
+        self._caught_up = self.now
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds of silence after which a client is forgotten in this iteration."""
+        behind = self.now - self._caught_up  # since before this iteration if no message was left
+        return self._grace_s if behind <= self._grace_s / 2 else 2 * self._grace_s
 
 
 class Service:
@@ -63,16 +110,17 @@ class Service:
     Args:
         endpoint: tcp://127.0.0.1:PORT (0 or *: any free one), tcp://[::1]:PORT or ipc://PATH; with `keys` any tcp://HOST:PORT.
             ValueError for an address that other hosts can reach without keys, and for one that cannot be bound.
-        keys: the service's key file (`rollout keys init`), also for clients of this host; None: this user's clients may do all.
-        journal: with it sessions outlive the process; closed with the service.
-        limits: what clients may ask for; the engine's own by default.
-        transport: another end instead of a socket, e.g. `transport.loopback.LoopbackService()`.
-        client_grace_s: a client not heard from for so long has its groups aborted and is forgotten. At least MIN_GRACE_S.
-        max_outbox_bytes: finished samples that wait for a client's acks. Over it its groups end as "error", and it gets Busy.
-        linger_s: longest that `stop` waits for clients to take the last messages.
-        lease_s: a client that has begun a refresh and says nothing about it for so long has given it up.
-        tracker: gets the metrics; closed with the service. By default one without sinks.
-        watch: is told where the loop is.
+        keys: the service's key file (`rollout keys init`), for clients on this host too. None: this user's clients may do all.
+        journal: stores sessions so that they survive the process; closed with the service.
+        limits: of requests; by default the engine's.
+        transport: replaces the socket, e.g. `transport.loopback.LoopbackService()`.
+        client_grace_s: a client that is silent for longer has its groups aborted and is forgotten. At least MIN_GRACE_S.
+        max_outbox_bytes: of finished samples that a client has not acknowledged; over it, its groups end as "error".
+        linger_s: longest time that `stop` waits for clients to receive the last messages.
+        lease_s: a refresh without a message from its client for so long is abandoned.
+        tracker, watch: record the metrics, and the loop's phase for the watchdog; the tracker is closed with the service.
+        timing, send_limits: durations of the loop; sizes of messages to a client.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -90,30 +138,33 @@ class Service:
         lease_s: float = 30.0,
         tracker: Tracker | None = None,
         watch: LoopPhase | None = None,
+        timing: ServiceTiming | None = None,
+        send_limits: SendLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if (endpoint is None) == (transport is None):
             raise ValueError("give an endpoint or a transport, one of the two")
         if client_grace_s < MIN_GRACE_S:
             raise ValueError(f"client_grace_s={client_grace_s}: at least {MIN_GRACE_S}, clients send a heartbeat every second")
-        self._record = Persistence() if journal is None else journal
-        self.incarnation = secrets.token_hex(8) if journal is None else journal.incarnation
-        self._starts = 0 if journal is None else journal.starts
+        self._persistence = Persistence() if journal is None else journal
+        self.incarnation = self._persistence.incarnation
         self._engine = engine
         self._limits = limits or engine.limits
         self._transport = transport if transport is not None else ServiceEnd(str(endpoint), self._limits, keys)
         self._grace_s, self._linger_s = client_grace_s, linger_s
+        self._timing, self._send_limits, self._clock = timing or ServiceTiming(), send_limits or SendLimits(), clock
         self.watch = watch if watch is not None else LoopPhase()
         self._access = Access(self._transport.keys)
-        self._sessions = Sessions(self._limits.max_clients, self._record)
-        self._inbox = Receiver(self._transport, self._limits, self._access, self._sessions, self._handle)
-        self._refreshes = Refreshes(engine, lease_s, self.watch)
-        self._controls = Lifecycle(engine)
+        self._sessions = Sessions(self._limits.max_clients, self._persistence, self._send_limits, clock)
+        self._receiver = Receiver(self._transport, self._limits, self._access, self._sessions, self._handle, clock)
+        self._refreshes = Refreshes(engine, self.watch, lease_s, self._timing.refresh, clock)
+        self._lifecycle = Lifecycle(engine)
         self._tracker = tracker if tracker is not None else Tracker()
-        self._running, self._unsent = Running(engine, self._tracker, self._limits, max_outbox_bytes), False
-        """unsent: a connection takes more than it was sent at once"""
+        self._running = EngineGroups(engine, self._tracker, self._limits, max_outbox_bytes, clock)
+        self._unsent = False  # a connection accepts more than one iteration sends
         self._stop_reason: str | None = None
-        self._started = time.monotonic()
-        self._clock = LoopClock(self._started, client_grace_s)
+        self._started = clock()
+        self._silence = SilenceClock(self._started, client_grace_s)
         if journal is not None:
             restore(journal, self._sessions, self._running, engine, self._limits)
 
@@ -123,64 +174,66 @@ class Service:
         return self._transport.endpoint
 
     def run(self) -> None:
-        """Serve until `stop`, then end every group as "aborted", tell the clients, and close. Raises what the engine raises if
-        it cannot step any more, after telling the clients; with a journal it leaves them without a word, as if it had been
-        killed: the next one goes on."""
-        leaves = False
+        """Serve until `stop`, then end all groups as "aborted", notify the clients, and close.
+
+        Raises the engine's exception if it can no longer step. With a journal, clients are then not notified, as if the process
+        had been killed: the next process continues their groups."""
+        silent = False
         try:
             while self._stop_reason is None:
-                self.turn()
+                self.run_once()
         except BaseException as error:
-            self._stop_reason, leaves = f"the service failed: {described(error)}", self._record.lasting
+            self._stop_reason, silent = f"the service failed: {described(error)}", self._persistence.lasting
             raise
         finally:
-            self._close(self._stop_reason or "", leaves)
+            self._close(self._stop_reason or "", silent)
 
     def stop(self, reason: str = "stopped") -> None:
-        """Make `run` return, within one step. Safe from a signal handler and from any thread."""
+        """Make `run` return within one step. Safe from a signal handler and from any thread."""
         self._stop_reason = reason
 
     def wake(self) -> None:
-        """Have the loop look at its engine now. Safe from any thread: an engine that works elsewhere calls it."""
+        """End the loop's wait for messages. For any thread: an engine that runs elsewhere calls it when it has samples."""
         self._transport.wake()
 
-    def turn(self) -> None:
-        """Go once around the loop. Waits up to IDLE_POLL_S if there is nothing to do."""
+    def run_once(self) -> None:
+        """Run one iteration of the loop. Waits up to `ServiceTiming.idle_poll_s` if there is nothing to do."""
+        timing, engine = self._timing, self._engine
         soon = self._refreshes.unannounced or any(session.pending for session in self._sessions)
-        at_once = self._engine.has_work or self._refreshes.has_work or self._running.ending or self._unsent
+        at_once = engine.has_work or self._refreshes.has_work or self._running.has_aborts or self._unsent
         self.watch.at("wait")
-        if self._inbox.receive(0.0 if at_once else SOON_POLL_S if soon else IDLE_POLL_S, self._dose):
-            self._clock.catch_up()
-        self._running.end_some(dose(self._engine.has_work, self._running.step_s))
+        if self._receiver.receive(
+            0.0 if at_once else timing.soon_poll_s if soon else timing.idle_poll_s, self._time_for_requests
+        ):
+            self._silence.catch_up()
+        self._running.process_aborts(timing.for_requests(engine.has_work, self._running.step_s))
         self.watch.at("refresh")
-        self._refreshes.work(self._clock.now, busy=self._engine.has_work)
-        if not self._running.awaits_ends:
-            self._controls.work()
+        self._refreshes.work(self._silence.now, busy=engine.has_work)
+        if self._lifecycle.has_waiters and not self._running.aborting:
+            self._lifecycle.answer_waiters()
         self._transport.expect(self._refreshes.window_bytes)
         self.watch.at("send")
-        self._record.served(to_record(self._engine, self._record))  # before a trainer hears of it
+        self._persistence.served(to_store(engine, self._persistence))  # before a trainer gets the answer to its refresh
         self._flush()  # answers need not wait for the step
         self._running.unpark()
-        if self._engine.has_work:
+        if engine.has_work:
             self.watch.at("step")
             self._running.step(self._sessions)
         self.watch.at("send")
-        self._record.commit(to_record(self._engine, self._record))  # before clients may have samples that it has not
+        self._persistence.commit(to_store(engine, self._persistence))  # before clients get samples that are not stored
         self._flush()
         self.watch.at("timers")
         self._check_timers()
 
+    def _time_for_requests(self) -> float:
+        self.watch.at("take")
+        return self._timing.for_requests(self._engine.has_work, self._running.step_s)
+
     def _flush(self) -> None:
-        more_come = self._engine.has_work and self._running.step_s < GATHER_S
+        more_come = self._engine.has_work and self._running.step_s < self._send_limits.gather_s
         self._unsent = any([session.flush(self._transport.send, more_come) for session in self._sessions])
         if (flooded := first(self._sessions, lambda session: session.flooded)) is not None:
             self._forget(flooded, "it does not read the answers to its requests")
-
-    # receive
-
-    def _dose(self) -> float:
-        self.watch.at("take")
-        return dose(self._engine.has_work, self._running.step_s)
 
     def _handle(self, peer: bytes, message: m.ClientMessage) -> None:
         if isinstance(message, m.Hello):
@@ -188,7 +241,7 @@ class Service:
         session = self._sessions.at(peer)
         if session is None:
             raise NoSession("the service does not know this session (any more): send Hello first")
-        session.last_received_at = self._clock.now
+        session.last_received_at = self._silence.now
         match message:
             case m.Submit():
                 self._running.submit(session, message)
@@ -201,22 +254,22 @@ class Service:
                 session.ack(message.samples)
                 session.streaming.read(message.progress)
             case m.StatusRequest():
-                session.reply(pack(m.StatusReply(message.request_id, to_json(self.status()))))
+                session.reply_status(message.request_id, self.status())
             case m.Begin() | m.Chunk() | m.Prepare() | m.Commit() | m.Abandon():
-                self._refreshes.handle(session, message, self._clock.now)
+                self._refreshes.handle(session, message, self._silence.now)
             case m.WeightsRequest() | m.Share():
                 self._refreshes.ask_status(session, message)
             case m.Control():
                 if message.action == "abort_all":
                     self._running.abort_all(self._sessions)
-                self._controls.handle(session, message)
+                self._lifecycle.handle(session, message)
             case m.Replicas():
-                self._controls.change_replicas(session, message)
+                self._lifecycle.change_replicas(session, message)
             case m.Sleep():
-                self._refreshes.make_way(self._clock.now)
-                self._controls.sleep(session, message, self._refreshes.owner)
+                self._refreshes.abandon_if_disconnected(self._silence.now)
+                self._lifecycle.sleep(session, message, self._refreshes.owner)
             case m.Wake():
-                self._controls.wake(session, message)
+                self._lifecycle.wake(session, message)
             case m.Heartbeat():
                 pass
             case m.Goodbye():
@@ -225,40 +278,34 @@ class Service:
     def _hello(self, peer: bytes, hello: m.Hello) -> None:
         wanted = check_hello(hello, self._limits)
         session = self._sessions.open(hello.session, hello.name, self._access.key(peer))
-        for held in [held for held in session.groups.values() if held.digest not in wanted]:
-            self._running.drop(session, held)
+        for unwanted in [accepted for accepted in session.groups.values() if accepted.digest not in wanted]:
+            self._running.drop(session, unwanted)
         for other in self._sessions.others(session) if hello.alone else []:
             self._forget(other, "another front has taken its place")
-        session.greeted(hello.capabilities, self._clock.now)
-        answer = pack(welcome(hello, session, self._engine, self.incarnation, self._starts, self._limits))
+        session.greeted(hello.capabilities, self._silence.now)
+        answer = pack(welcome(hello, session, self._engine, self.incarnation, self._persistence.starts, self._limits))
         self._sessions.connect(session, peer, hello.number, answer)
 
     def _forget(self, session: Session, reason: str) -> None:
-        fields = session.number, session.name, session.running, reason
-        log.info("client forgotten client=%d name=%r running_samples=%d reason=%r", *fields)
+        who = session.number, session.name, session.running
+        log.info("client forgotten client=%d name=%r running_samples=%d reason=%r", *who, reason)
         self._running.forget(session)
         self._refreshes.forget(session)
-        self._controls.forget(session)
+        self._lifecycle.forget(session)
         self._sessions.close(session)
 
-    def _dismiss(self, session: Session) -> None:
-        """End a session whose key was revoked, and say so."""
-        session.reply(pack(m.Refused(REVOKED.kind, REVOKED.message)))
-        session.flush(self._transport.send)
-        self._forget(session, "its key was revoked")
-
-    # time
-
     def _check_timers(self) -> None:
-        """Send heartbeats to the clients, forget those that are silent, and let the tracker look."""
-        self._clock.turn(time.monotonic())
-        now, patience_s = self._clock.now, self._clock.patience_s
+        """Send heartbeats, forget silent clients, and let the tracker write its metrics."""
+        self._silence.advance(self._clock())
+        now, patience_s = self._silence.now, self._silence.patience_s
         for session in self._access.revoked(self._sessions):
-            self._dismiss(session)
+            session.reply(pack(m.Refused(REVOKED.kind, REVOKED.message)))
+            session.flush(self._transport.send)
+            self._forget(session, "its key was revoked")
         alive = partial(heartbeat, self._engine, self._running)
-        self._refreshes.look_at_owner(lambda session: session.reached(self._transport.reaches, alive()), now)
+        self._refreshes.check_connection(lambda session: session.reached(self._transport.reaches, alive()), now)
         for session in self._sessions:
-            if now - session.last_sent_at >= HEARTBEAT_S or session.unreported_bytes > m.UNTAKEN_BYTES // 4:
+            if now - session.last_sent_at >= self._timing.heartbeat_s or session.unreported_bytes > m.UNTAKEN_BYTES // 4:
                 session.report(alive(), now)
                 session.flush(self._transport.send)
         if (silent := first(self._sessions, lambda session: now - session.last_received_at > patience_s)) is not None:
@@ -271,7 +318,7 @@ class Service:
         return {**with_parked(self._engine.status(), self._running.parked), "loop": self.watch.status()}
 
     def status(self) -> dict[str, Any]:
-        """Join the engine's status, the last `metrics` and a `service` object of our own."""
+        """Return the engine's status, the last `metrics`, and a `service` object with what only the service knows."""
         return {
             **self._engine_status(),
             "digest": self._engine.weights.digest,
@@ -279,49 +326,74 @@ class Service:
             "service": {
                 "endpoint": self.endpoint,
                 "incarnation": self.incarnation,
-                "uptime_s": round(time.monotonic() - self._started, 3),
+                "uptime_s": round(self._clock() - self._started, 3),
                 "steps": self._running.steps,
-                "malformed": self._inbox.malformed,
+                "malformed": self._receiver.malformed,
                 "keys": self._access.describe(),
-                "starts": self._starts,
+                "starts": self._persistence.starts,
                 "parked_groups": self._running.parked,
-                "clients": [session.status(self._clock.now) for session in self._sessions],
+                "clients": [session.status(self._silence.now) for session in self._sessions],
             },
         }
 
-    def _close(self, reason: str, leaves: bool) -> None:
-        deadline = time.monotonic() + self._linger_s
+    def _close(self, reason: str, silent: bool) -> None:
+        """silent: leave groups and sessions to the next process, and do not notify clients."""
+        deadline = self._clock() + self._linger_s
         try:
-            if not leaves:
-                end_groups(self._running, self._sessions, self._transport, deadline)
-                say_closing(self._sessions, self._transport, self._inbox.decoder, reason, deadline)
+            if not silent:
+                in_time = lambda: self._clock() < deadline  # noqa: E731
+                end_groups(self._running, self._sessions, self._transport, in_time)
+                notify_closing(self._sessions, self._transport, self._receiver, reason, in_time)
         finally:
             self._refreshes.close()
-            self._transport.close(max(0.1, deadline - time.monotonic()))
+            self._transport.close(max(0.1, deadline - self._clock()))
             self._tracker.close(self._engine_status)
-            self._record.close(None if leaves else to_record(self._engine, self._record))
+            self._persistence.close(None if silent else to_store(self._engine, self._persistence))
+
+
+def end_groups(running: EngineGroups, sessions: Sessions, transport: ServiceTransport, in_time: Callable[[], bool]) -> None:
+    """End all groups as "aborted". An engine that runs elsewhere returns their samples later: wait for them while `in_time`."""
+    try:
+        running.abort_all(sessions)
+        running.process_aborts(None)
+        while running.aborting and in_time():
+            transport.receive(CLOSING_POLL_S)
+            running.step(sessions)
+    except Exception:  # the engine is broken; clients are notified all the same
+        log.exception("engine.abort failed")
+
+
+def notify_closing(
+    sessions: Sessions, transport: ServiceTransport, receiver: Receiver, reason: str, in_time: Callable[[], bool]
+) -> None:
+    """Send the queued messages and then Closing to every client. Returns when all have answered with Goodbye, or no longer
+    `in_time`. Other messages are dropped: Closing answers them."""
+    for session in sessions:
+        session.reply(pack(m.Closing(reason)))
+    while in_time() and any(session.peer is not None for session in sessions):
+        for session in sessions:
+            session.flush(transport.send)
+        for peer in receiver.goodbyes(CLOSING_POLL_S):
+            if (gone := sessions.at(peer)) is not None:
+                sessions.close(gone)
 
 
 def first(sessions: Sessions, wanted: Callable[[Session], bool]) -> Session | None:
-    """Find one to forget in this turn: each may have much that is to end."""
+    """Find a session to forget. One per iteration: each may have many groups to abort."""
     return next((session for session in sessions if wanted(session)), None)
 
 
-def to_record(engine: EngineLike, record: Persistence) -> Served:
-    """Return the live weights, for a record that keeps them."""
-    return live_of(engine) if record.lasting else NONE_SERVED
+def to_store(engine: EngineLike, persistence: Persistence) -> Served:
+    """Return the live weights if they are stored. To get their digest may take a pass over all of them."""
+    return live_of(engine) if persistence.lasting else NONE_SERVED
 
 
-def heartbeat(engine: EngineLike, running: Running) -> m.Alive:
+def heartbeat(engine: EngineLike, running: EngineGroups) -> m.Alive:
+    """Make a heartbeat with the number of steps and the live weights."""
     live = live_of(engine)
     return m.Alive(running.steps, live.version, digest=live.digest)
 
 
 def with_parked(status: dict[str, Any], parked: int) -> dict[str, Any]:
-    """Count groups of before a restart among those of the engine, which get them once their weights are there."""
+    """Count parked groups among the engine's groups, which they join once their weights are live."""
     return status | {name: status[name] + parked for name in ("groups", "waiting") if parked and name in status}
-
-
-def dose(busy: bool, step_s: float) -> float:
-    """Return how many seconds of a turn are for what peers ask: of a `busy` loop a share of its last step, of `step_s`."""
-    return min(TAKE_S, max(TAKE_LEAST_S, TAKE_SHARE * step_s)) if busy else TAKE_S

@@ -1,9 +1,9 @@
-"""What comes in: frames to messages, checked, to the loop that serves them; what cannot be served goes back as a refusal."""
+"""Receives messages: decodes and checks frames, has the loop handle the messages, and answers invalid ones with `Refused`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from time import perf_counter
+import time
+from collections.abc import Callable, Iterator
 
 from engine.types import Limits
 from rollout.logs import logger
@@ -11,55 +11,79 @@ from rollout.service.access import Access
 from rollout.service.running import described
 from rollout.service.session import Sessions
 from transport import messages as m
-from transport.errors import GroupFailed, RolloutError
+from transport.errors import GroupFailed, ProtocolError, RolloutError
 from transport.frames import Decoder, Frame, frame_bytes, pack
 from transport.sockets import ServiceTransport
 
 log = logger(__name__)
 
 Handle = Callable[[bytes, m.ClientMessage], None]
-"""serves a message of a peer, or raises the typed error that goes back to it"""
+"""handles a message of a connection; raises the typed error for the client"""
 
 
 class Receiver:
-    """For the service's loop."""
+    """The receiving side of the service's loop.
 
-    def __init__(self, transport: ServiceTransport, limits: Limits, access: Access, sessions: Sessions, handle: Handle) -> None:
-        self.decoder: Decoder[m.ClientMessage] = Decoder(m.ClientMessage, limits)
+    Args:
+        access: checks keys and roles before a message is handled.
+        handle: called with each valid message.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        transport: ServiceTransport,
+        limits: Limits,
+        access: Access,
+        sessions: Sessions,
+        handle: Handle,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.messages = 0
-        """taken, from anybody"""
+        """messages received from all connections"""
         self.malformed = 0
-        """that were no messages of this protocol"""
+        """of these, frames that are no message of this protocol"""
+        self._decoder: Decoder[m.ClientMessage] = Decoder(m.ClientMessage, limits)
         self._transport = transport
         self._access = access
         self._sessions = sessions
         self._handle = handle
+        self._clock = clock
 
     def receive(self, wait: float, began: Callable[[], float]) -> bool:
-        """Take messages, one from each connection in turn. True: none waits any more.
+        """Receive and handle messages, one from each connection in turn. Returns whether no message is left.
 
         Args:
-            wait: longest time for a first one, in seconds.
-            began: is called when it is there; returns for how many seconds messages may be taken."""
+            wait: longest time to wait for the first message, in seconds.
+            began: called when the wait has ended; returns for how many seconds messages may be handled."""
         received = self._transport.receive(wait, 1)
-        until = began() + perf_counter()
+        until = began() + self._clock()
         while received:
             for peer, frames in received:
-                self.take(peer, frames)
-            if perf_counter() >= until:
+                self._receive_one(peer, frames)
+            if self._clock() >= until:
                 return False
             received = self._transport.receive(0.0, 1)
         return True
 
-    def take(self, peer: bytes, frames: list[Frame]) -> None:
-        """Have a message served, or refuse it."""
+    def goodbyes(self, wait: float) -> Iterator[bytes]:
+        """Yield the connections that send Goodbye; other messages are dropped. For a service that closes."""
+        for peer, frames in self._transport.receive(wait):
+            try:
+                message = self._decoder.unpack(frames)
+            except ProtocolError:
+                continue
+            if isinstance(message, m.Goodbye):
+                yield peer
+
+    def _receive_one(self, peer: bytes, frames: list[Frame]) -> None:
         request_id = None
         self.messages += 1
         if session := self._sessions.at(peer):
             session.taken_bytes += frame_bytes(frames)
         try:
             try:
-                message = self.decoder.unpack(frames)
+                message = self._decoder.unpack(frames)
             except RolloutError:
                 self.malformed += 1
                 raise
@@ -78,4 +102,4 @@ class Receiver:
         if session is not None:
             session.reply(refused)
         else:
-            self._transport.send(peer, refused)  # no session, nothing to keep it in: a stranger that does not read loses it
+            self._transport.send(peer, refused)  # without a session it is not queued: a peer that does not read loses it

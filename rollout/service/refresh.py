@@ -1,33 +1,32 @@
-"""The service's side of a refresh: at most one at a time, from Begin to Applied or to a typed refusal.
+"""The service's side of a weight refresh: one at a time, from Begin to Applied or a typed refusal.
 
-    Begin   names, shapes, dtypes, version → Lease         Busy(owner) while another one is open
-    Chunk   inline only → Staged, when staged              renews the lease, as everything about the push does
-    Prepare → Staged, when all is staged and checked
-    Commit  → Applied, at the first boundary between two steps at which all is staged and checked
-    Abandon, a lease that runs out, a client that goes, any error: the staging is free again, the old weights serve on
-    Begin of another client, and the connection of the owner has ended for GONE_S: the same
+    Begin   names, shapes, dtypes, version → Lease         Busy(owner) while another refresh is open
+    Chunk   inline only → Staged, once staged              renews the lease, as every message about the refresh does
+    Prepare → Staged, once everything is staged and checked
+    Commit  → Applied, between the first two steps after everything is staged and checked
+    Abandon, an expired lease, a client that is forgotten, any error: staging ends, the old weights stay live
+    Begin of another client, after the owner's connection ended `RefreshTiming.gone_s` ago: the same
 
-Staging is done by `work`, between steps and in small doses, so that generation goes on. Every request may be repeated: what
-became of the last pushes is kept, and answered again.
-"""
+`Refreshes.work` stages between steps in time slices, so that generation continues. Every request may be repeated: the results
+of the last refreshes are kept, and answered again."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
 
 from engine.types import Adapter, Refreshed
 from engine.types import BaseMismatch as OtherBase
 from rollout.logs import logger
-from rollout.service.as_json import to_json
-from rollout.service.ended import EndedRefresh, EndedRefreshes, check_commit
 from rollout.service.engine_api import EngineLike, StagingLike
 from rollout.service.session import Session
 from rollout.service.watchdog import LoopPhase
+from rollout.service.weight_export import WeightExport
 from rollout.service.weight_reader import WeightReader
 from transport import messages as m
 from transport.errors import Busy, GroupFailed, RolloutError, WeightsRefused, WrongBase, copy_of
@@ -37,22 +36,79 @@ from transport.weights.inline import WINDOW_BYTES
 from transport.weights.manifest import unpack_manifest, unpack_targets
 from transport.weights.shm import SegmentView
 
-DOSE_S = 0.1
-"""longest that staging holds the loop up at once"""
-SHARE = 0.25
-"""of the time that staging takes while groups run, doses apart"""
 MAX_REQUESTS = 1024
-"""about one refresh that wait for their answer"""
-GONE_S = 1.0
-"""without a connection, after which a refresh makes way for another client's: one that connects again has had the time"""
-LOOK_S = 0.25
-"""between two looks at the connection of who has a refresh open"""
+"""requests about one refresh that may wait for their answer"""
+REMEMBERED = 64
+"""ended refreshes whose result is kept"""
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshTiming:
+    """Durations of refreshes, in seconds."""
+
+    slice_s: float = 0.1
+    """longest time that staging holds up the loop at once"""
+    busy_ratio: float = 0.25
+    """most of the time that staging takes while groups run"""
+    gone_s: float = 1.0
+    """a refresh whose client has had no connection for so long ends if another client wants to refresh"""
+    look_s: float = 0.25
+    """between two checks of the owner's connection"""
+
 
 log = logger(__name__)
 
 
+class EndedRefresh(NamedTuple):
+    """The result of a refresh: it was applied, or it has an error."""
+
+    session: Session
+    version: int
+    manifest_digest: str
+    applied: Refreshed | None
+    error: RolloutError | None
+
+    def answer(self, message: m.WeightMessage, lease_s: float) -> m.Lease | m.Staged | m.Applied | m.Done:
+        """Answer a repeated request. Raises the typed error for the client."""
+        if self.applied is None:
+            if isinstance(message, m.Abandon):
+                return m.Done(message.request_id)
+            assert self.error is not None
+            raise copy_of(self.error)
+        match message:
+            case m.Begin():
+                return m.Lease(message.request_id, self.version, lease_s, WINDOW_BYTES)
+            case m.Chunk() | m.Prepare():
+                return m.Staged(message.request_id)
+            case m.Commit():
+                check_commit(message, self.manifest_digest)
+                return m.Applied(message.request_id, self.applied)
+            case m.Abandon():
+                raise WeightsRefused(f"version {self.applied.version} is live already")
+
+
+class EndedRefreshes:
+    """The last REMEMBERED ended refreshes, by id. Numbers only, no weights."""
+
+    def __init__(self) -> None:
+        self._ended: OrderedDict[str, EndedRefresh] = OrderedDict()
+
+    def add(self, push_id: str, ended: EndedRefresh) -> None:
+        self._ended[push_id] = ended
+        while len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def find(self, session: Session, push_id: str) -> EndedRefresh | None:
+        """Find a refresh of this session. Another session with the same id gets None."""
+        ended = self._ended.get(push_id)
+        return ended if ended is not None and ended.session is session else None
+
+    def forget(self, session: Session) -> None:
+        self._ended = OrderedDict((id, ended) for id, ended in self._ended.items() if ended.session is not session)
+
+
 class OngoingRefresh:
-    """The refresh that is open."""
+    """A refresh between Begin and its end."""
 
     def __init__(self, begin: m.Begin, session: Session, staging: StagingLike, payload: Payload, now: float) -> None:
         self.id = begin.push_id
@@ -62,14 +118,14 @@ class OngoingRefresh:
         self.payload = payload
         self.last_received_at = self.looked_at = now
         self.gone_since: float | None = None
-        """when the connection of its client was seen to have ended; None: it has not"""
+        """when its client was first seen without a connection; None: it is connected"""
         self.chunks: deque[tuple[int, int]] = deque()
-        """(end in the payload, request) of those that are not staged yet"""
+        """(end in the payload, request id) of chunks that are not staged yet"""
         self.prepares: list[int] = []
         self.commits: list[int] = []
-        """requests"""
+        """ids of requests that wait for their answer"""
         self.applying = False
-        """the engine has begun to, and has not ended"""
+        """whether the engine has begun to apply it"""
 
     def reply(self, message: msgspec.Struct) -> None:
         self.session.reply(pack(message))
@@ -79,34 +135,70 @@ class OngoingRefresh:
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to do for `work`."""
+        """Whether `work` has something to do."""
         if self.staging.complete:
             return bool(self.commits) and not self.applying
         return self.payload.ready and self.staging.received < self.staging.total
 
 
-class Refreshes:
-    """Written by the service's loop only. `lease_s`: a client that says nothing about its push for so long has given it up.
-    `watch`: is told when weights are exchanged."""
+class TimeSlices:
+    """Bounds the time of staging. While groups run it gets `busy_ratio` of all time, saved up to `slice_s`; otherwise
+    `slice_s`."""
 
-    def __init__(self, engine: EngineLike, lease_s: float, watch: LoopPhase) -> None:
+    def __init__(self, timing: RefreshTiming, clock: Callable[[], float]) -> None:
+        self._timing = timing
+        self._clock = clock
+        self._credit, self._credited = timing.slice_s, clock()
+        """seconds that may be used while groups run, and when they were last added"""
+
+    def run(self, busy: bool, work: Callable[[float], None]) -> None:
+        """Call `work` with the time of the clock until which it may work; not at all if the credit is used up."""
+        started, timing = self._clock(), self._timing
+        self._credit = min(timing.slice_s, self._credit + timing.busy_ratio * (started - self._credited))
+        self._credited = started
+        if busy and self._credit <= 0:
+            return
+        work(started + (self._credit if busy else timing.slice_s))
+        self._credit -= self._clock() - started
+
+
+class Refreshes:
+    """Written by the service's thread only.
+
+    Args:
+        watch: records when weights are swapped.
+        lease_s: a refresh without a message from its client for so long is abandoned.
+        clock: seconds, monotonic; for time slices. Leases use the `now` of each call.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        watch: LoopPhase,
+        lease_s: float,
+        timing: RefreshTiming | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._engine = engine
         self._watch = watch
         self._lease_s = lease_s
+        self._timing = timing or RefreshTiming()
+        self._clock = clock
         self._open: OngoingRefresh | None = None
         self._last: Refreshed | None = None
         self._segment = SegmentView()
         self._ended = EndedRefreshes()
-        self._reads = WeightReader(engine)
-        self._credit, self._credited = DOSE_S, time.perf_counter()
+        self._reader = WeightReader(engine, clock)
+        self._export = WeightExport(engine, clock)
+        self._slices = TimeSlices(self._timing, clock)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._reads) or (self._open is not None and self._open.ready)
+        return bool(self._reader or self._export) or (self._open is not None and self._open.ready)
 
     @property
     def unannounced(self) -> bool:
-        """Whether bytes may come of which no message tells, or a device ends its checks."""
+        """Whether bytes may arrive, or a device may finish its checks, without a message."""
         push = self._open
         if push is None or push.staging.complete:
             return False
@@ -114,16 +206,16 @@ class Refreshes:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes that the owner of the refresh may send ahead."""
+        """Bytes that the owner of the refresh may send without waiting for an answer."""
         return 0 if self._open is None else self._open.payload.window_bytes
 
     @property
     def owner(self) -> str | None:
-        """Name of the client whose refresh is being staged."""
+        """Name of the client whose refresh is open."""
         return None if self._open is None else _owner(self._open.session)
 
     def handle(self, session: Session, message: m.WeightMessage, now: float) -> None:
-        """Serve a request; what takes time is answered by `work`. Raises the typed error that goes back for it."""
+        """Handle a message about a refresh; `work` answers those that take time. Raises the typed error for the client."""
         if (ended := self._ended.find(session, message.push_id)) is not None:
             session.reply(pack(ended.answer(message, self._lease_s)))
             return
@@ -151,15 +243,15 @@ class Refreshes:
                 push.reply(m.Done(message.request_id))
 
     def work(self, now: float, busy: bool) -> None:
-        """Do a dose of staging or of reading the live weights, the commit if its time has come, and the end of a lease. For the
-        time between two steps."""
-        if self._reads:
-            self._dose(busy, self._reads.work)
+        """Work for a time slice: read the live weights for those who asked, stage, commit once everything is staged, and end an
+        expired lease. Called between two steps; now: of the leases; busy: whether groups run."""
+        if self._reader or self._export:
+            self._slices.run(busy, self._read)
         push = self._open
         if push is None:
             return
         try:
-            self._dose(busy, lambda end: self._stage(push, end))
+            self._slices.run(busy, lambda end: self._stage(push, end))
             if push.staging.complete and push.commits:
                 applied = self._commit_now(push)
                 push.applying = applied is None
@@ -170,49 +262,49 @@ class Refreshes:
             self._fail(push, _typed(error))
             return
         if not (push.commits or push.chunks or push.prepares) and now - push.last_received_at > self._lease_s:
-            self._fail(push, WeightsRefused(f"its lease ran out: nothing was heard of it for {self._lease_s} s"))
+            self._fail(push, WeightsRefused(f"its lease ran out: no message about it for {self._lease_s} s"))
 
-    def look_at_owner(self, reaches: Callable[[Session], bool], now: float) -> None:
-        """Note whether the client of the open refresh still has a connection. `reaches`: whether that has not ended."""
+    def check_connection(self, reaches: Callable[[Session], bool], now: float) -> None:
+        """Record since when the owner of the open refresh has no connection. reaches: whether a session has one."""
         push = self._open
-        if push is not None and now - push.looked_at >= LOOK_S:
+        if push is not None and now - push.looked_at >= self._timing.look_s:
             push.looked_at = now
             push.gone_since = None if reaches(push.session) else now if push.gone_since is None else push.gone_since
 
-    def make_way(self, now: float) -> None:
-        """End the open refresh if the connection of its client has ended, and no other one has come for GONE_S."""
-        push = self._open
-        if push is not None and push.gone_since is not None and now - push.gone_since > GONE_S:
-            self._fail(push, WeightsRefused(f"its client's connection had ended, no other one came for {GONE_S} s"))
+    def abandon_if_disconnected(self, now: float) -> None:
+        """End the open refresh if its client has had no connection for `gone_s`."""
+        push, gone_s = self._open, self._timing.gone_s
+        if push is not None and push.gone_since is not None and now - push.gone_since > gone_s:
+            self._fail(push, WeightsRefused(f"its client's connection ended and was not opened again for {gone_s} s"))
 
     def forget(self, session: Session) -> None:
-        """End the refresh of a session that ends."""
+        """End the refresh of a session, and its requests to read weights."""
         if self._open is not None and self._open.session is session:
             self._fail(self._open, WeightsRefused("its client is gone"))
         if self._open is None:
-            self._segment.close()  # the memory may have been this client's, and lives as long as it is mapped
-        self._reads.forget(session)
+            self._segment.close()  # its memory may be this client's; the mapping keeps it allocated
+        self._reader.forget(session)
+        self._export.forget(session)
         self._ended.forget(session)
 
     def close(self) -> None:
-        """Let go of the trainers' memory when the service ends."""
+        """Unmap the trainers' memory, when the service ends."""
         if self._open is not None:
             self._open.payload.close()
         self._segment.close()
-        self._reads.sharing.void()
+        self._export.discard()
 
     def ask_status(self, session: Session, request: m.WeightsRequest | m.Share) -> None:
-        """Tell what is live, what is staged and whose it is. `verify`: with the digest of the live bytes as they lie there,
-        which comes later, in doses, as a copy of them to share does. Raises Busy, InvalidRequest."""
+        """Reply with the live version, and what is staged by whom. With `verify` the live bytes are read and hashed, and for
+        Share they are copied; both take time slices, and the reply comes later. Raises Busy, InvalidRequest."""
         if isinstance(request, m.Share):
-            return self._reads.sharing.ask(session, request.request_id)
+            return self._export.ask(session, request.request_id)
 
         def reply(**live_digest: str) -> None:
-            status = to_json({**described(self._engine, self._open, self._last), **live_digest})
-            session.reply(pack(m.StatusReply(request.request_id, status)))
+            session.reply_status(request.request_id, {**described(self._engine, self._open, self._last), **live_digest})
 
         if request.verify:
-            self._reads.ask(session, request.request_id, lambda digest: reply(live_digest=digest))
+            self._reader.ask(session, request.request_id, lambda digest: reply(live_digest=digest))
         else:
             reply()
 
@@ -222,20 +314,22 @@ class Refreshes:
         self._watch.at("refresh")
         return applied if sent is None or applied is None else msgspec.structs.replace(applied, sent_bytes=sent)
 
-    # requests
+    # messages
 
     def _find(self, session: Session, push_id: str) -> OngoingRefresh | None:
         push = self._open
         return push if push is not None and push.id == push_id and push.session is session else None
 
     def _begin(self, session: Session, begin: m.Begin, now: float) -> None:
-        self.make_way(now)
+        self.abandon_if_disconnected(now)
         if self._open is not None:
             owner = self._open
             raise Busy(f"{_owner(owner.session)} is staging version {owner.staging.version}; try again when it is done")
         manifest = unpack_manifest(begin.manifest, 2 * self._engine.weights.names + 64)
         try:
-            staging = self._engine.stage(manifest, version=begin.version, partial=begin.partial, **besides(begin, self._engine))
+            staging = self._engine.stage(
+                manifest, version=begin.version, partial=begin.partial, **stage_options(begin, self._engine)
+            )
         except Exception as error:
             raise _typed(error) from None
         try:
@@ -276,39 +370,32 @@ class Refreshes:
             raise Busy(f"{len(push.commits)} commits of this refresh wait for their answer")
         push.commits.append(commit.request_id)
 
-    # work
+    # time slices
 
-    def _dose(self, busy: bool, work: Callable[[float], None]) -> None:
-        """Do work until the time (of time.perf_counter) that it is given. Groups that run pay for it with SHARE of their time,
-        saved up to DOSE_S."""
-        started = time.perf_counter()
-        self._credit = min(DOSE_S, self._credit + SHARE * (started - self._credited))
-        self._credited = started
-        if busy and self._credit <= 0:
-            return
-        work(started + (self._credit if busy else DOSE_S))
-        self._credit -= time.perf_counter() - started
+    def _read(self, end: float) -> None:
+        self._export.work(end)
+        self._reader.work(end)
 
     def _stage(self, push: OngoingRefresh, end: float) -> None:
         staging = push.staging
         while not staging.complete and staging.feed(push.payload.read):
             while push.chunks and push.chunks[0][0] <= push.payload.read_bytes:
                 push.reply(m.Staged(push.chunks.popleft()[1]))
-            if time.perf_counter() >= end:
+            if self._clock() >= end:
                 break
         while staging.complete and push.prepares:
             push.reply(m.Staged(push.prepares.pop()))
 
     def _applied(self, push: OngoingRefresh, applied: Refreshed) -> None:
         self._last = applied
-        self._reads.sharing.void()
+        self._export.discard()
         log_applied(applied, push.session)
         self._close(push, applied, None)
         for request_id in push.commits:
             push.reply(m.Applied(request_id, applied))
 
     def _fail(self, push: OngoingRefresh, error: RolloutError) -> None:
-        """End a refresh, with this error for everybody who waits or asks."""
+        """End a refresh with an error, which answers its waiting and later requests."""
         number = push.session.number
         log.warning("refresh failed version=%d client=%d reason=%r", push.staging.version, number, error.message)
         self._close(push, None, copy_of(error))
@@ -325,7 +412,7 @@ class Refreshes:
 
 
 def described(engine: EngineLike, push: OngoingRefresh | None, last: Refreshed | None) -> dict[str, Any]:
-    """Tell which weights are live, and what is staged and whose it is."""
+    """Describe the live weights and the open refresh."""
     staged = push and {
         "version": push.staging.version,
         "owner": _owner(push.session),
@@ -343,13 +430,19 @@ def described(engine: EngineLike, push: OngoingRefresh | None, last: Refreshed |
     }
 
 
-def besides(begin: m.Begin, engine: EngineLike) -> dict[str, Any]:
-    """Return what a refresh tells the engine besides: LoRA factors, and whether the payload lies on the model's device."""
+def stage_options(begin: m.Begin, engine: EngineLike) -> dict[str, Any]:
+    """Return options of `Engine.stage`: LoRA factors, and whether the payload is on the model's device."""
     on_device = begin.offer.on_device and engine.model.device is not None
-    told: dict[str, Any] = {"on_device": True} if on_device else {}
+    options: dict[str, Any] = {"on_device": True} if on_device else {}
     if begin.adapter is not None:
-        told["adapter"] = Adapter(begin.base, unpack_targets(begin.adapter, engine.weights.names))
-    return told
+        options["adapter"] = Adapter(begin.base, unpack_targets(begin.adapter, engine.weights.names))
+    return options
+
+
+def check_commit(commit: m.Commit, manifest_digest: str) -> None:
+    """Raises WeightsRefused for a commit of other weights than those of its Begin."""
+    if commit.digest != manifest_digest:
+        raise WeightsRefused("the commit is about another manifest than the begin")
 
 
 def log_applied(done: Refreshed, session: Session) -> None:
@@ -360,8 +453,8 @@ def log_applied(done: Refreshed, session: Session) -> None:
 
 
 def _typed(error: Exception) -> RolloutError:
-    """Make the error that goes to the client. InvalidWeights is a ValueError; anything else is the engine's or the machine's
-    fault, and has been undone."""
+    """Make the typed error for the client. InvalidWeights is a ValueError; other exceptions are faults of the engine or the
+    machine, which the engine has undone."""
     if isinstance(error, RolloutError):
         return error
     if isinstance(error, OtherBase):

@@ -1,144 +1,193 @@
-"""What the service keeps of one client: its groups, and what it has not taken yet.
+"""The session of one client: its groups, and the samples that it has not acknowledged.
 
-    Submit -> HeldGroup (in the engine) -> sample ends -> unacked + queue -> sent -> Ack -> forgotten
+    Submit → AcceptedGroup (in the engine) → finished sample → unacked + queue → sent → Ack → forgotten
 
-A session outlives its connection: after a reconnect everything unacked is queued again, so a broken link loses nothing. No
-sockets in here; `rollout.service.loop` moves the messages.
+A session outlives its connection: after a reconnect everything unacknowledged is queued again, so a broken connection loses
+nothing. Sessions use no sockets; `rollout.service.loop` sends and receives the messages.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from engine.types import Sample, no_tokens
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike
 from rollout.service.group_names import GroupNames
-from rollout.service.persistence import Persistence
-from rollout.service.streaming import Streaming
+from rollout.service.journal import Persistence
+from rollout.service.streaming import MOST_TOKENS, Streaming
 from transport.columns import pack_samples
 from transport.errors import Busy
 from transport.frames import Frame, frame_bytes, pack
-from transport.messages import DIGESTS, GATHERS, Alive
+from transport.messages import DIGESTS, GATHERS, Alive, StatusReply
 
 log = logger(__name__)
 
 MAX_REPLY_BYTES = 1 << 24
-"""of replies (refusals, status, heartbeats) that may wait for a client that does not read"""
-BATCH_SAMPLES, BATCH_BYTES = 256, 1 << 18
-"""most of one message"""
-MOST_AT_ONCE = 32
-"""messages that a client is sent before others have their turn"""
-FIRST_BYTES = 2048
-"""most of one message on a connection that has not shown that it carries more"""
+"""bytes of replies (refusals, status, heartbeats) that may wait for a client that does not read"""
 SAMPLE_OVERHEAD = 160
-"""bytes that a sample is counted for besides its arrays"""
-GATHER_S = 0.02
-"""for which the samples of a front may wait for each other"""
+"""bytes that a sample counts in addition to its arrays"""
+
+
+@dataclass(frozen=True, slots=True)
+class SendLimits:
+    """How much a client is sent at once."""
+
+    batch_samples: int = 256
+    """samples in one message"""
+    batch_bytes: int = 1 << 18
+    """bytes of samples in one message"""
+    first_bytes: int = 2048
+    """the same, until the client has acknowledged more on this connection"""
+    messages: int = 32
+    """messages to one client in an iteration of the loop"""
+    progress_tokens: int = MOST_TOKENS
+    """streamed tokens in one message"""
+    gather_s: float = 0.02
+    """seconds that samples for a front may wait, so that one message has several"""
+
+
+class GroupStatus(Enum):
+    """What the engine still has to do for an accepted group."""
+
+    RUNNING = "in the engine, or parked until its weights are live"
+    ABORTING = "aborted; the client gets the samples"
+    DROPPED = "aborted; nobody gets the samples"
 
 
 @dataclass(slots=True)
-class HeldGroup:
-    """A group that the service has taken and the client has not wholly acked."""
+class AcceptedGroup:
+    """A group from its acceptance until the client has acknowledged all samples."""
 
     group_id: str
+    """the client's name for it"""
     engine_id: str
     """the engine's name for it, unique over all sessions"""
     digest: bytes
+    """of the Submit message"""
     wanted: Sequence[int]
     """indices of its children"""
     ended: int = 0
+    """children that have finished"""
     acked: int = 0
+    """samples that the client has acknowledged"""
     unacked: dict[int, UnackedSample] = field(default_factory=dict)
-    """the ended children, by index, until the client has them"""
+    """finished children by index, until they are acknowledged"""
+    status: GroupStatus = GroupStatus.RUNNING
+    """written by `rollout.service.running`"""
 
     @property
     def n(self) -> int:
-        """Samples that come of it."""
+        """Number of its samples."""
         return len(self.wanted)
 
     @property
     def running(self) -> bool:
+        """Whether children are unfinished."""
         return self.ended < self.n
 
 
 class UnackedSample(NamedTuple):
-    """A child that has ended, and that the client may not have."""
+    """A finished child that the client has not acknowledged."""
 
-    held: HeldGroup
+    accepted: AcceptedGroup
     sample: Sample
     size: int
-    """bytes that it is counted for"""
+    """bytes that it counts"""
 
 
 class Session:
-    """One client. `peer` is its connection at the moment, None while it has none. `key`: of its client, "" without keys."""
+    """Messages, groups and samples of one client.
 
-    def __init__(self, id: str, name: str, number: int, key: str = "", record: Persistence | None = None) -> None:
+    Args:
+        id: chosen by the client.
+        number: counts the sessions of the service.
+        key: public key of the client; "" without keys.
+        persistence: stores groups and samples; by default nothing.
+        limits: how much the client is sent at once.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        name: str,
+        number: int,
+        key: str = "",
+        persistence: Persistence | None = None,
+        limits: SendLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.id = id
         self.key = key
-        self.record = Persistence() if record is None else record
+        self.persistence = Persistence() if persistence is None else persistence
         self.name = name
         self.number = number
+        self._limits = limits or SendLimits()
+        self._clock = clock
         self.peer: bytes | None = None
+        """its connection; None while it has none"""
         self.last_hello: tuple[bytes, int] | None = None
         """connection and number of the last Hello"""
         self.last_received_at = 0.0
         self.last_sent_at = 0.0
-        """of heartbeats; both on the service's clock"""
+        """when the last heartbeat was sent; both on the service's clock"""
         self.digests = False
-        """it takes the digest of the weights with their version"""
+        """whether the client understands digests of weights in heartbeats"""
         self.taken_bytes = 0
-        """of messages taken from this connection since Welcome"""
+        """bytes of messages processed from this connection since Welcome"""
         self._reported_bytes = 0
-        """how much of that the client was told"""
-        self.streaming = Streaming()
+        """how many of these the client knows of"""
+        self.streaming = Streaming(self._limits.progress_tokens)
         self.names = GroupNames(number)
-        self.groups: dict[str, HeldGroup] = {}
+        self.groups: dict[str, AcceptedGroup] = {}
         self.samples = 0
         """sum of n over `groups`"""
         self.unacked_bytes = 0
         self.gathers = False
-        """its samples may wait for each other"""
+        """whether samples may wait for others"""
         self._queue: deque[UnackedSample | list[Frame]] = deque()
         """samples, and frames of replies"""
         self._packed: list[Frame] = []
-        """the samples that are sent next, once the connection takes them"""
+        """the next message of samples, until the connection accepts it"""
         self._reply_bytes = 0
         self._carried = 0
-        """bytes of samples that were acked on this connection: no message has more, or on a link that breaks again and again
-        none might come through"""
+        """bytes of samples that were acknowledged on this connection. No message is larger, because on a connection that breaks
+        again and again a large one might never arrive"""
         self._samples_at = 0.0
-        """time.monotonic when samples were last sent"""
+        """when samples were last sent, by `clock`"""
 
     @property
     def running(self) -> int:
-        """Children that have not ended."""
-        return sum(held.n - held.ended for held in self.groups.values())
+        """Number of unfinished children."""
+        return sum(accepted.n - accepted.ended for accepted in self.groups.values())
 
     @property
     def pending(self) -> bool:
-        """Whether something waits to be sent and there is a connection to send it on."""
+        """Whether messages wait and the client is connected."""
         return bool(self._queue or self._packed) and self.peer is not None
 
     @property
     def flooded(self) -> bool:
-        """Whether it asks without reading the answers."""
+        """Whether too many replies wait: the client sends requests without reading the replies."""
         return self._reply_bytes > MAX_REPLY_BYTES
 
     @property
     def unreported_bytes(self) -> int:
-        """Bytes taken that the client was not told of."""
+        """Processed bytes that the client does not know of."""
         return self.taken_bytes - self._reported_bytes
 
     def greeted(self, capabilities: Collection[str], now: float) -> None:
-        """Note what its client can do, and that it was heard."""
+        """Record the client's capabilities, and that it sent a message."""
         self.last_received_at = self.last_sent_at = now
         self.digests, self.gathers = DIGESTS in capabilities, GATHERS in capabilities
 
@@ -148,17 +197,17 @@ class Session:
         self.reply(self.beat(alive))
 
     def beat(self, alive: Alive) -> list[Frame]:
-        """Make a heartbeat with what this client understands: what was taken from it, the digest of the weights."""
+        """Make a heartbeat. The bytes processed and the digest of the weights are included if the client understands them."""
         self._reported_bytes = self.taken_bytes
         digest = alive.digest if self.digests else ""
         return pack(msgspec.structs.replace(alive, taken_bytes=self.taken_bytes, digest=digest))
 
     def reached(self, reaches: Callable[[bytes, list[Frame]], bool], alive: Alive) -> bool:
-        """Whether its connection has not ended: a heartbeat finds out. reaches: of the transport."""
+        """Send a heartbeat; returns whether the connection still exists. reaches: of the transport."""
         return self.peer is not None and reaches(self.peer, self.beat(alive))
 
     def status(self, clock: float) -> dict[str, object]:
-        """Describe the client for people and dashboards. `clock`: the service's."""
+        """Describe the client in the service's status. clock: the service's time."""
         return {
             "name": self.name,
             "number": self.number,
@@ -169,76 +218,81 @@ class Session:
             "silent_s": round(clock - self.last_received_at, 3),
         }
 
-    def hold(self, held: HeldGroup) -> None:
-        self.groups[held.group_id] = held
-        self.samples += held.n
+    def hold(self, accepted: AcceptedGroup) -> None:
+        """Add an accepted group."""
+        self.groups[accepted.group_id] = accepted
+        self.samples += accepted.n
 
     def drop(self, group_id: str) -> None:
         """Forget a group and its samples."""
-        held = self.groups.pop(group_id)
-        self.record.dropped(held.engine_id)
+        accepted = self.groups.pop(group_id)
+        self.persistence.dropped(accepted.engine_id)
         self.streaming.drop(group_id)
-        self.samples -= held.n
-        self.unacked_bytes -= sum(kept.size for kept in held.unacked.values())
-        held.unacked.clear()
+        self.samples -= accepted.n
+        self.unacked_bytes -= sum(unacked.size for unacked in accepted.unacked.values())
+        accepted.unacked.clear()
 
     def reply(self, frames: list[Frame]) -> None:
-        """Queue a message that is not repeated after a reconnect: the client asks again."""
+        """Queue a message that is not sent again after a reconnect: the client repeats its request."""
         self._queue.append(frames)
         self._reply_bytes += frame_bytes(frames)
 
-    def deliver(self, held: HeldGroup, sample: Sample) -> None:
-        """Queue a sample of `held`; it is kept until acked."""
-        held.ended += 1
-        if not held.running:
-            self.streaming.drop(held.group_id)
-        if self.record.lasting:
-            frames = pack(pack_samples([held.group_id], [sample]))
-            self.record.ended(held.engine_id, sample.index, sample.finish_reason, frames)
-        self.keep(held, sample)
+    def reply_status(self, request_id: int, status: dict[str, Any]) -> None:
+        """Queue a status as JSON. Raises TypeError for values that JSON cannot express."""
+        self.reply(pack(StatusReply(request_id, to_json(status))))
 
-    def keep(self, held: HeldGroup, sample: Sample) -> None:
-        """Queue a child that has ended."""
-        kept = held.unacked[sample.index] = UnackedSample(held, sample, kept_bytes(sample))
-        self._queue.append(kept)
-        self.unacked_bytes += kept.size
+    def deliver(self, accepted: AcceptedGroup, sample: Sample) -> None:
+        """Record that a child has finished, and queue its sample until it is acknowledged."""
+        accepted.ended += 1
+        if not accepted.running:
+            self.streaming.drop(accepted.group_id)
+        if self.persistence.lasting:
+            frames = pack(pack_samples([accepted.group_id], [sample]))
+            self.persistence.ended(accepted.engine_id, sample.index, sample.finish_reason, frames)
+        self.queue_sample(accepted, sample)
+
+    def queue_sample(self, accepted: AcceptedGroup, sample: Sample) -> None:
+        """Queue a sample until it is acknowledged."""
+        unacked = accepted.unacked[sample.index] = UnackedSample(accepted, sample, counted_bytes(sample))
+        self._queue.append(unacked)
+        self.unacked_bytes += unacked.size
 
     def stream(self, engine: EngineLike) -> None:
-        """Queue new tokens of children that run, if the client asks for them and reads."""
+        """Queue new tokens of running children, if the client wants them and reads."""
         if self.peer is not None and (progress := self.streaming.next(engine)) is not None:
             self.reply(pack(progress))
 
     def ack(self, samples: Iterable[tuple[str, int]]) -> None:
-        """Forget samples that have arrived, and a group with its last one. Acks of anything else are old: nothing to do."""
+        """Forget acknowledged samples, and a group with its last sample. Other acknowledgements are old and are ignored."""
         for group_id, index in samples:
-            held = self.groups.get(group_id)
-            kept = held.unacked.pop(index, None) if held else None
-            if held is None or kept is None:
+            accepted = self.groups.get(group_id)
+            unacked = accepted.unacked.pop(index, None) if accepted else None
+            if accepted is None or unacked is None:
                 continue
-            self.unacked_bytes -= kept.size
-            self._carried += kept.size
-            held.acked += 1
-            self.record.acked(held.engine_id, index)
-            if held.acked == held.n:
+            self.unacked_bytes -= unacked.size
+            self._carried += unacked.size
+            accepted.acked += 1
+            self.persistence.acked(accepted.engine_id, index)
+            if accepted.acked == accepted.n:
                 self.drop(group_id)
 
     def attach(self, peer: bytes, welcome: list[Frame]) -> None:
-        """Take a (new) connection: the Welcome goes first, then whatever it has not acked is sent again."""
+        """Use a new connection: queue the Welcome, then all unacknowledged samples again."""
         self.peer = peer
         self.taken_bytes = self._reported_bytes = 0
         self.streaming.restart()
         self._queue, self._packed, self._carried = deque([welcome]), [], 0
         self._reply_bytes = frame_bytes(welcome)
-        for held in self.groups.values():
-            self._queue.extend(held.unacked.values())
+        for accepted in self.groups.values():
+            self._queue.extend(accepted.unacked.values())
 
     def flush(self, send: Callable[[bytes, list[Frame]], bool], more_come: bool = False) -> bool:
-        """Send what the connection takes now, at most MOST_AT_ONCE messages. Returns whether that was the reason to stop.
-        more_come: samples that may wait need not go by themselves."""
-        waits = more_come and self.gathers and not self._reply_bytes and time.monotonic() - self._samples_at < GATHER_S
-        if self.peer is None or waits:
+        """Send messages until the connection accepts no more. Returns whether it stopped at `SendLimits.messages` instead.
+        more_come: samples of the next step follow soon, so those for a front wait up to `gather_s`."""
+        may_wait = more_come and self.gathers and not self._reply_bytes
+        if self.peer is None or (may_wait and self._clock() - self._samples_at < self._limits.gather_s):
             return False
-        for _ in range(MOST_AT_ONCE):
+        for _ in range(self._limits.messages):
             if not (self._queue or self._packed):
                 return False
             first = self._queue[0] if self._queue else None
@@ -251,39 +305,64 @@ class Session:
             self._packed = self._packed or self._pack()
             if self._packed and not send(self.peer, self._packed):
                 return False
-            self._packed, self._samples_at = [], time.monotonic()
+            self._packed, self._samples_at = [], self._clock()
         return bool(self._queue)
 
     def _pack(self) -> list[Frame]:
-        """Make one message of the samples that are next; none of those that were acked or dropped meanwhile."""
-        samples, names, size = list[Sample](), list[str](), 0
-        most_bytes = min(BATCH_BYTES, max(FIRST_BYTES, self._carried))
-        while self._queue and len(samples) < BATCH_SAMPLES:
+        """Make one message of the next samples. Samples that were acknowledged or dropped meanwhile are left out."""
+        samples, names, size, limits = list[Sample](), list[str](), 0, self._limits
+        most_bytes = min(limits.batch_bytes, max(limits.first_bytes, self._carried))
+        while self._queue and len(samples) < limits.batch_samples:
             entry = self._queue[0]
             if isinstance(entry, list):
                 break
-            held, sample, more = entry
-            if sample.index in held.unacked:
+            accepted, sample, more = entry
+            if sample.index in accepted.unacked:
                 size = size + more
                 if samples and (size > most_bytes or sample.layout != samples[0].layout):
                     break
                 samples.append(sample)
-                names.append(held.group_id)
+                names.append(accepted.group_id)
             self._queue.popleft()
         return pack(pack_samples(names, samples)) if samples else []
 
 
-def kept_bytes(sample: Sample) -> int:
-    """Count what a sample takes that is kept for its client."""
+def counted_bytes(sample: Sample) -> int:
+    """Return the bytes that an unacknowledged sample counts."""
     return sample.nbytes + SAMPLE_OVERHEAD
 
 
-class Sessions:
-    """All clients, by key and session id, and by connection."""
+def to_json(status: dict[str, Any]) -> bytes:
+    """Encode a status; numpy scalars and arrays become numbers and lists. Raises TypeError for values that JSON cannot
+    express."""
+    return json.dumps(status, default=_plain).encode()
 
-    def __init__(self, most: int, record: Persistence | None = None) -> None:
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"a status holds a {type(value).__name__}, which is not JSON")
+
+
+class Sessions:
+    """The sessions of all clients, by key and id, and by connection.
+
+    Args:
+        most: sessions at once.
+        persistence, limits, clock: of each `Session`.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        persistence: Persistence | None = None,
+        limits: SendLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._most = most
-        self._record = Persistence() if record is None else record
+        self._persistence = Persistence() if persistence is None else persistence
+        self._limits = limits or SendLimits()
+        self._clock = clock
         self._by_id: dict[tuple[str, str], Session] = {}
         self._by_peer: dict[bytes, Session] = {}
         self._made = 0
@@ -295,38 +374,41 @@ class Sessions:
         return len(self._by_id)
 
     def others(self, session: Session) -> list[Session]:
-        """List the other fronts of its key. Clients are none, whatever a Hello asks for."""
+        """List the other fronts with the same key. Clients are never in the list, whatever their Hello says."""
         return [other for other in self if other is not session and other.key == session.key and other.gathers]
 
     def at(self, peer: bytes) -> Session | None:
+        """Return the session of a connection."""
         return self._by_peer.get(peer)
 
     def open(self, id: str, name: str, key: str = "") -> Session:
-        """Return the key's session of this id, a new one if there is none: who finds out the id of another's session has
-        nothing of it. Raises Busy."""
+        """Return the session with this key and id, or open it. The key is part of the lookup: knowing the id of another
+        client's session is not enough. Raises Busy."""
         if (key, id) not in self._by_id:
             if len(self._by_id) >= self._most:
                 raise Busy(f"{len(self._by_id)} clients are connected, the most allowed (Limits.max_clients)")
             self._made += 1
-            self._by_id[key, id] = Session(id, name, self._made, key, self._record)
-            self._record.opened(key, id, name, self._made)
+            self._by_id[key, id] = self._make(key, id, name, self._made)
+            self._persistence.opened(key, id, name, self._made)
             log.info("client connected client=%d name=%r", self._made, name)
         return self._by_id[key, id]
 
-    def bring_back(self, key: str, id: str, name: str, number: int) -> Session:
-        """Make a session again that was open before a restart, under the number that it had."""
+    def restore(self, key: str, id: str, name: str, number: int) -> None:
+        """Open a session of the journal, under its number of before the restart."""
         self._made = max(self._made, number)
-        session = self._by_id[key, id] = Session(id, name, number, key, self._record)
-        return session
+        self._by_id[key, id] = self._make(key, id, name, number)
+
+    def _make(self, key: str, id: str, name: str, number: int) -> Session:
+        return Session(id, name, number, key, self._persistence, self._limits, self._clock)
 
     def of(self, key: str, id: str) -> Session:
-        """Return the session of this id that the key has. KeyError if there is none."""
+        """Return the session with this key and id. Raises KeyError."""
         return self._by_id[key, id]
 
     def connect(self, session: Session, peer: bytes, hello: int, welcome: list[Frame]) -> None:
-        """Make `peer` the session's connection, and nobody else's. `hello`: number of the Hello that says so. One
-        that is repeated, because its answer was slow, changes nothing: what was sent on this connection arrives, and a sample
-        that came twice might be taken for one of a new group of the same id."""
+        """Make `peer` the connection of this session and of no other. hello: number of the Hello. If a slow answer made the
+        client repeat its Hello, the answer is sent again and nothing else: the samples that were sent on this connection
+        arrive, and a duplicate might be taken for a sample of a new group with the same id."""
         if session.peer == peer and session.last_hello == (peer, hello):
             session.reply(welcome)
             return
@@ -340,12 +422,13 @@ class Sessions:
         session.attach(peer, welcome)
 
     def close(self, session: Session) -> None:
+        """Forget a session."""
         del self._by_id[session.key, session.id]
-        self._record.closed(session.key, session.id)
+        self._persistence.closed(session.key, session.id)
         if session.peer is not None:
             del self._by_peer[session.peer]
 
 
 def without_tokens(sample: Sample, reason: str) -> Sample:
-    """Make what is delivered in place of a sample that there is no room to keep."""
+    """Return the "error" sample that is delivered when there is no room to keep `sample`."""
     return msgspec.structs.replace(sample, finish_reason="error", error=reason, **no_tokens().columns())

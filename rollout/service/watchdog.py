@@ -1,11 +1,11 @@
-"""Where the service's loop is, and since when: for those who have to know that it stands.
+"""Detects a stalled event loop.
 
-    loop ── at("take"), at("step"), … ──> Watch <── looks ── Watchdog, a thread of its own
+    loop ── at("take"), at("step"), … ──> LoopPhase <── reads ── Watchdog, a thread
 
-A part of a turn that lasts longer than `stall_s` is told while it lasts, with the stack of the loop's thread, and counted when
-it has ended (`loop/stalled_s`). A loop that stands for `exit_s` ends the process, with the stacks of all threads on standard
-error, so that a supervisor may start another one. That is faulthandler's own timer, which needs no Python to run: it also ends
-a process whose loop stands in foreign code that holds the interpreter's lock.
+If a phase of an iteration exceeds `stall_s`, the watchdog logs it with the stack of the loop's thread while it lasts, and the
+time is counted when it ends (`loop/stalled_s`). If it exceeds `exit_s`, the process exits and prints the stacks of all threads
+to standard error, so that a supervisor can start another one. This uses faulthandler's timer, which needs no Python code to
+run: it also ends a process whose loop is stuck in native code that holds the GIL.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from typing import Literal
 
 from rollout.logs import logger
 
-Part = Literal["wait", "take", "refresh", "commit", "step", "send", "timers"]
-"""of a turn. In `wait` nothing is to do; `commit` exchanges the weights and `step` computes, which takes what the model takes;
-all others are the service's own work"""
-MODELS: frozenset[Part] = frozenset({"commit", "step"})
+Phase = Literal["wait", "take", "refresh", "commit", "step", "send", "timers"]
+"""of an iteration. In `wait` the loop waits for messages; `commit` swaps the weights and `step` runs the engine, whose
+durations depend on the model; the other phases are the service's own work"""
+MODELS: frozenset[Phase] = frozenset({"commit", "step"})
 
-LOOKS_A_STALL = 4
-"""so many times in `stall_s` the watchdog looks"""
+CHECKS_PER_STALL = 4
+"""checks of the watchdog within `stall_s`"""
 
 log = logger(__name__)
 
 
 class LoopPhase:
-    """Notes which part of its turn a loop is in. Written by the loop's thread only, with the time of the call.
+    """Records the current phase of a loop and its longest iteration. Written by the loop's thread only.
 
     Args:
-        stall_s: seconds after which a part of a turn counts as a stall.
+        stall_s: seconds after which a phase counts as a stall.
         clock: seconds, monotonic.
-        cpu_clock: seconds that the calling thread has computed.
-        alone_s: seconds without any client after which the service is to end; None: never.
-        models: parts that take what the model takes, and are not counted as the service's own work.
+        cpu_clock: CPU seconds of the calling thread.
+        alone_s: seconds without a client after which the service ends; None: never.
+        models: phases whose duration depends on the model; they are not counted in the longest iteration.
     """
 
     def __init__(
@@ -48,33 +48,33 @@ class LoopPhase:
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
         alone_s: float | None = None,
-        models: frozenset[Part] = MODELS,
+        models: frozenset[Phase] = MODELS,
     ) -> None:
         self.stall_s = stall_s
         self._alone_s = alone_s
         self._alone_since: float | None = None
         self.stalled_s = 0.0
-        """seconds of all parts that lasted longer than `stall_s`"""
+        """sum of the phases that exceeded `stall_s`"""
         self.stalls = 0
         self.longest_turn_s = 0.0
-        """the longest turn so far, without what is the model's and without waiting"""
-        self.longest_turn_in: Part = "wait"
-        """the part that took most of it"""
+        """longest iteration so far, without `models` and without waiting"""
+        self.longest_turn_in: Phase = "wait"
+        """the phase that took most of it"""
         self.longest_turn_cpu_s = 0.0
-        """the most that a turn has computed, counted alike: a machine that is busy with others does not add to this"""
+        """most CPU time of an iteration, of the same phases; other processes on the machine do not add to it"""
         self._clock, self._cpu_clock = clock, cpu_clock
         self._apart = models | {"wait"}
-        self._turn: dict[Part, float] = {}
-        """seconds of its parts so far"""
+        self._turn: dict[Phase, float] = {}
+        """seconds of each phase of this iteration so far"""
         self._turn_cpu_s, self._cpu_at = 0.0, 0.0
-        self._now: tuple[Part, float] = ("wait", clock())
-        """assigned whole, so that another thread never sees half of it"""
+        self._now: tuple[Phase, float] = ("wait", clock())
+        """phase and its start. One tuple, so that the watchdog's thread reads a consistent pair"""
 
-    def at(self, part: Part) -> None:
-        """Note that a part begins and the one before has ended. With "wait" begins the next turn."""
+    def at(self, phase: Phase) -> None:
+        """Record that a phase begins. The phase "wait" begins the next iteration."""
         was, since = self._now
         now, cpu_now = self._clock(), self._cpu_clock()
-        self._now = part, now
+        self._now = phase, now
         seconds = now - since
         if was not in self._apart:
             self._turn[was] = self._turn.get(was, 0.0) + seconds
@@ -83,8 +83,8 @@ class LoopPhase:
         if was != "wait" and seconds > self.stall_s:
             self.stalls += 1
             self.stalled_s += seconds
-            log.warning("loop goes on part=%s stood_s=%.1f", was, seconds)
-        if part == "wait":
+            log.warning("event loop recovered phase=%s stalled_s=%.1f", was, seconds)
+        if phase == "wait":
             self._end_turn()
 
     def _end_turn(self) -> None:
@@ -96,17 +96,17 @@ class LoopPhase:
         self._turn_cpu_s = 0.0
 
     def alone(self, clients: int, now: float) -> bool:
-        """Note how many clients there are at `now`, of the service's clock. Returns whether it was alone for too long."""
+        """Record the number of clients at `now` of the service's clock. Returns whether there was none for `alone_s`."""
         self._alone_since = None if clients else now if self._alone_since is None else self._alone_since
         return self._alone_s is not None and self._alone_since is not None and now - self._alone_since > self._alone_s
 
-    def standing(self) -> tuple[Part, float]:
-        """Return the part that the loop is in and the seconds since it began; for any thread."""
-        part, since = self._now
-        return part, self._clock() - since
+    def current(self) -> tuple[Phase, float]:
+        """Return the current phase and the seconds since it began. For any thread."""
+        phase, since = self._now
+        return phase, self._clock() - since
 
     def status(self) -> dict[str, float | str]:
-        """Describe the loop for `rollout status` and the metrics."""
+        """Return the figures for `rollout status` and the metrics."""
         return {
             "stalled_s": round(self.stalled_s, 3),
             "stalls": self.stalls,
@@ -117,18 +117,19 @@ class LoopPhase:
 
 
 class Watchdog:
-    """Looks after the thread that makes it, until `close`.
+    """A thread that checks the loop of the thread that creates it, until `close`.
 
     Args:
-        watch: written by that thread.
-        exit_s: seconds in one part of a turn after which the process ends; None = never.
+        watch: written by the loop.
+        exit_s: seconds in one phase after which the process exits; None: never.
     """
 
     def __init__(self, watch: LoopPhase, exit_s: float | None = None) -> None:
         self._watch = watch
         self._exit_s = exit_s
         self._loop = threading.get_ident()
-        self._told: float = 0.0
+        self._logged_s = 0.0
+        """how long the present stall had lasted when it was last logged"""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollout-watchdog", daemon=True)
         self._thread.start()
@@ -141,24 +142,24 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
-        every = min(self._watch.stall_s, self._exit_s or self._watch.stall_s) / LOOKS_A_STALL
+        every = min(self._watch.stall_s, self._exit_s or self._watch.stall_s) / CHECKS_PER_STALL
         while True:
-            self._look()
+            self._check()
             if self._closed.wait(every):
                 return
 
-    def _look(self) -> None:
-        part, stood = self._watch.standing()
-        waits = part == "wait"
+    def _check(self) -> None:
+        phase, stalled = self._watch.current()
+        waits = phase == "wait"
         if self._exit_s is not None:
-            # Armed anew at each look, by what the loop has left: where no Python runs any more, the last one holds.
-            left = self._exit_s if waits else self._exit_s - stood
+            # Armed again at each check with the remaining time: if Python stops running, the last timer expires.
+            left = self._exit_s if waits else self._exit_s - stalled
             faulthandler.dump_traceback_later(max(0.01, left), exit=True)
-        if waits or stood <= self._watch.stall_s:
-            self._told = 0.0
-        elif stood >= 2 * self._told:  # at stall_s, then each time that the wait has doubled
-            self._told = stood
-            log.error("loop stands part=%s stood_s=%.1f stack=%r", part, stood, self._stack())
+        if waits or stalled <= self._watch.stall_s:
+            self._logged_s = 0.0
+        elif stalled >= 2 * self._logged_s:  # at stall_s, then whenever the duration has doubled
+            self._logged_s = stalled
+            log.error("event loop stalled phase=%s stalled_s=%.1f stack=%r", phase, stalled, self._stack())
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._loop)

@@ -1,10 +1,10 @@
-"""A copy of the live weights in shared memory, for another service of this host that has not got them. Written in portions
-between the steps, kept until other weights are live or whoever asked is gone."""
+"""Copies the live weights to shared memory for another service on this host that needs them. Written in portions between steps,
+kept until other weights are live or all clients that asked are gone."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -12,8 +12,7 @@ import xxhash
 
 from engine.types import Mode, TensorInfo, manifest_digest
 from rollout.logs import logger
-from rollout.service.as_json import to_json
-from rollout.service.engine_api import EngineLike, OwnTensors
+from rollout.service.engine_api import EngineLike, HasTensors, OwnTensors
 from rollout.service.session import Session
 from transport import messages as m
 from transport.errors import Busy, GroupFailed, InvalidRequest, RolloutError
@@ -23,16 +22,17 @@ from transport.weights.shm import Segment
 PORTION_BYTES = 8 << 20
 MAX_WAITING = 64
 """requests that may wait for the copy"""
-NOTHING_THERE = (Mode.ASLEEP, Mode.WITHOUT_WEIGHTS, Mode.TORN)
+WITHOUT_WEIGHTS = (Mode.ASLEEP, Mode.WITHOUT_WEIGHTS, Mode.TORN)
 
 log = logger(__name__)
 
 
 class WeightExport:
-    """Written by the service's loop only. True while somebody waits."""
+    """Written by the service's thread only. True while requests wait. clock: seconds, monotonic."""
 
-    def __init__(self, engine: EngineLike) -> None:
+    def __init__(self, engine: EngineLike, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
+        self._clock = clock
         self._segment = Segment()
         self._waiting: list[tuple[Session, int]] = []
         self._answered: list[Session] = []
@@ -40,14 +40,14 @@ class WeightExport:
         self._writing: Iterator[TensorInfo | None] | None = None
         self._manifest: list[TensorInfo] = []
         self._answer: dict[str, Any] | None = None
-        """to all who ask for it while these weights are live"""
+        """the reply to all requests while these weights are live"""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def ask(self, session: Session, request_id: int) -> None:
-        """Have the weights copied; the answer comes when they are. Raises Busy, InvalidRequest."""
-        if self._engine.weights.own is None:
+        """Reply once the weights are copied. Raises Busy, InvalidRequest."""
+        if not isinstance(self._engine.weights, HasTensors):
             raise InvalidRequest("this service has no weights of its own to share: it is a front, ask one of its replicas")
         self._check()
         if len(self._waiting) >= MAX_WAITING:
@@ -56,41 +56,42 @@ class WeightExport:
             self._waiting.append((session, request_id))
 
     def forget(self, session: Session) -> None:
+        """Drop the requests of a session, and the copy if no other session may read it."""
         self._waiting = [asker for asker in self._waiting if asker[0] is not session]
         if session in self._answered:
             self._answered.remove(session)
             if not self._answered:
-                self.void()
+                self.discard()
 
-    def void(self) -> None:
-        """Let go of the copy: other weights are live, or nobody needs it. One that is being written begins again."""
+    def discard(self) -> None:
+        """Free the copy, when other weights are live or nobody needs it. A copy in progress starts again."""
         self._writing = self._answer = None
         self._answered.clear()
         self._segment.close()
 
     def work(self, end: float) -> None:
-        """Copy until `end` (time.perf_counter). Whoever asked is told if it fails."""
+        """Copy until `end` of the clock, and reply once the copy is complete. If it fails, all requests are refused."""
         try:
             while self._waiting and self._answer is None:
                 self._check()
                 self._copy()
-                if time.perf_counter() >= end:
+                if self._clock() >= end:
                     return
         except Exception as error:
             self._fail(error)
         for session, request_id in self._waiting:
             self._answered.append(session)
-            session.reply(pack(m.StatusReply(request_id, to_json(self._answer or {}))))
+            session.reply_status(request_id, self._answer or {})
         self._waiting.clear()
 
     @property
     def _own(self) -> OwnTensors:
-        own = self._engine.weights.own
-        assert own is not None, "whoever asks a front is refused"
-        return own
+        weights = self._engine.weights
+        assert isinstance(weights, HasTensors), "`ask` refuses"
+        return weights.own
 
     def _check(self) -> None:
-        if (mode := self._engine.mode) in NOTHING_THERE:
+        if (mode := self._engine.mode) in WITHOUT_WEIGHTS:
             raise Busy(f"the service is {mode.value}: it has no weights to share")
 
     def _copy(self) -> None:
@@ -110,7 +111,7 @@ class WeightExport:
         }
 
     def _portions(self) -> Iterator[TensorInfo | None]:
-        """Write all tensors, one after the other. Yields None after each portion, a tensor's entry at its end."""
+        """Write all tensors. Yields None after each portion, and the manifest's entry at the end of each tensor."""
         own = self._own
         infos = own.manifest()
         memory, at = self._segment.reserve(sum(own.size(info.name)[0] for info in infos)), 0
@@ -126,9 +127,10 @@ class WeightExport:
             yield msgspec.structs.replace(info, digest=digest.hexdigest())
 
     def _fail(self, error: Exception) -> None:
-        told = error if isinstance(error, RolloutError) else GroupFailed(f"weights not shared: {type(error).__name__}: {error}")
-        log.warning("weights not shared reason=%r", told.message)
+        what = f"weights not shared: {type(error).__name__}: {error}"
+        refusal = error if isinstance(error, RolloutError) else GroupFailed(what)
+        log.warning("weights not shared reason=%r", refusal.message)
         for session, request_id in self._waiting:
-            session.reply(pack(m.Refused(told.kind, told.message, None, request_id)))
+            session.reply(pack(m.Refused(refusal.kind, refusal.message, None, request_id)))
         self._waiting.clear()
-        self.void()
+        self.discard()

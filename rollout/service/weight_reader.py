@@ -1,5 +1,5 @@
-"""Passes over all bytes of the live weights, in portions between the steps: digests of them as they lie there, for those who
-ask to verify, shared by everybody who has asked before a pass began; and copies to share (`rollout.service.weight_export`)."""
+"""Reads all bytes of the live weights between steps, in time slices, to verify their digest. Requests that arrive before a pass
+begins share it."""
 
 from __future__ import annotations
 
@@ -10,57 +10,56 @@ from engine.types import Mode
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike
 from rollout.service.session import Session
-from rollout.service.weight_export import WeightExport
 from transport import messages as m
 from transport.errors import Busy, GroupFailed
 from transport.frames import pack
 
 MAX_WAITING = 256
-"""requests that may wait for a pass"""
+"""requests that may wait for the next pass"""
 
 log = logger(__name__)
 
 Asker = tuple[Session, int, Callable[[str], None]]
-"""(who, request, what is called with the digest)"""
+"""(session, request id, function that is called with the digest)"""
 
 
 class WeightReader:
-    """Written by the service's loop only. True while somebody waits."""
+    """Written by the service's thread only. True while requests wait. clock: seconds, monotonic."""
 
-    def __init__(self, engine: EngineLike) -> None:
+    def __init__(self, engine: EngineLike, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
+        self._clock = clock
         self._next: list[Asker] = []
+        """requests for the next pass"""
         self._served: list[Asker] = []
-        """by the pass that is under way"""
+        """requests that the current pass answers"""
         self._pass: Iterator[str | None] | None = None
         self._state = (0, False, False)
-        """of the weights when the pass began"""
-        self.sharing = WeightExport(engine)
+        """version, asleep, dropped: of the weights when the pass began"""
 
     def __bool__(self) -> bool:
-        return bool(self._next or self._served or self.sharing)
+        return bool(self._next or self._served)
 
     def ask(self, session: Session, request_id: int, reply: Callable[[str], None]) -> None:
-        """Have `reply` called with the digest. Raises Busy."""
+        """Call `reply` with the digest once a pass has read the weights. Raises Busy."""
         if len(self._next) >= MAX_WAITING:
             raise Busy(f"{len(self._next)} requests to verify the weights wait; try again when they are answered")
         self._next.append((session, request_id, reply))
 
     def forget(self, session: Session) -> None:
+        """Drop the requests of a session."""
         self._next = [asker for asker in self._next if asker[0] is not session]
         self._served = [asker for asker in self._served if asker[0] is not session]
-        self.sharing.forget(session)
 
     def work(self, end: float) -> None:
-        """Read until `end` (time.perf_counter), or to the end of a pass. New weights begin it again. Whoever asked is told if
-        it fails."""
-        self.sharing.work(end)
+        """Read until `end` of the clock, or to the end of a pass. New weights restart the pass. If it fails, all requests are
+        refused."""
         if not (self._next or self._served):
             return
         try:
             self._read(end)
         except Exception as error:
-            log.exception("live weights not read")
+            log.exception("reading the live weights failed")
             failed, self._served, self._next, self._pass = [*self._served, *self._next], [], [], None
             reason = f"the service failed on this message: {type(error).__name__}: {error}"
             for session, request_id, _ in failed:
@@ -80,5 +79,5 @@ class WeightReader:
                 for _, _, reply in served:
                     reply(digest)
                 return
-            if time.perf_counter() >= end:
+            if self._clock() >= end:
                 return

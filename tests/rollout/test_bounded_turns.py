@@ -15,11 +15,8 @@ from rollout.fleet import event_queue
 from rollout.fleet import groups as fleet_groups
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.groups import FleetGroups
-from rollout.fleet.join_listener import JoinListener
-from rollout.fleet.replica_set import ReplicaSet
-from rollout.service import session as sessions
-from rollout.service.running import Running
-from rollout.service.session import HeldGroup, Session
+from rollout.service.running import EngineGroups
+from rollout.service.session import MAX_REPLY_BYTES, AcceptedGroup, SendLimits, Session
 from tests.support.clock import Clock
 from tests.support.fake_engine import FakeEngine
 from tests.support.wire import Bench, Peer, submit
@@ -68,27 +65,26 @@ def sample(index: int) -> Sample:
 def test_a_client_is_sent_so_much_at_once_and_the_rest_at_once_after_the_others() -> None:
     session = Session("s", "reads fast", 1)
     session.peer = b"p"
-    held = HeldGroup("g", "1.1", b"", range(1000))
-    session.hold(held)
+    accepted = AcceptedGroup("g", "1.1", b"", range(1000))
+    session.hold(accepted)
     for i in range(1000):
-        session.keep(held, sample(i))
+        session.queue_sample(accepted, sample(i))
     sent: list[int] = []
     take = lambda peer, frames: sent.append(1) is None  # noqa: E731
-    turns = 0
+    turns, most = 0, SendLimits().messages
     while session.flush(take):
         turns += 1
-        assert len(sent) == sessions.MOST_AT_ONCE * turns
-    assert turns == 1000 // sessions.MOST_AT_ONCE and len(sent) == 1000 and not session.pending
+        assert len(sent) == most * turns
+    assert turns == 1000 // most and len(sent) == 1000 and not session.pending
 
 
 def test_the_loop_goes_on_at_once_with_what_it_has_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MOST_AT_ONCE", 2)
-    bench = Bench()
+    bench = Bench(send_limits=SendLimits(messages=2))
     peer = bench.client()
     holding(bench, peer, 8)
     waits: list[float] = []
-    receive = bench.service._inbox.receive
-    monkeypatch.setattr(bench.service._inbox, "receive", lambda wait, began: waits.append(wait) or receive(wait, began))
+    receive = bench.service._receiver.receive
+    monkeypatch.setattr(bench.service._receiver, "receive", lambda wait, began: waits.append(wait) or receive(wait, began))
     bench.settle()
     while len(peer.got) < 8:
         waits.clear()
@@ -103,14 +99,14 @@ def test_ending_everything_takes_a_session_at_a_time(monkeypatch: pytest.MonkeyP
     peers = [bench.client() for _ in range(12)]
     for number, peer in enumerate(peers):
         holding(bench, peer, 10, name=f"c{number}-")
-    ends = counted(monkeypatch, Running, "_end")
+    ends = counted(monkeypatch, EngineGroups, "_abort")
     running = bench.service._running
     running.abort_all(bench.service._sessions)
-    assert not ends and running.ending
+    assert not ends and running.has_aborts
     most = 0
-    while running.ending:
+    while running.has_aborts:
         before = len(ends)
-        running.end_some(0.0)
+        running.process_aborts(0.0)
         most = max(most, len(ends) - before)
     assert most == 10 and len(ends) == 120 and not bench.engine.groups
 
@@ -125,7 +121,7 @@ def test_a_group_that_comes_after_is_not_ended_with_everything() -> None:
     asked = {held.group_id: held for session in bench.service._sessions for held in session.groups.values()}
     late = submit("late", serial=9, max_tokens=100)
     running.submit(list(bench.service._sessions)[1], late)
-    running.end_some(None)
+    running.process_aborts(None)
     assert list(bench.engine.groups) == [list(bench.service._sessions)[1].groups["late"].engine_id] and len(asked) == 3
 
 
@@ -134,17 +130,14 @@ def test_asking_again_for_the_end_of_everything_adds_nothing() -> None:
     holding(bench, bench.client(), 3)
     for _ in range(1000):
         bench.service._running.abort_all(bench.service._sessions)
-    assert len(bench.service._running._sweeps) == 1
+    assert len(bench.service._running._session_aborts) == 1
 
 
-def test_silent_clients_are_forgotten_one_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(frozen(), client_grace_s=5.0)
+def test_silent_clients_are_forgotten_one_a_turn() -> None:
+    bench = Bench(frozen(), client_grace_s=5.0, clock=Clock())
     peers = [bench.client() for _ in range(4)]
     for peer in peers:
         holding(bench, peer, 2, name=peer.session)
-    clock = Clock()
-    clock.now = bench.service._clock.now
-    monkeypatch.setattr("rollout.service.loop.time.monotonic", clock)
     for session in bench.service._sessions:
         session.last_received_at = -1e6
     for left in (3, 2, 1, 0):
@@ -156,7 +149,7 @@ def test_clients_that_flood_are_forgotten_one_a_turn() -> None:
     bench = Bench(frozen())
     peers = [bench.client() for _ in range(3)]
     for session in bench.service._sessions:
-        session._reply_bytes = sessions.MAX_REPLY_BYTES + 1
+        session._reply_bytes = MAX_REPLY_BYTES + 1
     bench.service._flush()
     assert len(list(bench.service._sessions)) == len(peers) - 1
 
@@ -166,9 +159,9 @@ def test_one_message_is_taken_where_there_is_no_time_for_more() -> None:
     peer = bench.client()
     for i in range(50):
         peer.send(submit(f"g{i}", serial=i + 1, max_tokens=100))
-    event_queue = bench.service._inbox
-    before = event_queue.messages
-    assert not event_queue.receive(0.0, lambda: 0.0) and event_queue.messages == before + 1
+    receiver = bench.service._receiver
+    before = receiver.messages
+    assert not receiver.receive(0.0, lambda: 0.0) and receiver.messages == before + 1
 
 
 def test_a_front_makes_so_many_calls_at_once() -> None:

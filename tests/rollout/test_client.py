@@ -17,8 +17,7 @@ from rollout.client import link
 from rollout.client.api import Handle, RolloutClient
 from rollout.client.connection import LinkTiming
 from rollout.client.submission import plain, token_array
-from rollout.service import loop as service_module
-from rollout.service.loop import Service
+from rollout.service.loop import Service, ServiceTiming
 from tests.support.clock import Clock
 from tests.support.fake_engine import VOCAB, FakeEngine, expected
 from tests.support.played import Played, failure
@@ -34,17 +33,13 @@ WAIT = 60.0
 ENDLESS = Sampling(n=2, max_tokens=40_000)
 
 
-@pytest.fixture(autouse=True)
-def stop_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "IDLE_POLL_S", 0.005)
-
-
 @contextmanager
 def serving(engine: FakeEngine | None = None, sockets: bool = False, **options: Any) -> Iterator[Callable[..., RolloutClient]]:
     """Runs a service in a thread; yields how to connect to it."""
     loopback = None if sockets else LoopbackService()
     endpoint = "tcp://127.0.0.1:*" if sockets else None
     options.setdefault("client_grace_s", WAIT)
+    options.setdefault("timing", ServiceTiming(idle_poll_s=0.005))  # so that it stops soon
     service = Service(engine or FakeEngine(step_s=0.0005), endpoint, transport=loopback, **options)
     thread = threading.Thread(target=service.run)
     thread.start()

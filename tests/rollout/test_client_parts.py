@@ -14,7 +14,7 @@ from rollout.client.handle import Handle
 from rollout.client.link import CallQueue
 from rollout.client.pending import OpenGroups, PendingRequests, WeightHistory
 from rollout.client.submission import check_budget, group_of, scored_group, sendable
-from rollout.service.clock import LoopClock
+from rollout.service.loop import SilenceClock
 from transport.checks import Bounds
 from transport.errors import ClientClosed, LimitExceeded, WeightsRefused
 
@@ -135,18 +135,18 @@ def test_calls_that_wake_nobody_are_made_with_the_next_that_does() -> None:
 
 
 def test_the_clock_moves_at_most_half_the_grace_time_a_turn() -> None:
-    clock = LoopClock(monotonic=100.0, grace_s=10.0)
-    clock.turn(101.0)
+    clock = SilenceClock(now_s=100.0, grace_s=10.0)
+    clock.advance(101.0)
     assert clock.now == 1.0
-    clock.turn(1000.0)  # the process was suspended
+    clock.advance(1000.0)  # the process was suspended
     assert clock.now == 6.0
 
 
 def test_patience_is_doubled_while_messages_wait_to_be_taken() -> None:
-    clock = LoopClock(monotonic=0.0, grace_s=10.0)
-    clock.turn(5.0)
+    clock = SilenceClock(now_s=0.0, grace_s=10.0)
+    clock.advance(5.0)
     assert clock.patience_s == 10.0
-    clock.turn(6.0)
+    clock.advance(6.0)
     assert clock.patience_s == 20.0, "not everything was taken for more than half the grace time"
     clock.catch_up()
     assert clock.patience_s == 10.0

@@ -378,7 +378,7 @@ def test_the_rubbish_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     fallen: list[BaseException] = []
 
     def run() -> None:
-        monkeypatch.setattr(service._inbox, "_refuse", lambda *args: 1 / 0)
+        monkeypatch.setattr(service._receiver, "_refuse", lambda *args: 1 / 0)
         try:
             service.run()
         except BaseException as error:

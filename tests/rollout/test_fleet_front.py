@@ -269,7 +269,7 @@ def test_a_service_that_is_told_to_ends_when_it_is_alone() -> None:
 
 def test_a_version_is_written_before_its_trainer_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(HashEngine(), journal=Journal(str(tmp_path / "journal"), "hash"))  # type: ignore[arg-type]
-    journal: Any = bench.service._record
+    journal: Any = bench.service._persistence
     seen: list[int] = []
     flush = bench.service._flush
     monkeypatch.setattr(bench.service, "_flush", lambda: (seen.append(journal.weights.version), flush()))
@@ -448,14 +448,14 @@ def test_what_is_shared_is_what_is_live() -> None:
     assert (answer["version"], answer["digest"]) == (0, engine.live_digest())
     assert msgspec.convert(answer["manifest"], list[TensorInfo]) == manifest_of(weights_of(0))
     assert shared(bench, other) == answer, "it is not written again"
-    bench.service._refreshes._reads.sharing.void()  # as other weights go live
+    bench.service._refreshes._export.discard()  # as other weights go live
     engine.tensors, engine.version = weights_of(1), 1
     with pytest.raises(SourceUnreachable):
         read(answer)
     assert read(shared(bench, peer)) == b"".join(weights.tobytes() for weights in weights_of(1).values())
     peer.send(m.Goodbye())
     bench.turn()
-    assert len(bench.service._refreshes._reads.sharing._segment._memory) == 0, "nobody needs it"
+    assert len(bench.service._refreshes._export._segment._memory) == 0, "nobody needs it"
 
 
 def test_what_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,7 +471,7 @@ def test_what_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     peer.send(m.Share(8))
     bench.turn(2)
     assert "ZeroDivisionError" in peer.refused().message
-    monkeypatch.setattr(HashEngine, "own", None)  # as of a front
+    monkeypatch.delattr(HashEngine, "own")  # as of a front
     front = Bench(HashEngine())  # type: ignore[arg-type]
     peer = front.client().send(m.Share(9))
     front.turn()

@@ -22,9 +22,8 @@ from rollout.client.api import RolloutClient
 from rollout.commands.main import main
 from rollout.config import Config, InputError, dump
 from rollout.service import journal
-from rollout.service.journal import Journal
+from rollout.service.journal import Journal, Persistence
 from rollout.service.loop import Service
-from rollout.service.persistence import Persistence
 from tests.support.lasting import ROOT, Process, SeededEngine, expected, free_port
 from tests.support.waiting import until
 from tests.support.wire import Bench, Peer, submit
@@ -154,7 +153,7 @@ class Lives:
         return self.bench.connect("1" * 32)
 
     def kill(self) -> None:
-        journal: Any = self.bench.service._record
+        journal: Any = self.bench.service._persistence
         journal.close()  # what was not committed is lost; sqlite's and our locks go with a process
 
 
@@ -277,9 +276,9 @@ def test_samples_are_sent_after_they_are_written(lives: Lives, monkeypatch: pyte
 def test_a_turn_without_news_writes_nothing(lives: Lives) -> None:
     lives.start().hello()
     lives.bench.turn()
-    changes = lives.bench.service._record._db.total_changes  # type: ignore[attr-defined]
+    changes = lives.bench.service._persistence._db.total_changes  # type: ignore[attr-defined]
     lives.bench.turn(20)
-    assert lives.bench.service._record._db.total_changes == changes  # type: ignore[attr-defined]
+    assert lives.bench.service._persistence._db.total_changes == changes  # type: ignore[attr-defined]
 
 
 def test_a_real_engine_goes_on_equal_to_the_bit(lives: Lives) -> None:
@@ -403,7 +402,7 @@ def test_a_service_that_can_keep_nothing_leaves_its_clients_to_the_next(
     def full(version: int) -> None:
         raise sqlite3.OperationalError(reason)
 
-    monkeypatch.setattr(lives.bench.service._record, "commit", full)
+    monkeypatch.setattr(lives.bench.service._persistence, "commit", full)
     with pytest.raises(sqlite3.OperationalError, match=reason):
         lives.bench.service.run()
     assert not peer.take(m.SamplesDone) and not peer.samples() and not peer.take(m.Closing)
@@ -438,10 +437,10 @@ def test_files_that_are_no_journal_of_ours(lives: Lives, tmp_path: Path) -> None
 DAMAGES = {
     "UPDATE groups SET submit = x'05'": r"table groups, row '1\.1' is damaged \(Expected `array`, got `int`",
     "UPDATE groups SET submit = x'91c40105'": r"table groups, row '1\.1' is damaged \(not a message of this protocol",
-    "UPDATE groups SET session = 'x'": r"table groups, row '1\.1' is damaged \(its session 'x' is not there\)",
+    "UPDATE groups SET session = 'x'": r"table groups, row '1\.1' is damaged \(its session 'x' is missing\)",
     "UPDATE groups SET engine_id = 'g'": r"table groups, row 'g' is damaged",
     "UPDATE groups SET at = 'then'": r"table groups, row '1\.1' is damaged \(Expected `float`, got `str`",
-    "DELETE FROM sessions": r"row '1\.1' is damaged \(its session '1+' is not there\)",
+    "DELETE FROM sessions": r"row '1\.1' is damaged \(its session '1+' is missing\)",
     "UPDATE sessions SET number = 'one'": r"table sessions, row \('', '1+'\) is damaged",
     "UPDATE samples SET frames = x'05'": r"table samples, group '1\.1' is damaged",
     "UPDATE samples SET frames = x'91c40105'": r"table samples, row \('1\.1', 0\) is damaged",

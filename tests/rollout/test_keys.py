@@ -42,7 +42,7 @@ def keyed(tmp_path: Path) -> Iterator[Keyed]:
 
 def taken(service: Service) -> int:
     """Messages that the loop has taken from anybody."""
-    return service._inbox.messages
+    return service._receiver.messages
 
 
 def hello(session: str = SESSION, number: int = 1) -> m.Hello:

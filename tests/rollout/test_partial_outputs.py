@@ -17,6 +17,7 @@ from rollout import RolloutClient
 from rollout.client.handle import Handle, PartialOutputs
 from rollout.client.submission import rest_of, sendable
 from rollout.service import streaming
+from rollout.service.session import SendLimits
 from tests.support.equivalence import assert_same
 from tests.support.fake_engine import FakeEngine, expected
 from tests.support.faulty_link import Proxy
@@ -175,9 +176,8 @@ def test_who_does_not_read_gets_fewer_and_larger_chunks() -> None:
     assert [each.number for each in peer.take(m.Progress)] == [4, 5]
 
 
-def test_a_message_has_a_bound_and_groups_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "MOST_TOKENS", 10)
-    bench = Bench()
+def test_a_message_has_a_bound_and_groups_take_turns() -> None:
+    bench = Bench(send_limits=SendLimits(progress_tokens=10))
     peer = bench.client().send(*(submit(name, n=2, max_tokens=500, stream_every=40) for name in "ab"))
     bench.turn(40)
     got = []

@@ -13,7 +13,7 @@ import torch
 
 from engine.weights.lora import AdapterBase
 from rollout.client.api import RolloutClient
-from rollout.service.ended import REMEMBERED
+from rollout.service.refresh import REMEMBERED
 from tests.support.adapters import PREFIX, Q, write
 from tests.support.endurance.leaks import held, slope
 from tests.support.tiny import tiny, tiny_engine

@@ -199,7 +199,7 @@ def test_children_that_a_group_does_not_have_cost_nothing() -> None:
     abort = bench.engine.abort
     bench.engine.abort = lambda group_id, index=None: (asked.append(index), abort(group_id, index))[1]  # type: ignore[method-assign]
     bench.turn(3)
-    assert asked == [2] and not bench.service._running.ending
+    assert asked == [2] and not bench.service._running.has_aborts
     assert [(sample.index, sample.finish_reason) for sample in peer.samples()] == [(2, "aborted")]
 
 

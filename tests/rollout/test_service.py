@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,10 +12,8 @@ import numpy as np
 import pytest
 
 from engine.types import Group, Limits, Sample, Sampling
-from rollout.service import loop as service_module
-from rollout.service import session as session_module
-from rollout.service.loop import Service
-from rollout.service.session import MAX_REPLY_BYTES
+from rollout.service.loop import Service, ServiceTiming
+from rollout.service.session import MAX_REPLY_BYTES, GroupStatus, SendLimits
 from tests.support.clock import Clock
 from tests.support.fake_engine import VOCAB, FakeEngine, expected
 from tests.support.wire import Bench, Peer, submit
@@ -25,11 +22,7 @@ from transport.columns import unpack_samples
 from transport.frames import Frame, frame_bytes, pack
 
 LIMITS = Limits(max_n=16, max_tokens=100, max_prompt_tokens=50, max_stop_token_ids=2, max_id_bytes=20)
-
-
-@pytest.fixture(autouse=True)
-def no_idling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "IDLE_POLL_S", 0.0)
+NO_TIME = ServiceTiming(idle_poll_s=0.0, requests_s=0.0, least_requests_s=0.0)
 
 
 def ids(samples: list[Sample]) -> list[tuple[str, int]]:
@@ -348,23 +341,20 @@ def test_samples_that_end_together_come_together() -> None:
     assert ids(unpack_samples(some)) == [("a", 0), ("a", 2), ("b", 1), ("c", 0)]
 
 
-def test_a_message_of_samples_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "BATCH_SAMPLES", 4)
-    bench = Bench()
+def test_a_message_of_samples_is_bounded() -> None:
+    bench = Bench(send_limits=SendLimits(batch_samples=4))
     peer = bench.client().send(submit("a", n=9))
     bench.settle()
     assert shape(peer.read()) == [4, 4, 1]
-    monkeypatch.setattr(session_module, "BATCH_BYTES", 400)
-    peer.got.clear()
-    peer.send(submit("b", n=4))
+    bench = Bench(send_limits=SendLimits(batch_bytes=400))
+    peer = bench.client().send(submit("b", n=4))
     bench.settle()
     assert shape(peer.read()) == [2, 2], "192 bytes each"
 
 
-def test_no_message_is_longer_than_what_its_connection_has_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_message_is_longer_than_what_its_connection_has_carried() -> None:
     """Else a link that breaks after so many bytes would never bring it."""
-    monkeypatch.setattr(session_module, "FIRST_BYTES", 192)
-    bench = Bench()
+    bench = Bench(send_limits=SendLimits(first_bytes=192))
     peer, sizes = bench.client(), []
     for i in range(5):
         peer.send(submit(str(i), n=4))
@@ -382,18 +372,17 @@ def test_no_message_is_longer_than_what_its_connection_has_carried(monkeypatch: 
     assert shape(again.read()) == [1] * 4, "it begins anew"
 
 
-def test_samples_of_a_front_wait_for_each_other_while_more_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_a_front_wait_for_each_other_while_more_are_made() -> None:
     """Not the first one, nothing besides a reply, and nothing once the engine has no work."""
-    now = [100.0]
-    monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    bench = Bench()
+    clock = Clock(100.0)
+    bench = Bench(clock=clock)
     front = bench.client(m.GATHERS)
     front.send(*(submit(str(length), n=1, max_tokens=length) for length in range(1, 9)))
     bench.turn()
     assert shape(front.read()) == [1], "the first"
     bench.turn(2)
     assert shape(front.read()) == [1], "others wait"
-    now[0] += 2 * session_module.GATHER_S
+    clock.now += 2 * SendLimits().gather_s
     bench.turn()
     assert shape(front.read()) == [1, 2], "of the turns before: time is up before the step"
     front.send(m.StatusRequest(1))
@@ -455,14 +444,12 @@ def test_goodbye_ends_everything() -> None:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock(1000.0)
-    monkeypatch.setattr(service_module, "time", clock)
-    return clock
+def clock() -> Clock:
+    return Clock(1000.0)
 
 
 def test_a_client_that_vanishes_has_its_groups_aborted(clock: Clock) -> None:
-    bench = Bench(client_grace_s=10)
+    bench = Bench(client_grace_s=10, clock=clock)
     vanished, alive = bench.client(), bench.client()
     for peer in (vanished, alive):
         peer.send(submit(max_tokens=10_000))
@@ -481,7 +468,7 @@ def test_a_client_that_vanishes_has_its_groups_aborted(clock: Clock) -> None:
 
 
 def test_messages_that_waited_during_a_long_step_count(clock: Clock) -> None:
-    bench = Bench(client_grace_s=10)
+    bench = Bench(client_grace_s=10, clock=clock)
     peer = bench.client().send(submit(max_tokens=10))
     for _ in range(3):
         peer.send(m.Heartbeat())
@@ -495,7 +482,7 @@ def test_messages_that_waited_during_a_long_step_count(clock: Clock) -> None:
 
 
 def test_alive_is_told_once_a_second(clock: Clock) -> None:
-    bench = Bench()
+    bench = Bench(clock=clock)
     peer = bench.client().send(submit(max_tokens=10_000))
     for _ in range(30):
         clock.now += 0.1
@@ -739,10 +726,8 @@ def test_an_endpoint_or_a_transport() -> None:
 # what one peer may cost
 
 
-def test_a_turn_has_little_time_for_messages_and_takes_them_from_all_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "TAKE_S", 0.0)
-    monkeypatch.setattr(service_module, "TAKE_LEAST_S", 0.0)
-    bench = Bench()
+def test_a_turn_has_little_time_for_messages_and_takes_them_from_all_in_turn() -> None:
+    bench = Bench(timing=NO_TIME)
     peer = bench.client()
     for number in range(5):
         peer.send(m.StatusRequest(number))
@@ -753,11 +738,9 @@ def test_a_turn_has_little_time_for_messages_and_takes_them_from_all_in_turn(mon
     assert answers == [1] * 5, "the rest waits for the next turn"
 
 
-def test_groups_end_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_end_in_their_turn() -> None:
     """However many one message names, and however often."""
-    monkeypatch.setattr(service_module, "TAKE_S", 0.0)
-    monkeypatch.setattr(service_module, "TAKE_LEAST_S", 0.0)
-    bench = Bench()
+    bench = Bench(timing=NO_TIME)
     bench.engine.frozen = True
     peer = bench.client()
     for number in range(4):
@@ -771,12 +754,8 @@ def test_groups_end_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended == [3, 3, 3, 3, 0] and not bench.engine.groups
 
 
-def test_samples_of_a_dropped_group_that_end_meanwhile_are_nobodys(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(service_module, "TAKE_S", 0.0)
-    monkeypatch.setattr(service_module, "TAKE_LEAST_S", 0.0)
-    bench = Bench()
+def test_samples_of_a_dropped_group_that_end_meanwhile_are_nobodys(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(timing=NO_TIME)
     bench.engine.frozen = True
     peer = bench.client()
     for number in range(3):
@@ -884,4 +863,4 @@ def test_samples_of_a_dropped_group_may_come_late(caplog: pytest.LogCaptureFixtu
     bench.turn(3)
     bench.engine.late = bench.engine.held  # type: ignore[attr-defined]
     bench.turn(2)
-    assert "unknown group" not in caplog.text and not bench.service._running._dropped
+    assert "unknown group" not in caplog.text and not bench.service._running._groups.count(GroupStatus.DROPPED)

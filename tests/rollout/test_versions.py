@@ -85,7 +85,7 @@ class Lives:
         return self.bench.connect("1" * 32)
 
     def kill(self) -> None:
-        record: Any = self.bench.service._record
+        record: Any = self.bench.service._persistence
         record.close()
 
 

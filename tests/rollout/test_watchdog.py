@@ -79,9 +79,9 @@ def test_a_standing_step_is_told_with_its_stack_and_then_counted(caplog: pytest.
     bench = Bench(engine, watch=LoopPhase(stall_s=0.05))
 
     class Told(Watchdog):
-        def _look(self) -> None:
-            super()._look()
-            if any("loop stands" in record.getMessage() for record in caplog.records):
+        def _check(self) -> None:
+            super()._check()
+            if any("event loop stalled" in record.getMessage() for record in caplog.records):
                 told.set()
 
     bench.client().send(submit())
@@ -97,11 +97,11 @@ def test_a_standing_step_is_told_with_its_stack_and_then_counted(caplog: pytest.
     assert told.wait(WAIT_S)
     engine.go_on.set()
     thread.join(WAIT_S)
-    (line,) = {record.getMessage() for record in caplog.records if "loop stands" in record.getMessage()} or {""}
-    assert "part=step" in line and "test_watchdog.py" in line and "go_on.wait" in line
+    (line,) = {record.getMessage() for record in caplog.records if "event loop stalled" in record.getMessage()} or {""}
+    assert "phase=step" in line and "test_watchdog.py" in line and "go_on.wait" in line
     status = bench.service.status()["loop"]
     assert status["stalls"] == 1 and status["stalled_s"] > 0.05
-    assert any("loop goes on part=step" in record.getMessage() for record in caplog.records)
+    assert any("event loop recovered phase=step" in record.getMessage() for record in caplog.records)
 
 
 def test_a_quick_loop_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,8 +139,8 @@ def test_a_loop_that_waits_for_work_is_not_ended() -> None:
     class Counted(Watchdog):
         looks = 0
 
-        def _look(self) -> None:
-            super()._look()
+        def _check(self) -> None:
+            super()._check()
             self.looks += 1
             if self.looks == 20:
                 looked.set()

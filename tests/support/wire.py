@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from engine.types import Limits, Sample, Sampling
-from rollout.service.loop import Service
+from rollout.service.loop import Service, ServiceTiming
 from tests.support.fake_engine import FakeEngine
 from transport import messages as m
 from transport.columns import unpack_samples
@@ -74,12 +74,13 @@ class Bench:
         self.engine = engine or FakeEngine()
         self.transport = LoopbackService()
         options.setdefault("client_grace_s", 1000.0)  # nobody is forgotten because the machine is slow
+        options.setdefault("timing", ServiceTiming(idle_poll_s=0.0))
         self.service = Service(self.engine, transport=self.transport, **options)
         self._peers = 0
 
     def turn(self, times: int = 1) -> None:
         for _ in range(times):
-            self.service.turn()
+            self.service.run_once()
 
     def settle(self) -> None:
         """Run until the engine has nothing to do and everything is sent that can be."""
