@@ -309,8 +309,8 @@ class Journal(Persistence):
             self._lock = None
 
     def _checkpoint(self) -> None:
-        """Checkpoint the log regularly until the journal is closed, in a thread, so that the loop does not wait. A connection or
-        a checkpoint that fails is tried again."""
+        """Checkpoint the log regularly until the journal is closed, in a thread, so that the loop does not wait. Failed
+        connections and checkpoints are repeated."""
         db: sqlite3.Connection | None = None
         while not self._closed.wait(self._checkpoint_s):
             try:

@@ -15,6 +15,8 @@ from rollout.fleet import event_queue
 from rollout.fleet import groups as fleet_groups
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.groups import FleetGroups
+from rollout.fleet.join_listener import JoinListener
+from rollout.fleet.replica_set import ReplicaSet
 from rollout.service.running import EngineGroups
 from rollout.service.session import MAX_REPLY_BYTES, AcceptedGroup, SendLimits, Session
 from tests.support.clock import Clock

@@ -369,8 +369,7 @@ def test_a_log_that_cannot_be_opened_for_a_while_is_checkpointed_later(tmp_path:
         return connect(path)
 
     monkeypatch.setattr(journal, "_connect", failing_once)
-    monkeypatch.setattr(journal, "CHECKPOINT_S", 0.01)
-    one = Journal(str(tmp_path / "journal"), "seeded")
+    one = Journal(str(tmp_path / "journal"), "seeded", checkpoint_s=0.01)
     try:
         until(lambda: len(opened) == 3, "the thread connects again")
     finally:
