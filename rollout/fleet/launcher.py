@@ -208,11 +208,12 @@ class Launcher:
 
     def admit(self, name: str, pid: int) -> bool:
         """Whether a process that joins is the replica of this name. One that has outlived the router before it is admitted if
-        no other process was started in its place."""
+        no other process was started in its place, and only under one name."""
         one = self._processes.get(name)
         if one is None or not one.wanted:
             return one is not None and one.child is not None and one.child.pid == pid
-        if one.child is None and self._clock() < self._returning_until:
+        taken = any(other.child is not None and other.child.pid == pid for other in self._processes.values())
+        if one.child is None and not taken and self._clock() < self._returning_until:
             one.child = Survivor.of(pid)
             one.started_at = self._clock()
             log.info("replica has joined again name=%s pid=%d", name, pid)

@@ -319,7 +319,8 @@ class Routers:
         os.close(self.launchers[-1].folder.folder.lock)  # all that a kill does to it
 
     def close(self) -> None:
-        self.launchers[-1].close()
+        if self.launchers[-1].folder.path.exists():  # the test has not closed it
+            self.launchers[-1].close()
         for launcher in self.launchers:
             for one in launcher._processes.values():
                 if isinstance(one.child, subprocess.Popen):
