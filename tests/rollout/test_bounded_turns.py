@@ -65,7 +65,7 @@ def sample(index: int) -> Sample:
 
 
 def test_a_client_is_sent_so_much_at_once_and_the_rest_at_once_after_the_others() -> None:
-    session = Session("s", "reads fast", 1)
+    session = Session("s", "reads fast", 1, limits=SendLimits(batch_samples=1))
     session.peer = b"p"
     accepted = AcceptedGroup("g", "1.1", b"", range(1000))
     session.hold(accepted)

@@ -58,7 +58,7 @@ def flip(where: float) -> None:
         sender = offer(self, named, via)
         arrays: Any = sender.data
         byte = int(where * sum(map(len, arrays)))
-        flipped = self._ways["shm"].segment._memory[NONCE_BYTES:] if via == "shm" else arrays[byte // len(arrays[0])]
+        flipped = self._transports["shm"].segment._memory[NONCE_BYTES:] if via == "shm" else arrays[byte // len(arrays[0])]
         flipped[byte if via == "shm" else byte % len(flipped)] ^= 1 << byte % 8
         return sender
 
