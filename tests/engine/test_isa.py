@@ -51,7 +51,7 @@ def test_what_the_cpu_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match='isa="amx": this CPU has no amx_bf16, amx_tile, avx512_bf16.*which amx needs'):
         choose("amx")
     assert lacking("avx2") == [] and isa_of("amx").needs > isa_of("avx512_bf16").needs > isa_of("avx2").needs
-    with pytest.raises(ValueError, match="isa='neon': one of amx, avx512_bf16"):
+    with pytest.raises(ValueError, match="isa='neon': must be one of amx, avx512_bf16"):
         choose("neon")
 
 

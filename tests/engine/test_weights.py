@@ -193,7 +193,7 @@ def with_value(value: float, name: str = "lm_head.weight") -> Pushed:
 REFUSED: list[tuple[str, Any, str, str]] = [
     ("unknown", {**pushed(), "model.extra": torch.ones(3)}, "model.extra", "no tensor of this name"),
     ("missing", {n: t for n, t in pushed().items() if n != NORM}, NORM, "missing"),
-    ("doubled", [*pushed().items(), (NORM, pushed()[NORM])], NORM, "comes twice"),
+    ("doubled", [*pushed().items(), (NORM, pushed()[NORM])], NORM, "listed more than once"),
     ("wrong shape", changed(model__norm__weight=torch.ones(65)), NORM, r"\(65,\).*\(64,\)"),
     ("transposed", changed(lm_head__weight=torch.ones(64, 199)), "lm_head.weight", r"\(64, 199\)"),
     ("integers", changed(model__norm__weight=torch.ones(64, dtype=torch.int64)), NORM, "'int64' cannot be cast"),
@@ -210,7 +210,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("nothing", iter(()), "", "no tensors at all"),
     ("sparse", changed(model__norm__weight=torch.ones(64).to_sparse()), NORM, "dense"),
     ("meta", changed(model__norm__weight=torch.ones(64, device="meta")), NORM, "with data"),
-    ("no tensor", {**pushed(), NORM: [1.0] * 64}, NORM, "a list"),
+    ("no tensor", {**pushed(), NORM: [1.0] * 64}, NORM, "this list"),
 ]
 
 

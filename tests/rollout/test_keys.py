@@ -344,12 +344,12 @@ def test_a_dead_handler_is_started_again_and_told(
     path = keyed.add("late", "rollout")
     with keyed.client("early", "rollout", "read") as early, monkeypatch.context() as patch:
         patch.setattr(ring.KeyRing, "reload", Broken._die)
-        until(lambda: "has died" in caplog.text)
+        until(lambda: "thread died" in caplog.text)
         assert early.submit([1], Sampling(max_tokens=2)).result(WAIT)  # who is in stays in
         patch.undo()
         with RolloutClient(str(path), connect_timeout_s=WAIT) as late:
             assert late.submit([1], Sampling(max_tokens=2)).result(WAIT)
-        assert "started again restarts=" in caplog.text and caplog.records[0].levelno >= logging.WARNING
+        assert "restarted restarts=" in caplog.text and caplog.records[0].levelno >= logging.WARNING
 
 
 # in clear
