@@ -54,9 +54,7 @@ def over_share(state: SchedulerState, client: str, waiting: Mapping[str, int]) -
     chosen: list[Sequence] = []
     for _ in range(min(share - has[client], waiting[client])):
         other, most = max(has.items(), key=lambda item: item[1])
-        rested = [
-            seq for seq in state.running if seq.state.client == other and seq.ran >= seq.least_run and seq not in chosen
-        ]
+        rested = [seq for seq in state.running if seq.state.client == other and seq.ran >= seq.least_run and seq not in chosen]
         if most <= share or not rested:
             break
         chosen.append(max(rested, key=lambda seq: seq.rank))

@@ -28,7 +28,7 @@ def preempt(state: SchedulerState) -> Decision:
     running, available = state.running, state.store.available
     if steps_ahead(state) * len(running) <= available:
         return Decision([])  # no sequence needs more than one block a step
-    need = total = sum(block_need(state, seq) for seq in running)
+    need = total = running_need(state)
     room = available + len(state.store.idle)
     if need <= room or len(running) <= 1:
         return Decision([], total)
@@ -67,13 +67,15 @@ def growth(state: SchedulerState, seq: Sequence, cached: int) -> int:
 
 
 # ── where KV goes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def release_kv(state: SchedulerState, preempted: list[Sequence]) -> None:
-    """Offload the KV of stopped sequences, or drop it: preemption by recompute, which keeps leading blocks that others use. Then
-    evict idle blocks until the running sequences have room."""
-    for seq in preempted:
-        if not offload(state, seq):
-            state.counters.soft_resets += state.tables.cut_unused(seq)
-    evict_idle(state, sum(block_need(state, seq) for seq in state.running))
+def release_kv(state: SchedulerState, seq: Sequence) -> None:
+    """Offload the KV of a stopped sequence, or drop it: preemption by recompute, which keeps leading blocks that others use."""
+    if not offload(state, seq):
+        state.counters.soft_resets += state.tables.cut_unused(seq)
+
+
+def running_need(state: SchedulerState) -> int:
+    """Return how many blocks the running sequences need to take a step, or two where copies run ahead."""
+    return sum(block_need(state, seq) for seq in state.running)
 
 
 def evict_idle(state: SchedulerState, need: int, keep: Collection[Block] = ()) -> bool:

@@ -114,9 +114,7 @@ def _token_ids(rows: list[Row], first_token: np.ndarray, more: list[int]) -> np.
     return token_ids
 
 
-def _look_ahead(
-    samples: np.ndarray, expected: list[tuple[int, ...]], positions: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _look_ahead(samples: np.ndarray, expected: list[tuple[int, ...]], positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return `logits` and `given` of a plan, and correct the `positions` of draws that do not follow the last token of their
     row."""
     logits, given = np.minimum(samples, 1), np.full(len(positions), -1, np.int32)

@@ -1,9 +1,9 @@
 """The scheduler's state, and the transitions of a sequence: start, stop, fork, finish. Policies read it and write nothing.
 
-    add ──► waiting ──start──► running ──fork──► one sequence for each child, running or waiting
-               ▲                  │
-               └───────stop───────┤
-    abort, deadline, refresh ─────┴──finish──► Sample
+add ──► waiting ──start──► running ──fork──► one sequence for each child, running or waiting
+           ▲                  │
+           └───────stop───────┤
+abort, deadline, refresh ─────┴──finish──► Sample
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.conversation import ConversationIndex, PinnedKV, Timers
 from engine.scheduling.counters import Counters, Rates
-from engine.scheduling.credit import Credit
+from engine.scheduling.credit import ClientCredit
 from engine.scheduling.queue import RunningTable, WaitingQueue
 from engine.scheduling.sequence import GroupState, Row, Sequence
 from engine.types import FinishReason, Sample
@@ -47,7 +47,7 @@ class SchedulerState:
         self.tables = BlockTables(config.block_size, self.store, self.counters)
         self.table = RunningTable(config.most_seqs, min(max_blocks, device_blocks))
         self.waiting = WaitingQueue()
-        self.credit = Credit(config.foreground_s)
+        self.credit = ClientCredit(config.foreground_s)
         self.pinned = PinnedKV(self.store, self.tables)
         self.conversations = ConversationIndex(config.block_size)
         self.groups: dict[str, GroupState] = {}

@@ -13,7 +13,7 @@ import engine.worker
 from engine.forward.batch import Batch
 from engine.forward.sampling import uniform
 from engine.scheduling.plan import Plan
-from engine.scheduling.running import RunningTable, sampling_of
+from engine.scheduling.queue import RunningTable, sampling_of
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from tests.support.plans import rows as rows_of

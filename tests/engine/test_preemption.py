@@ -9,8 +9,8 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.conversation import PinnedKV
 from engine.scheduling.counters import Counters
-from engine.scheduling.pinned import PinnedKV
 from engine.scheduling.preemption import Pressure
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.types import Group, Sampling

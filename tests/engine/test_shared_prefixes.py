@@ -6,8 +6,8 @@ import numpy as np
 
 from engine.kv.block import Block
 from engine.kv.prefix import block_key, content_key
+from engine.scheduling.rows import computed_by_other, shared_prefixes
 from engine.scheduling.sequence import GroupState, Row, Sequence
-from engine.scheduling.shared_prefix import computed_by_other, shared_prefixes
 from engine.types import Group, Sampling
 
 

@@ -1,4 +1,4 @@
-"""The waiting queue by example: fair over clients, then those that have begun, then the oldest."""
+"""The waiting queue by example: fair over clients, then those that have started, then the oldest."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from engine.scheduling.sequence import GroupState, Sequence
 from engine.types import Group, Sampling
 
 
-def sequence(number: int, client: str = "", begun: bool = False, output: int = 0, index: int = 0) -> Sequence:
+def sequence(number: int, client: str = "", started: bool = False, output: int = 0, index: int = 0) -> Sequence:
     group = Group(f"g{number}", np.array([1], np.int32), Sampling())
     state = GroupState(group, client, number, 0, 0.0, frozenset())
     made = Sequence(state, index)
-    made.begun = begun
+    made.started = started
     made.output = [1] * output
     return made
 
@@ -39,9 +39,9 @@ def queue_of(*sequences: Sequence) -> WaitingQueue:
 
 def test_the_child_that_has_come_least_far_goes_first_whatever_its_group() -> None:
     children = [(1, 9), (2, 3), (3, 0), (0, 3)]
-    waiting = queue_of(*(sequence(number, begun=True, output=drawn) for number, drawn in children))
+    waiting = queue_of(*(sequence(number, started=True, output=drawn) for number, drawn in children))
     assert order(waiting) == ["g3", "g0", "g2", "g1"]
-    waiting = queue_of(*(sequence(number, begun=True) for number, _ in children))
+    waiting = queue_of(*(sequence(number, started=True) for number, _ in children))
     assert order(waiting) == ["g0", "g1", "g2", "g3"], "the negative control: of equal ones the oldest group"
 
 
@@ -49,12 +49,12 @@ def test_the_oldest_group_goes_first() -> None:
     assert order(queue_of(sequence(2), sequence(1))) == ["g1", "g2"]
 
 
-def test_who_has_begun_goes_before_new_prompts() -> None:
-    assert order(queue_of(sequence(1), sequence(2, begun=True))) == ["g2", "g1"]
+def test_who_has_started_goes_before_new_prompts() -> None:
+    assert order(queue_of(sequence(1), sequence(2, started=True))) == ["g2", "g1"]
 
 
 def test_of_a_group_the_child_that_is_least_far_goes_first() -> None:
-    far, near = sequence(1, begun=True, output=9), sequence(1, begun=True, output=2, index=1)
+    far, near = sequence(1, started=True, output=9), sequence(1, started=True, output=2, index=1)
     assert queue_of(far, near).next(Counter()) is near
 
 
@@ -67,16 +67,16 @@ def test_the_client_that_runs_least_goes_first() -> None:
     assert order(queue_of(sequence(1, "busy"), sequence(2, "idle")), Counter(busy=2)) == ["g2", "g1"]
 
 
-def test_draining_looks_only_at_those_that_have_begun() -> None:
+def test_draining_looks_only_at_those_that_have_started() -> None:
     queue = queue_of(sequence(1))
-    assert queue.next(Counter(), begun=True) is None
-    queue.put(begun := sequence(2, begun=True))
-    assert queue.next(Counter(), begun=True) is begun
+    assert queue.next(Counter(), started=True) is None
+    queue.put(started := sequence(2, started=True))
+    assert queue.next(Counter(), started=True) is started
 
 
 def test_a_sequence_is_found_again_although_its_rank_has_changed() -> None:
     """A child of a fork waits before its first token is noted."""
-    queue = queue_of(child := sequence(1, begun=True), sequence(2, begun=True))
+    queue = queue_of(child := sequence(1, started=True), sequence(2, started=True))
     child.output.append(7)
     queue.remove(child)
     assert len(queue) == 1 and child not in list(queue)
