@@ -84,8 +84,8 @@ class Pipeline:
 
     # ── the lines of `Engine.step` ────────────────────────────────────────────────────────────────────────────────────
     def plan(self) -> Plan:
-        """Decide the next step. A sequence with a pending token can neither be preempted nor have drafts, so the steps in flight
-        are committed first if the decision needs their results."""
+        """Decide the next step. A sequence with a pending token can neither be preempted nor have drafts, so the steps in
+        flight are committed first if the decision needs their results."""
         while True:
             self._planning = time.perf_counter()
             plan = self.scheduler.plan()

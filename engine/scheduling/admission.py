@@ -1,7 +1,7 @@
 """Admission: which waiting sequence is next, and when there is room to start it.
 
-What preemption by recompute costs is bounded at the start: a sequence whose KV could be dropped again starts when there is room for
-all tokens that it has to compute and for a part of those that it then samples, beside the growth of the running sequences
+What preemption by recompute costs is bounded at the start: a sequence whose KV could be dropped again starts when there is room
+for all tokens that it has to compute and for a part of those that it then samples, beside the growth of the running sequences
 (docs/decisions/pressure.md).
 """
 
@@ -19,7 +19,8 @@ COMPUTED_PER_SAMPLED = 8
 
 
 def next_sequence(state: SchedulerState) -> Sequence | None:
-    """Return the sequence that is next to start. If nothing runs, that is one with KV on the device which another would evict."""
+    """Return the sequence that is next to start. If nothing runs, that is one with KV on the device which another would
+    evict."""
     seq = first_waiting(state)
     return seq if seq is None or state.running or state.others_wait else first_alone(state, seq)
 
@@ -37,8 +38,8 @@ def first_alone(state: SchedulerState, seq: Sequence) -> Sequence:
 
 
 def start(state: SchedulerState, seq: Sequence, budget: int) -> bool:
-    """Start a waiting sequence if its blocks and its next chunk, of at most `budget` tokens, fit beside what runs. Returns whether
-    it did. Where copies run ahead its blocks must be on the device before, unless nothing else runs."""
+    """Start a waiting sequence if its blocks and its next chunk, of at most `budget` tokens, fit beside what runs. Returns
+    whether it did. Where copies run ahead its blocks must be on the device before, unless nothing else runs."""
     state.tables.cut_lost(seq)
     state.tables.find_in_use(seq, state.version)
     if state.copies_ahead and state.running and absent(seq):
@@ -64,8 +65,8 @@ def fits(state: SchedulerState, seq: Sequence, running: list[Sequence], budget: 
 
 
 def make_room(state: SchedulerState, budget: int) -> None:
-    """Evict idle blocks for the sequence that is next, or, where some clients have priority over others or had it, for all that can
-    start in a step of `budget` tokens. At the beginning of a plan, since its restores and copies take slots."""
+    """Evict idle blocks for the sequence that is next, or, where some clients have priority over others or had it, for all that
+    can start in a step of `budget` tokens. At the beginning of a plan, since its restores and copies take slots."""
     seq = next_sequence(state)
     slots = min(state.config.most_seqs, budget) - len(state.running)
     if seq is None or not state.store.idle or slots <= 0:
@@ -88,8 +89,8 @@ def make_room(state: SchedulerState, budget: int) -> None:
 
 
 def prefetch(state: SchedulerState, budget: int) -> None:
-    """Where copies run ahead, copy blocks of the sequences that the next step can start to the device beside this step, of at most
-    `budget` tokens, in their order."""
+    """Where copies run ahead, copy blocks of the sequences that the next step can start to the device beside this step, of at
+    most `budget` tokens, in their order."""
     first, running = next_sequence(state), list(state.running)
     places = min(state.config.most_seqs, budget) - len(running)
     if not state.copies_ahead or first is None or not running:
@@ -117,22 +118,23 @@ def least_run(state: SchedulerState, seq: Sequence) -> int:
 
 
 def could_be_lost(state: SchedulerState, seq: Sequence) -> bool:
-    """Return whether a waiting sequence has more than a token to compute, and its KV would be dropped if it were preempted then."""
+    """Return whether a waiting sequence has more than a token to compute, and its KV would be dropped if it were preempted
+    then."""
     return seq.uncached > 1 and not can_offload(state, -(-seq.length // state.config.block_size), seq.length)
 
 
 def room_for(state: SchedulerState, seq: Sequence, budget: int) -> int:
-    """Return how many slots a waiting sequence needs, for blocks that are not on the device and for new ones: of its next token or
-    chunk if preempting it would lose nothing; else of all tokens that it has to compute and of its least run."""
+    """Return how many slots a waiting sequence needs, for blocks that are not on the device and for new ones: of its next token
+    or chunk if preempting it would lose nothing; else of all tokens that it has to compute and of its least run."""
     if could_be_lost(state, seq):
         return absent(seq) + growth(state, seq, cached_after(seq, least_run(state, seq)))
     return absent(seq) + growth(state, seq, seq.cached + min(seq.uncached, budget))
 
 
 def room_beside(state: SchedulerState, seq: Sequence, running: list[Sequence]) -> int:
-    """Return how many slots stay free for `running` when `seq` starts. Where preempting `seq` would lose nothing: one for each of
-    them, so that it is not preempted again at once (together at most a thirty-second of the pool), and the rest of the least run
-    of those whose KV could be dropped. Else all that they grow by until `seq` is computed and has made its least run."""
+    """Return how many slots stay free for `running` when `seq` starts. Where preempting `seq` would lose nothing: one for each
+    of them, so that it is not preempted again at once (together at most a thirty-second of the pool), and the rest of the least
+    run of those whose KV could be dropped. Else all that they grow by until `seq` is computed and has made its least run."""
     least = state.config.min_run_tokens
     if not could_be_lost(state, seq):
         owed = (other for other in running if other.ran < other.least_run > least)

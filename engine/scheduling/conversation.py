@@ -186,8 +186,8 @@ class PinnedKV:
         self._bound()
 
     def hand_over(self, key: TurnId | None, to: Sequence) -> int:
-        """Unpin the KV of a child and give it to the sequence that continues it, if that begins with the same tokens. Returns how
-        many tokens are cached then."""
+        """Unpin the KV of a child and give it to the sequence that continues it, if that begins with the same tokens. Returns
+        how many tokens are cached then."""
         if key is None or key not in self._children:
             return 0
         seq = self._remove(key)

@@ -14,8 +14,8 @@ from engine.scheduling.sequence import Sequence
 
 @dataclass(slots=True)
 class Rate:
-    """Measures items per second: two sums that decay with a half-life of `span` items, so that a short measurement, which may be
-    mostly noise, weighs little."""
+    """Measures items per second: two sums that decay with a half-life of `span` items, so that a short measurement, which may
+    be mostly noise, weighs little."""
 
     span: int
     count: float = 0.0

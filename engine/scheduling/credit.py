@@ -65,7 +65,8 @@ class ClientCredit:
         self._groups[client] += 1
 
     def left(self, client: str, now: float) -> None:
-        """Count a group that finished. Forgets clients that were idle so long that they have full credit and are not expected."""
+        """Count a group that finished. Forgets clients that were idle so long that they have full credit and are not
+        expected."""
         self._groups[client] -= 1
         if self._groups[client]:
             return
@@ -86,7 +87,8 @@ class ClientCredit:
 
     def computed(self, tokens: Mapping[str, int], seconds: float, held: bool) -> None:
         """Charge clients for a step that computed so many tokens of each: its seconds in these proportions. held: other clients
-        had work and were held back. Once others were held back for long enough in all, the computed clients lose their credit."""
+        had work and were held back. Once others were held back for long enough in all, the computed clients lose their
+        credit."""
         total = sum(tokens.values())
         self._tokens_per_second = self._rate.add(total, seconds)
         self._reserve = min(RESERVE * self.most, self._reserve + (-seconds if held else seconds))

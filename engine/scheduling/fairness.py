@@ -1,7 +1,8 @@
 """Fairness between clients: which clients' sequences are computed, and which sequences stop for those of others.
 
-While several clients have work, the *priority clients* are those with the highest level of credit (`credit.py`), and only they are
-computed. Among these, slots are shared evenly: a client that waits with less than its share gets slots of the client with most.
+While several clients have work, the *priority clients* are those with the highest level of credit (`credit.py`), and only they
+are computed. Among these, slots are shared evenly: a client that waits with less than its share gets slots of the client with
+most.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def others_wait(state: SchedulerState) -> bool:
 
 
 def rebalance_slots(state: SchedulerState) -> Decision:
-    """Decide to stop sequences of clients with more than their share of the slots, if all slots are taken and the next client in
-    turn has less than its share. Their KV stays while there is room."""
+    """Decide to stop sequences of clients with more than their share of the slots, if all slots are taken and the next client
+    in turn has less than its share. Their KV stays while there is room."""
     if state.table.has_place:
         return Decision([])
     first = first_waiting(state)
@@ -47,8 +48,8 @@ def first_waiting(state: SchedulerState) -> Sequence | None:
 
 
 def over_share(state: SchedulerState, client: str, waiting: Mapping[str, int]) -> list[Sequence]:
-    """Return the running sequences that give their slots to `client`: none if it has its share of all slots, else the last in rank
-    of the clients with most, down to their own share. waiting: sequences that wait, by client."""
+    """Return the running sequences that give their slots to `client`: none if it has its share of all slots, else the last in
+    rank of the clients with most, down to their own share. waiting: sequences that wait, by client."""
     has = +state.table.of_client
     share = max(1, state.config.most_seqs // len(waiting.keys() | has.keys()))
     chosen: list[Sequence] = []

@@ -1,5 +1,5 @@
-"""What a step in flight does to its sequences: tokens are pending once it is launched, and appended once they are read. Also what
-a failed step costs."""
+"""What a step in flight does to its sequences: tokens are pending once it is launched, and appended once they are read. Also
+what a failed step costs."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def launched(state: SchedulerState, rows: list[Row]) -> None:
 
 
 def record(state: SchedulerState, rows: list[Row], sampled: SampledTokens, learn: Learn) -> list[Sample]:
-    """Append what a step sampled to its sequences, fork groups, finish children. Rows whose child finished while the step was in
-    flight are skipped. Returns the samples of the children that finished; those of groups that end with their first
+    """Append what a step sampled to its sequences, fork groups, finish children. Rows whose child finished while the step was
+    in flight are skipped. Returns the samples of the children that finished; those of groups that end with their first
     `finish_after` children are decided over all rows."""
     samples: list[Sample] = []
     first_k: list[tuple[Sequence, FinishReason]] = []

@@ -6,8 +6,8 @@
     mirror       full blocks are copied to host memory in advance, so that preempting copies only partial blocks
     ahead        where copies run beside the compute, room for the next step is made while this one runs
 
-`engine.scheduling.admission` bounds what preemption by recompute costs. Batched offload and preemption by recompute are ideas of
-transformers' continuous batching (changes #45184, #43150, #46587).
+`engine.scheduling.admission` bounds what preemption by recompute costs. Batched offload and preemption by recompute are ideas
+of transformers' continuous batching (changes #45184, #43150, #46587).
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def running_need(state: SchedulerState) -> int:
 
 
 def evict_idle(state: SchedulerState, need: int, keep: Collection[Block] = ()) -> bool:
-    """Evict blocks whose owners all wait until `need` slots are available; `keep` stay. Returns whether they are available. Blocks
-    of pinned children are offloaded first. Then blocks with the fewest owners go, since each owner would compute them again, and
-    of these the newest. Pinned children are released last."""
+    """Evict blocks whose owners all wait until `need` slots are available; `keep` stay. Returns whether they are available.
+    Blocks of pinned children are offloaded first. Then blocks with the fewest owners go, since each owner would compute them
+    again, and of these the newest. Pinned children are released last."""
     store, pinned = state.store, state.pinned
     if store.available >= need:
         return True
@@ -108,8 +108,8 @@ def eviction_candidates(state: SchedulerState, short: int, keep: Collection[Bloc
 
 
 def offload(state: SchedulerState, seq: Sequence) -> bool:
-    """Move the idle blocks of a stopped sequence to host memory. Returns False, having moved nothing, if they do not fit there or
-    if prefilling them again is cheaper."""
+    """Move the idle blocks of a stopped sequence to host memory. Returns False, having moved nothing, if they do not fit there
+    or if prefilling them again is cheaper."""
     blocks = [block for block in seq.blocks if block.users == 0 and block.device is not None]
     if not can_offload(state, sum(block.host is None for block in blocks), seq.cached):
         return False
@@ -122,15 +122,15 @@ def offload(state: SchedulerState, seq: Sequence) -> bool:
 
 
 def can_offload(state: SchedulerState, blocks: int, tokens: int) -> bool:
-    """Return whether blocks with KV of so many tokens would be offloaded and not dropped: they fit into host memory, and copying
-    pays."""
+    """Return whether blocks with KV of so many tokens would be offloaded and not dropped: they fit into host memory, and
+    copying pays."""
     host = state.store.host.size
     return bool(host) and blocks <= state.store.host_available and state.rates.copy_pays(blocks, tokens)
 
 
 def free_ahead(state: SchedulerState) -> None:
-    """Where copies run ahead, evict cached blocks beside this step, so that the next one finds slots that no copy reads: one for
-    each sequence and those of a chunk, together at most a sixteenth of the pool."""
+    """Where copies run ahead, evict cached blocks beside this step, so that the next one finds slots that no copy reads: one
+    for each sequence and those of a chunk, together at most a sixteenth of the pool."""
     if state.copies_ahead:
         soon = len(state.running) + state.config.most_tokens // state.config.block_size
         state.store.free_ahead(min(soon, state.store.device.size // 16))

@@ -12,8 +12,8 @@ from engine.scheduling.plan import SAMPLING
 from engine.scheduling.sequence import Sequence
 
 Place = tuple[int, ...]
-"""Of a waiting sequence within its client: by priority; of equal ones first those that were stopped for another client, then those
-that have run before (preempted, forked), whose KV or siblings hold memory already; then by `Sequence.rank`."""
+"""Of a waiting sequence within its client: by priority; of equal ones first those that were stopped for another client, then
+those that have run before (preempted, forked), whose KV or siblings hold memory already; then by `Sequence.rank`."""
 
 
 class WaitingQueue:

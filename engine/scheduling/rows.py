@@ -13,8 +13,8 @@ from engine.scheduling.state import SchedulerState
 
 
 def decode_rows(state: SchedulerState, sequences: list[Sequence]) -> list[Row]:
-    """Make the rows of sequences that have one token to compute and may sample another; there is room for all. Blocks are written
-    only where one begins, where the last one is still shared after a fork, and where other weights began it."""
+    """Make the rows of sequences that have one token to compute and may sample another; there is room for all. Blocks are
+    written only where one begins, where the last one is still shared after a fork, and where other weights began it."""
     size, version, rows = state.config.block_size, state.version, list[Row]()
     for seq in sequences:
         cached = seq.cached
@@ -28,8 +28,8 @@ def decode_rows(state: SchedulerState, sequences: list[Sequence]) -> list[Row]:
 
 
 def prefill_row(state: SchedulerState, seq: Sequence, budget: int, scores: int, planned: set[bytes]) -> Row | None:
-    """Make the row of the next tokens of a running sequence, at most `budget`, that scores at most `scores` tokens. None: it waits
-    for blocks, or for a row of this very step that computes the same prefix. planned: keys of the blocks that this step
+    """Make the row of the next tokens of a running sequence, at most `budget`, that scores at most `scores` tokens. None: it
+    waits for blocks, or for a row of this very step that computes the same prefix. planned: keys of the blocks that this step
     computes."""
     size, version = state.config.block_size, state.version
     if seq.uncached > 1 or seq.given is not None:
@@ -102,8 +102,8 @@ def build_plan(state: SchedulerState, step: int, rows: list[Row], pending: bool)
 
 
 def _token_ids(rows: list[Row], first_token: np.ndarray, more: list[int]) -> np.ndarray:
-    """Return [T] int32 tokens to compute, row after row. first_token: where each row begins. more: rows that compute other tokens
-    than the newest one alone."""
+    """Return [T] int32 tokens to compute, row after row. first_token: where each row begins. more: rows that compute other
+    tokens than the newest one alone."""
     token_ids = np.empty(int(first_token[-1] + rows[-1].count), np.int32)
     token_ids[first_token] = [row.seq.last_token for row in rows]
     for i in more:
@@ -130,8 +130,8 @@ def _look_ahead(samples: np.ndarray, expected: list[tuple[int, ...]], positions:
 def _adjustments(
     adjusted: np.ndarray, sequences: list[Sequence], samples: np.ndarray, expected: list[tuple[int, ...]]
 ) -> Iterator[LogitAdjustment]:
-    """Yield how the logits of the draws `adjusted`, [D] bool, are changed: at a fork once for all children, in a row with expected
-    tokens for each draw, after the tokens before it."""
+    """Yield how the logits of the draws `adjusted`, [D] bool, are changed: at a fork once for all children, in a row with
+    expected tokens for each draw, after the tokens before it."""
     if not adjusted.any():
         return
     first = 0
@@ -168,8 +168,8 @@ def shared_prefixes(rows: list[Row], block_size: int) -> list[SharedPrefix]:
 
 
 def computed_by_other(seq: Sequence, count: int, planned: set[bytes], block_size: int, version: int) -> bool:
-    """Return whether another row of this step computes the block that the next `count` tokens of `seq` start with. Otherwise add
-    the full blocks of these tokens to `planned`, keys of the blocks that this step computes."""
+    """Return whether another row of this step computes the block that the next `count` tokens of `seq` start with. Otherwise
+    add the full blocks of these tokens to `planned`, keys of the blocks that this step computes."""
     first = seq.cached // block_size
     parent = seq.blocks[first - 1].key if first else None
     if (first and parent is None) or (seq.cached % block_size and seq.blocks[-1].version != version):

@@ -1,7 +1,7 @@
 """The scheduler: which tokens of which sequences the next step computes, and where their KV lives. Policy only, in ints.
 
-`plan()` decides a step, the pipeline launches it and calls `launched()`, `commit()` records what it sampled: at once, or after the
-next step has been planned and launched (`engine.pipeline`). One call of `plan()`:
+`plan()` decides a step, the pipeline launches it and calls `launched()`, `commit()` records what it sampled: at once, or after
+the next step has been planned and launched (`engine.pipeline`). One call of `plan()`:
 
     1. stop      sequences of clients without priority (fairness.py); the last in rank if KV blocks run out (preemption.py);
                  those of clients with more than their share of the slots
@@ -54,8 +54,8 @@ class Scheduler:
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def plan(self) -> Plan | None:
-        """Decide the next step. Returns a plan without rows if nothing can be computed now. Returns None, having changed nothing,
-        if the decision needs the results of the step in flight: commit that step and call again."""
+        """Decide the next step. Returns a plan without rows if nothing can be computed now. Returns None, having changed
+        nothing, if the decision needs the results of the step in flight: commit that step and call again."""
         state = self.state
         pending = bool(state.in_flight)
         if pending and self.drafts.wanted(state.running):
@@ -85,8 +85,8 @@ class Scheduler:
 
     def _stop_sequences(self) -> bool:
         """Apply the policies that stop sequences; each decides on what the one before has left. Returns False, having changed
-        nothing, if one of them would stop a sequence while a step is in flight: that step may finish some, and no sequence stops
-        while a token of it is pending."""
+        nothing, if one of them would stop a sequence while a step is in flight: that step may finish some, and no sequence
+        stops while a token of it is pending."""
         state, room = self.state, 0
         state.clients = fairness.priority_clients(state)
         for policy in (fairness.apply_priority, preemption.preempt, fairness.rebalance_slots):
@@ -107,8 +107,8 @@ class Scheduler:
         return True
 
     def _decode(self, budget: int) -> list[Row]:
-        """Make the rows of one token each: of all sequences that have one to compute, but in a short step of some in turn. Half of
-        a short step is for prefill if there is any."""
+        """Make the rows of one token each: of all sequences that have one to compute, but in a short step of some in turn. Half
+        of a short step is for prefill if there is any."""
         state = self.state
         if budget == state.config.most_tokens:
             return decode_rows(state, state.running)
@@ -118,8 +118,8 @@ class Scheduler:
         return decode_rows(state, self._round_robin.take(decoding, budget))
 
     def _prefill(self, budget: int, decoding: int) -> list[Row]:
-        """Make the rows of sequences that have more than one token to compute and of those that can start, for a step of at most
-        `budget` tokens, `decoding` of which are decoded. A short step has as few draws."""
+        """Make the rows of sequences that have more than one token to compute and of those that can start, for a step of at
+        most `budget` tokens, `decoding` of which are decoded. A short step has as few draws."""
         state, scores = self.state, MAX_SCORES
         short, budget = budget < state.config.most_tokens, budget - decoding
         planned: set[bytes] = set()
@@ -152,8 +152,8 @@ class Scheduler:
         output.launched(self.state, self.state.in_flight[plan.step])
 
     def commit(self, plan: Plan, sampled: SampledTokens) -> list[Sample]:
-        """Record what the oldest step in flight sampled: tokens, forks, finished children. Returns the samples of these. Rows of
-        children that finished while the step was in flight are skipped."""
+        """Record what the oldest step in flight sampled: tokens, forks, finished children. Returns the samples of these. Rows
+        of children that finished while the step was in flight are skipped."""
         state = self.state
         rows, now, credit = state.in_flight.pop(plan.step), state.clock(), state.credit
         credit.step_ended(fairness.tokens_by_client(rows, plan.num_tokens, credit.only_client), now, state.others_wait)
@@ -163,8 +163,8 @@ class Scheduler:
         return samples
 
     def offload_all(self) -> Plan:
-        """Stop every sequence and offload its blocks, the first in rank first, as far as host memory has room. Returns a plan of
-        copies."""
+        """Stop every sequence and offload its blocks, the first in rank first, as far as host memory has room. Returns a plan
+        of copies."""
         state = self.state
         state.store.begin()
         for seq in sorted(state.running, key=lambda seq: seq.rank):
@@ -183,8 +183,9 @@ class Scheduler:
 
     # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def submit(self, group: Group, client: str, seed: int, eos: frozenset[int], stops: Stops | None = None) -> list[Sample]:
-        """Queue a group. Returns the samples of the children that are complete already. Raises ValueError if the id is taken, if
-        one child could never fit into the pool or has tokens after a stop string, or if as many are complete as end the group."""
+        """Queue a group. Returns the samples of the children that are complete already. Raises ValueError if the id is taken,
+        if one child could never fit into the pool or has tokens after a stop string, or if as many are complete as end the
+        group."""
         state = self.state
         if group.id in state.groups:
             raise ValueError(f"group id {group.id!r} is in use by a group that is not finished; choose another")
@@ -203,8 +204,8 @@ class Scheduler:
         return state.add(queued)
 
     def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
-        """Return new tokens of unfinished children beyond their first `since` tokens (by index, 0 if not named): of those with at
-        least `least` new ones, at most `most` tokens in all, longest first. [] for an unknown id."""
+        """Return new tokens of unfinished children beyond their first `since` tokens (by index, 0 if not named): of those with
+        at least `least` new ones, at most `most` tokens in all, longest first. [] for an unknown id."""
         group = self.state.groups.get(group_id)
         return [] if group is None or not group.forked else chunks_of(group.sequences.values(), since, least, most)
 
@@ -215,15 +216,15 @@ class Scheduler:
         return self.state.deadlines.due(now) or self.state.pinned.due(now)
 
     def expire(self) -> list[Sample]:
-        """Finish the groups that are past their deadline, and release KV that was pinned long enough. Returns the samples of these
-        groups."""
+        """Finish the groups that are past their deadline, and release KV that was pinned long enough. Returns the samples of
+        these groups."""
         state, now = self.state, self.state.clock()
         state.pinned.expire(now)
         return [sample for group in state.deadlines.take(now) for sample in state.finish_all(group, "deadline")]
 
     def refresh(self, version: int, kv: str) -> list[Sample]:
-        """Note that the weights are another version, with no step in flight. kv: "keep" the KV of live groups, "recompute" it, or
-        "abort" the groups. "recompute" drops all KV of started groups, whatever their `max_kv_lag`. A prompt without sampled
+        """Note that the weights are another version, with no step in flight. kv: "keep" the KV of live groups, "recompute" it,
+        or "abort" the groups. "recompute" drops all KV of started groups, whatever their `max_kv_lag`. A prompt without sampled
         tokens, or of a partial child, keeps KV as old as `max_kv_lag` allows. Returns the samples that this finishes."""
         assert kv in ("keep", "recompute", "abort")
         state, samples = self.state, list[Sample]()

@@ -76,8 +76,8 @@ class GroupState:
         self.cut_at: int | None = None
         """tokens at which its children are cut; None: fewer than `finish_after` children have finished"""
         self.forked = not self.fresh
-        """every child that is not finished has a sequence. A group of partial children alone samples nothing from its prompt and
-        does not fork: each child prefills for itself, and the prefix index shares the prompt"""
+        """every child that is not finished has a sequence. A group of partial children alone samples nothing from its prompt
+        and does not fork: each child prefills for itself, and the prefix index shares the prompt"""
         self.oldest_kv = 0
         """version of the last refresh with kv="recompute": KV of older weights is not read any more"""
 
@@ -89,8 +89,8 @@ class GroupState:
         self.resumed: dict[int, Begun] = {index: child for index, child in begun.items() if index not in self.complete}
         """the other partial children, by index"""
         self.fresh = [index for index in group.wanted if index not in begun]
-        """indices of the children that sample their first token from the prompt; the sequence of the prompt becomes the first of
-        them at the fork"""
+        """indices of the children that sample their first token from the prompt; the sequence of the prompt becomes the first
+        of them at the fork"""
 
     @property
     def uncancelled(self) -> int:
@@ -294,8 +294,8 @@ class Sequence:
         self.last_token = self.output[-1]
 
     def fork(self) -> Iterator[Sequence]:
-        """Yield the other children of a sequence whose whole prompt is cached: fresh ones first, then partial ones. They hold its
-        blocks; the caller counts the owners."""
+        """Yield the other children of a sequence whose whole prompt is cached: fresh ones first, then partial ones. They hold
+        its blocks; the caller counts the owners."""
         for index in [*self.state.fresh[1:], *self.state.resumed]:
             child = Sequence(self.state, index)
             child.blocks = self.blocks.copy()
@@ -310,8 +310,8 @@ class Sequence:
         self.pending_draw = draw
 
     def append(self, token: int, logprob: float, raw_logprob: float | None, version: int) -> None:
-        """Append the oldest pending token, which is known now, or the first token of a child that was just forked. `raw_logprob`
-        is stored if the group asks for it."""
+        """Append the oldest pending token, which is known now, or the first token of a child that was just forked.
+        `raw_logprob` is stored if the group asks for it."""
         if version != self.version:
             self.version = version
             self.spans.append((len(self.output), version))
@@ -382,5 +382,5 @@ class Row(msgspec.Struct, gc=False):
     count: int
     draws: int
     expected: tuple[int, ...]
-    """expected tokens of its draws, in order: all of them where tokens are given, all but the last where they are drafted. The row
-    computes draws - 1 of these after the tokens that it has"""
+    """expected tokens of its draws, in order: all of them where tokens are given, all but the last where they are drafted. The
+    row computes draws - 1 of these after the tokens that it has"""

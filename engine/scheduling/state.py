@@ -168,7 +168,8 @@ class SchedulerState:
         return sample
 
     def _leave_blocks(self, seq: Sequence, ran: bool, now: float, continues: bool) -> None:
-        """Pin the blocks of a child that finishes, if its group asks for that, or release them. continues: a turn may follow."""
+        """Pin the blocks of a child that finishes, if its group asks for that, or release them. continues: a turn may
+        follow."""
         if continues and not ran:
             self.tables.cut_lost(seq)
         if continues and seq.output and seq.cached:

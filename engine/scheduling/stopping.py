@@ -1,8 +1,8 @@
 """Stop strings, changes of logits, and what a child stores beside its tokens for either; only for groups that ask.
 
-Stop strings are found in the bytes of tokens, across the borders of tokens and of characters. A tokenizer of transformers says in
-`tokenizer.json` how tokens become text. Two kinds are read, which are nearly all: byte-level BPE (each letter of a piece stands for a
-byte; Radford et al., GPT-2, 2019) and sentencepiece (▁ is a space and <0x0A> a byte). Imports no torch.
+Stop strings are found in the bytes of tokens, across the borders of tokens and of characters. A tokenizer of transformers says
+in `tokenizer.json` how tokens become text. Two kinds are read, which are nearly all: byte-level BPE (each letter of a piece
+stands for a byte; Radford et al., GPT-2, 2019) and sentencepiece (▁ is a space and <0x0A> a byte). Imports no torch.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ def parked_group() -> tuple[Engine, list[Any], Travels]:
     rng = np.random.default_rng(0)
     for name, length, tokens in (("old", 40, 110), ("new", PREFIX, 64)):
         prompt = rng.integers(3, 199, length).astype(np.int32)
-        engine.submit(Group(name, prompt, Sampling(n=N, max_tokens=tokens, ignore_eos=True, seed=1, priority=int(name == "old"))))
+        engine.submit(
+            Group(name, prompt, Sampling(n=N, max_tokens=tokens, ignore_eos=True, seed=1, priority=int(name == "old")))
+        )
     state = engine.scheduler.state.groups["new"]
     while not state.forked or any(seq.running for seq in state.sequences.values()):
         assert engine.has_work and not engine.step() and engine.counters.steps < 200
