@@ -102,7 +102,7 @@ class Engine:
         reason if the group is refused; nothing has been allocated for it then."""
         group.validate(self.limits, self.vocab_size, self.context)
         eos = stop_tokens(group, self.model)
-        for child in () if group.score else group.begun:
+        for child in () if group.score else group.partials:
             child.validate_unfinished(group.sampling, eos, self.version)
         seed = group.sampling.seed
         if seed is None:
@@ -193,7 +193,7 @@ class Engine:
         self._asked = Mode.PAUSED
 
     def drain(self) -> bool:
-        """Let groups that have begun run to their end and start no others, until `resume`. Returns True when none is left. A
+        """Let groups that have started run to their end and start no others, until `resume`. Returns True when none is left. A
         paused engine stays paused."""
         self.scheduler.state.admitting = False
         if self._asked is Mode.RUNNING:

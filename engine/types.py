@@ -34,7 +34,7 @@ class Mode(enum.Enum):
 
     RUNNING = "running"
     DRAINING = "draining"
-    """groups that have begun run to their end, no others start"""
+    """groups that have started run to their end, no others start"""
     PAUSED = "paused"
     """nothing is computed; what is submitted waits"""
     ASLEEP = "asleep"
@@ -79,8 +79,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """`Sampling.max_kv_lag` and `Sampling.max_version_lag`"""
     max_top_logprobs: int = 20
     """`Sampling.top_logprobs`"""
-    max_keep_s: int = 3600
-    """`Sampling.keep_s`: seconds for which KV of a child that has ended is kept"""
+    max_kv_ttl_s: int = 3600
+    """`Sampling.kv_ttl_s`: seconds for which KV of a child that has ended is kept"""
     max_logit_bias: int = 1024
     """entries of `Sampling.logit_bias`"""
     max_allowed_token_ids: int = 4096
@@ -93,7 +93,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""
         for name in self.__struct_fields__:
-            least = 2 if name == "max_frames" else 0 if name in ("max_kv_lag", "max_keep_s") else 1
+            least = 2 if name == "max_frames" else 0 if name in ("max_kv_lag", "max_kv_ttl_s") else 1
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
             if getattr(self, name) > LARGEST_LIMIT:
@@ -106,7 +106,7 @@ INTEGERS = (
 )  # fmt: skip
 """fields of a Sampling"""
 NUMBERS = (
-    "temperature", "top_p", "min_p", "deadline_s", "keep_s", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "temperature", "top_p", "min_p", "deadline_s", "kv_ttl_s", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 MAY_BE_NONE = frozenset(("seed", "max_version_lag", "finish_after", "deadline_s"))
 
@@ -168,9 +168,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """tokens of children that run are sent whenever so many are new; 0 = with their samples only"""
     top_logprobs: int = 0
     """also return the ids and log-probs of so many most probable tokens of each distribution that was drawn from"""
-    keep_s: float = 0.0
+    kv_ttl_s: float = 0.0
     """seconds for which the KV of a child that has ended is kept for a turn that continues it (`Group.after`), at most
-    `Limits.max_keep_s`; 0 = until its room is needed, and whole blocks only. All that is kept is at most half of the KV pools:
+    `Limits.max_kv_ttl_s`; 0 = until its room is needed, and whole blocks only. All that is kept is at most half of the KV pools:
     docs/decisions/turns.md"""
     logit_bias: dict[int, float] | None = None
     """added to the logits of these token ids, from -100 to 100"""
@@ -271,8 +271,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"min_len_to_cut={self.min_len_to_cut} without finish_after: nothing is cut; set finish_after")
         if self.deadline_s is not None and not 0.0 < self.deadline_s < math.inf:
             raise ValueError(f"deadline_s={self.deadline_s}: must be None or a positive, finite number of seconds")
-        if not 0.0 <= self.keep_s <= limits.max_keep_s:
-            raise ValueError(f"keep_s={self.keep_s}: must be between 0 and {limits.max_keep_s} (Limits.max_keep_s)")
+        if not 0.0 <= self.kv_ttl_s <= limits.max_kv_ttl_s:
+            raise ValueError(f"kv_ttl_s={self.kv_ttl_s}: must be between 0 and {limits.max_kv_ttl_s} (Limits.max_kv_ttl_s)")
         if abs(self.priority) > MAX_PRIORITY:
             raise ValueError(f"priority={self.priority}: must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
         if self.stream_every < 0:
@@ -306,11 +306,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"seed={self.seed}: must be between 0 and 2**63 - 1, or None")
 
 
-class Begun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class PartialSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What a child already has: it goes on from there, as if it had never stopped.
 
     Example:
-        Begun(index=2, token_ids=sample.token_ids, logprobs=sample.logprobs, weight_versions=sample.weight_versions)
+        PartialSample(index=2, token_ids=sample.token_ids, logprobs=sample.logprobs, weight_versions=sample.weight_versions)
     """
 
     index: int
@@ -329,7 +329,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[tokens, k] float32, as many"""
 
     @classmethod
-    def of(cls, sample: Sample) -> Begun:
+    def of(cls, sample: Sample) -> PartialSample:
         """Make it of a sample that did not end by itself."""
         return cls(
             index=sample.index,
@@ -343,7 +343,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def validate(self, sampling: Sampling, vocab_size: int) -> None:
         """Raises ValueError naming the child and what would be accepted."""
-        who, tokens, most = f"begun child {self.index}", self.token_ids, sampling.max_tokens
+        who, tokens, most = f"partial sample {self.index}", self.token_ids, sampling.max_tokens
         if tokens.dtype != np.int32 or tokens.ndim != 1 or not 1 <= len(tokens) <= most:
             raise ValueError(f"{who} has token_ids {tokens.dtype} {tokens.shape}: must be int32 [1 to max_tokens={most}]")
         low, high = int(tokens.min()), int(tokens.max())
@@ -369,10 +369,12 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         for name, values, dtype in (("top_ids", ids, np.int32), ("top_logprobs", self.top_logprobs, np.float32)):
             if values is None or values.dtype != dtype or values.shape != shape:
                 found = "none" if values is None else f"{values.dtype} {values.shape}"
-                raise ValueError(f"begun child {self.index} has {name} {found}: must be {np.dtype(dtype).name} {list(shape)}")
+                raise ValueError(
+                    f"partial sample {self.index} has {name} {found}: must be {np.dtype(dtype).name} {list(shape)}"
+                )
         assert ids is not None
         if int(ids.min()) < -1 or int(ids.max()) >= vocab_size:
-            raise ValueError(f"begun child {self.index} has top_ids outside of 0 to {vocab_size - 1}, and -1 for none")
+            raise ValueError(f"partial sample {self.index} has top_ids outside of 0 to {vocab_size - 1}, and -1 for none")
 
     def ended_as(self, sampling: Sampling, eos: frozenset[int]) -> FinishReason | None:
         """How the child has ended, if it has: its last token is one of `eos`, or it has all its tokens."""
@@ -386,16 +388,16 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         `version`, the live one, than `Sampling.max_version_lag`."""
         for at, token in enumerate(self.token_ids[sampling.min_tokens : -1].tolist(), sampling.min_tokens):
             if token in eos:
-                raise ValueError(f"begun child {self.index} goes on behind its token {at}, the stop token {token}")
+                raise ValueError(f"partial sample {self.index} goes on behind its token {at}, the stop token {token}")
         lag, first = sampling.max_version_lag, self.weight_versions[0][1]
         if lag is not None and first < version - lag:
             raise ValueError(
-                f"begun child {self.index} began with version {first} and {version} is live: more than max_version_lag={lag}; "
+                f"partial sample {self.index} began with version {first} and {version} is live: more than max_version_lag={lag}; "
                 "leave it out or raise max_version_lag"
             )
 
 
-class TokenChunk(Begun, frozen=True, kw_only=True, eq=False):
+class TokenChunk(PartialSample, frozen=True, kw_only=True, eq=False):
     """Tokens of a child that runs, those that follow what was told of it before. Spans count from the chunk's first token.
 
     Example:
@@ -424,10 +426,10 @@ class Group(msgspec.Struct, frozen=True, eq=False):
     indices: tuple[int, ...] | None = None
     """which of the n children are wanted here, ascending; None = all. Another engine may have the others: a child's numbers
     depend on its own index only"""
-    begun: tuple[Begun, ...] = ()
+    partials: tuple[PartialSample, ...] = ()
     """children that have tokens already"""
     score: bool = False
-    """nothing is drawn: the children come back as "scored" with the log-probs of the tokens in `begun`, those that they would
+    """nothing is drawn: the children come back as "scored" with the log-probs of the tokens in `partials`, those that they would
     have if they were drawn with this sampling"""
     after: tuple[str, int] | None = None
     """(group id, index) of the child that this group continues, where the prompt is that child's prompt and tokens and more: a
@@ -473,17 +475,17 @@ class Group(msgspec.Struct, frozen=True, eq=False):
                 raise ValueError(f"indices={self.indices}: must be between 0 and n - 1 = {n - 1}")
             if self.sampling.finish_after is not None and self.sampling.finish_after > len(self.indices):
                 raise ValueError(f"finish_after={self.sampling.finish_after}: at most the {len(self.indices)} wanted children")
-        having = [child.index for child in self.begun]
+        having = [child.index for child in self.partials]
         if len(set(having)) < len(having) or not set(having) <= set(self.wanted):
-            raise ValueError(f"begun children {having}: each must be one of the wanted ones, once")
+            raise ValueError(f"partial samples {having}: each must be one of the wanted ones, once")
         sampling = self.sampling
         if self.score:  # what is asked for is not there yet
             sampling = msgspec.structs.replace(sampling, raw_logprobs=False, top_logprobs=0)
-        for child in self.begun:
+        for child in self.partials:
             child.validate(sampling, vocab_size)
         if self.score and set(having) != set(self.wanted):
             raise ValueError(
-                f"score of children {list(self.wanted)[:20]}, given {having[:20]}: give the tokens of all, in begun"
+                f"score of children {list(self.wanted)[:20]}, given {having[:20]}: give the tokens of all, in partials"
             )
         if self.score and self.sampling.finish_after is not None:
             raise ValueError(f"finish_after={self.sampling.finish_after} with score: all children end; leave it out")

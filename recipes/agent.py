@@ -10,7 +10,7 @@
     python -m recipes.agent --keep-s 0   # the control: KV between turns is a cache like any other
 
 All conversations run at once, and each continues as soon as its own turn has ended (`rollout.SampleStream`). While the
-calculator works, the service keeps the turn's KV for `keep_s` seconds, so the next turn prefills only the tool's answer. The
+calculator works, the service keeps the turn's KV for `kv_ttl_s` seconds, so the next turn prefills only the tool's answer. The
 recipe prints how many tokens were prefilled. For training, `Conversation.written` tells the model's tokens from the tool's.
 
 Tool calls inside the text: Schick et al., "Toolformer" (2023). The questions need `pip install -e '.[grpo]'`.
@@ -61,7 +61,7 @@ class Options:
     max_tokens: int = 24
     """most tokens of a turn"""
     temperature: float = 0.0
-    keep_s: float = 60.0
+    kv_ttl_s: float = 60.0
     """seconds for which KV is kept between turns"""
     seed: int = 0
 
@@ -175,7 +175,7 @@ class Agents:
             return None
         more = self.tokenizer.encode(answer, add_special_tokens=False)
         conversation.add(more, written=False)
-        return self.client.resume(sample, handle.group.prompt, self._sampling(conversation), append=more)
+        return self.client.next_turn(sample, handle.group.prompt, self._sampling(conversation), append=more)
 
     def _sampling(self, conversation: Conversation) -> Sampling:
         """Make the sampling of the next turn. Each turn has a seed of its own: with that of another turn it would draw by the
@@ -186,7 +186,7 @@ class Agents:
             temperature=options.temperature,
             stop_token_ids=self.stop_ids,
             seed=next(self._seeds),
-            keep_s=0.0 if last else options.keep_s,
+            kv_ttl_s=0.0 if last else options.kv_ttl_s,
         )
 
 

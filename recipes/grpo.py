@@ -283,7 +283,7 @@ def go_on(client: RolloutClient, handle: Handle, group: list[Sample]) -> Handle 
     """Let the children of a group that were cut go on; None: there are none."""
     cut = [sample for sample in group if sample.finish_reason == "cut"]
     whole = msgspec.structs.replace(handle.group.sampling, finish_after=None)
-    return client.resume(cut, handle.group.prompt, whole, f"{handle.group_id}/rest") if cut else None
+    return client.continue_samples(cut, handle.group.prompt, whole, f"{handle.group_id}/rest") if cut else None
 
 
 def joined(ended: list[Sample], rest: list[Sample]) -> list[Sample]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.types import SEED_LIMIT, Begun, Group, Refreshed, Sample, Sampling, TokenChunk
+from engine.types import SEED_LIMIT, Group, PartialSample, Refreshed, Sample, Sampling, TokenChunk
 
 ROUNDING = 1e-4
 """by which the log-prob of a token that is nearly certain may be above 0: sums of float32"""
@@ -45,8 +45,8 @@ NOTHING = Bounds(0, frozenset())
 """may come of a group that was not sent"""
 
 
-def check_sample(sample: Sample, group: Group, begun: Begun | None, bounds: Bounds) -> None:
-    """Raises ValueError naming the child, the field and what the group allows. begun: what the child had when it was sent."""
+def check_sample(sample: Sample, group: Group, partial: PartialSample | None, bounds: Bounds) -> None:
+    """Raises ValueError naming the child, the field and what the group allows. partial: what the child had when it was sent."""
     if sample.index not in group.wanted:
         raise ValueError(f"sample {sample.index} of a group of {len(group.wanted)}")
     if sample.prompt_tokens != len(group.prompt):
@@ -59,16 +59,16 @@ def check_sample(sample: Sample, group: Group, begun: Begun | None, bounds: Boun
         raise _wrong(sample, "error", sample.error, 'None, unless finish_reason is "error"')
     _check_columns(sample, group.sampling, bounds.vocab_size)
     if sample.finish_reason == "error" and not len(sample.token_ids):
-        begun = None  # what it had was dropped with it
-    skip = 0 if begun is None or group.score else len(begun.token_ids)
+        partial = None  # what it had was dropped with it
+    skip = 0 if partial is None or group.score else len(partial.token_ids)
     _check_values(sample, skip, bounds.vocab_size, given=group.score)
-    _check_begun(sample, begun, group.score)
+    _check_partial(sample, partial, group.score)
     _check_versions(sample, skip, bounds)
-    _check_end(sample, group, begun, bounds.eos_token_ids)
+    _check_end(sample, group, partial, bounds.eos_token_ids)
 
 
 def check_chunk(chunk: TokenChunk, group: Group, bounds: Bounds) -> None:
-    """Raise ValueError for new tokens that a child of the group cannot have; `Begun.validate` checks the columns."""
+    """Raise ValueError for new tokens that a child of the group cannot have; `PartialSample.validate` checks the columns."""
     if not _is_seed(chunk.seed, group.sampling):
         raise _wrong(chunk, "seed", chunk.seed, f"{group.sampling.seed}")
     chunk.validate(group.sampling, bounds.vocab_size)
@@ -76,7 +76,7 @@ def check_chunk(chunk: TokenChunk, group: Group, bounds: Bounds) -> None:
     _check_versions(chunk, 0, bounds)
 
 
-def check_goes_on(sample: Sample, known: Begun) -> None:
+def check_goes_on(sample: Sample, known: PartialSample) -> None:
     """Raises ValueError for a sample that has other tokens than were streamed of it, as far as the same versions made both."""
     same = agreed(sample.weight_versions, known.weight_versions, min(len(sample.token_ids), len(known.token_ids)))
     for name in ("token_ids", "logprobs"):
@@ -163,21 +163,25 @@ def _check_values(child: Sample | TokenChunk, skip: int, vocab_size: int, given:
         raise _wrong(child, "top_logprobs", "that are none", "finite, not above 0, and -inf where top_ids is -1")
 
 
-def _check_begun(sample: Sample, begun: Begun | None, score: bool) -> None:
+def _check_partial(sample: Sample, partial: PartialSample | None, score: bool) -> None:
     """Check that what the child had comes back with it."""
-    if begun is None:
+    if partial is None:
         return
-    had, tokens = len(begun.token_ids), sample.token_ids
+    had, tokens = len(partial.token_ids), sample.token_ids
     if score:
-        if not np.array_equal(tokens, begun.token_ids[: len(tokens)]):
+        if not np.array_equal(tokens, partial.token_ids[: len(tokens)]):
             raise _wrong(sample, "token_ids", "that were not given", "those to score")
         return
-    if not np.array_equal(tokens[:had], begun.token_ids):
-        raise _wrong(sample, "token_ids", "that do not go on from those it had", f"the {had} of begun, then others")
-    if sample.logprobs[:had].tobytes() != begun.logprobs.tobytes():
-        raise _wrong(sample, "logprobs", "that do not go on from those it had", f"the {had} of begun, then others")
-    if agreed(sample.weight_versions, begun.weight_versions, had) < had:
-        raise _wrong(sample, "weight_versions", sample.weight_versions, f"{begun.weight_versions} of begun, then others")
+    if not np.array_equal(tokens[:had], partial.token_ids):
+        raise _wrong(
+            sample, "token_ids", "that do not go on from those it had", f"the {had} of the partial sample, then others"
+        )
+    if sample.logprobs[:had].tobytes() != partial.logprobs.tobytes():
+        raise _wrong(sample, "logprobs", "that do not go on from those it had", f"the {had} of the partial sample, then others")
+    if agreed(sample.weight_versions, partial.weight_versions, had) < had:
+        raise _wrong(
+            sample, "weight_versions", sample.weight_versions, f"{partial.weight_versions} of the partial sample, then others"
+        )
 
 
 def _check_versions(child: Sample | TokenChunk, skip: int, bounds: Bounds) -> None:
@@ -203,10 +207,10 @@ def _new_versions(child: Sample | TokenChunk, skip: int) -> list[int]:
     return [version_at(spans, skip), *(version for first, version in spans if first > skip)] if tokens > skip else []
 
 
-def _check_end(sample: Sample, group: Group, begun: Begun | None, eos: frozenset[int]) -> None:
+def _check_end(sample: Sample, group: Group, partial: PartialSample | None, eos: frozenset[int]) -> None:
     """Check that a child may have ended for this reason, with these tokens."""
     reason, sampling, tokens = sample.finish_reason, group.sampling, sample.token_ids
-    most = sampling.max_tokens if begun is None or not group.score else len(begun.token_ids)
+    most = sampling.max_tokens if partial is None or not group.score else len(partial.token_ids)
     match reason:
         case "length":
             allowed = not group.score and len(tokens) == most

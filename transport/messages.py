@@ -77,10 +77,10 @@ class Submit(msgspec.Struct, frozen=True, eq=False, tag="submit", forbid_unknown
     """refuse the group if the live weights are older than this"""
     indices: tuple[int, ...] | None = None
     """which of the n children are wanted, ascending; None = all"""
-    begun: PartialColumns | None = None
+    partials: PartialColumns | None = None
     """children that have tokens already and go on from there"""
     score: bool = False
-    """those of `begun` are the tokens whose log-probs are wanted; nothing is drawn"""
+    """those of `partials` are the tokens whose log-probs are wanted; nothing is drawn"""
     after: tuple[str, int] | None = None
     """(group id, index) of the child of this session that the group continues: a hint, see `Group.after`"""
     client: str = ""
@@ -199,7 +199,7 @@ class Control(msgspec.Struct, frozen=True, tag="control", forbid_unknown_fields=
 
 class Replicas(msgspec.Struct, frozen=True, tag="replicas", forbid_unknown_fields=True):
     """Change the replicas of a fleet: how many there are, one that is to go, all restarted one after the other. Answer: Done,
-    once it has begun."""
+    once it has started."""
 
     request_id: int
     action: Literal["scale", "drain", "roll"]
@@ -456,7 +456,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 def digest(submit: Submit) -> bytes:
     """Take DIGEST_BYTES bytes that two Submits share only if they ask for the same (BLAKE2b; a NaN equals itself)."""
-    arrays = [submit.prompt, *(() if submit.begun is None else submit.begun.arrays())]
+    arrays = [submit.prompt, *(() if submit.partials is None else submit.partials.arrays())]
     kinds = [(dtype_name(array.dtype), array.shape) for array in arrays]
     fields = (submit.group_id, submit.serial, submit.sampling, submit.indices, submit.after, kinds, submit.score)
     state = hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=DIGEST_BYTES)

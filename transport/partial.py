@@ -1,4 +1,4 @@
-"""Children that have begun, on the wire: the arrays of all of them end to end, since a message has few frames."""
+"""Partial samples on the wire: the arrays of all of them end to end, since a message has few frames."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.types import Begun
+from engine.types import PartialSample
 from transport.errors import InvalidRequest
 
 COLUMNS = ("token_ids", "logprobs", "raw_logprobs", "top_ids", "top_logprobs")
-"""fields of `Begun` with a row for each token"""
+"""fields of `PartialSample` with a row for each token"""
 MAX_SPANS = 65_536
 """of all children of a message: what the service's loop can look at in one turn"""
 
@@ -50,7 +50,7 @@ class PartialColumns(msgspec.Struct, frozen=True, eq=False, forbid_unknown_field
                 yield value
 
 
-def pack_begun(children: Sequence[Begun]) -> PartialColumns | None:
+def pack_partials(children: Sequence[PartialSample]) -> PartialColumns | None:
     """Lay children end to end; None without any."""
     if not children:
         return None
@@ -73,7 +73,7 @@ def joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
     return np.concatenate(there) if len(there) == len(arrays) else None
 
 
-def unpack_begun(packed: PartialColumns | None, most: int) -> tuple[Begun, ...]:
+def unpack_partials(packed: PartialColumns | None, most: int) -> tuple[PartialSample, ...]:
     """The children of a message, at most `most`. Raises InvalidRequest where the arrays do not fit each other; what a child may
     have is checked with its group."""
     if packed is None:
@@ -87,7 +87,7 @@ def unpack_begun(packed: PartialColumns | None, most: int) -> tuple[Begun, ...]:
     for i, (index, length, end) in enumerate(zip(packed.indices.tolist(), packed.lengths.tolist(), ends.tolist(), strict=True)):
         mine = slice(end - length, end)
         columns: dict[str, Any] = {name: None if (array := getattr(packed, name)) is None else array[mine] for name in COLUMNS}
-        children.append(Begun(index=index, weight_versions=spans[i], **columns))
+        children.append(PartialSample(index=index, weight_versions=spans[i], **columns))
     return tuple(children)
 
 
@@ -102,23 +102,25 @@ def _check(packed: PartialColumns, most: int) -> None:
     for name, dtype in kinds.items():
         array = getattr(packed, name)
         if array is not None and (array.dtype != dtype or array.ndim != 1):
-            raise InvalidRequest(f"begun.{name} is {array.dtype} of shape {array.shape}: must be {np.dtype(dtype).name} [..]")
+            raise InvalidRequest(
+                f"partials.{name} is {array.dtype} of shape {array.shape}: must be {np.dtype(dtype).name} [..]"
+            )
     children, tokens = len(packed.indices), len(packed.token_ids)
     if len(packed.lengths) != children or children > most:
-        raise InvalidRequest(f"{children} begun children with {len(packed.lengths)} lengths: as many of both, at most {most}")
+        raise InvalidRequest(f"{children} partial samples with {len(packed.lengths)} lengths: as many of both, at most {most}")
     if children and int(packed.lengths.min()) < 0 or int(packed.lengths.sum(dtype=np.int64)) != tokens:
-        raise InvalidRequest(f"begun.lengths do not add up to the {tokens} tokens of begun.token_ids")
+        raise InvalidRequest(f"partials.lengths do not add up to the {tokens} tokens of partials.token_ids")
     for name, dtype in (("top_ids", np.int32), ("top_logprobs", np.float32)):
         if (array := getattr(packed, name)) is not None and (array.dtype != dtype or array.ndim != 2):
             raise InvalidRequest(
-                f"begun.{name} is {array.dtype} of shape {array.shape}: must be {np.dtype(dtype).name} [.., k]"
+                f"partials.{name} is {array.dtype} of shape {array.shape}: must be {np.dtype(dtype).name} [.., k]"
             )
     for name in COLUMNS[1:]:
         if (array := getattr(packed, name)) is not None and len(array) != tokens:
-            raise InvalidRequest(f"begun.{name} has {len(array)} entries for {tokens} tokens: one for each")
+            raise InvalidRequest(f"partials.{name} has {len(array)} entries for {tokens} tokens: one for each")
     spans = packed.spans
     bound = min(tokens, MAX_SPANS)
     if spans.dtype != np.int64 or spans.ndim != 2 or spans.shape[1] != 3 or len(spans) > bound:
-        raise InvalidRequest(f"begun.spans is {spans.dtype} of shape {spans.shape}: must be int64 [at most {bound}, 3]")
+        raise InvalidRequest(f"partials.spans is {spans.dtype} of shape {spans.shape}: must be int64 [at most {bound}, 3]")
     if len(spans) and not 0 <= int(spans[:, 0].min()) <= int(spans[:, 0].max()) < children:
-        raise InvalidRequest(f"begun.spans names children that are none of the {children}")
+        raise InvalidRequest(f"partials.spans names children that are none of the {children}")

@@ -13,7 +13,7 @@ import numpy as np
 from engine.types import SEED_LIMIT, Sample, TokenChunk
 from transport.errors import InvalidRequest, ProtocolError
 from transport.messages import Ended, Progress, SamplesDone
-from transport.partial import pack_begun, unpack_begun
+from transport.partial import pack_partials, unpack_partials
 
 SAMPLE_COLUMNS = {
     "token_ids": (np.int32, 1),
@@ -32,7 +32,7 @@ def pack_progress(number: int, chunks: Mapping[str, Sequence[TokenChunk]]) -> Pr
     raw, most = any(chunk.raw_logprobs is not None for chunk in flat), max(map(_columns, flat))
     if raw or most:
         flat = [_filled(chunk, raw, most) for chunk in flat]
-    packed = pack_begun(flat)
+    packed = pack_partials(flat)
     assert packed is not None
     return Progress(
         number=number,
@@ -66,7 +66,7 @@ def unpack_progress(progress: Progress, most: int) -> list[tuple[str, TokenChunk
     """Return (group id, chunk) of each of at most `most` children. Raises ProtocolError where the columns do not fit each
     other; what a chunk may hold is checked with its group."""
     try:
-        children = unpack_begun(progress.children, most)
+        children = unpack_partials(progress.children, most)
     except InvalidRequest as error:
         raise ProtocolError(f"progress: {error.message}") from None
     ids, seeds = progress.group_ids, progress.seeds

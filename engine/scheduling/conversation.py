@@ -1,4 +1,4 @@
-"""Turns of conversations: which children a group may continue, and KV that is pinned for them (`Sampling.keep_s`).
+"""Turns of conversations: which children a group may continue, and KV that is pinned for them (`Sampling.kv_ttl_s`).
 
     turn 1   p p p p o o o o                         finished; its KV is pinned, or in the prefix index
     turn 2   p p p p o o o o t t t t o o o o o       a group with the whole of it as prompt; `Group.after` names turn 1

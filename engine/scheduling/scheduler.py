@@ -199,7 +199,7 @@ class Scheduler:
         enough = group.sampling.finish_after
         if enough is not None and len(queued.complete) >= enough:
             raise ValueError(
-                f"finish_after={enough}: {len(queued.complete)} of the begun children are complete; leave them out"
+                f"finish_after={enough}: {len(queued.complete)} of the partial samples are complete; leave them out"
             )
         return state.add(queued)
 

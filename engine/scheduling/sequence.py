@@ -10,7 +10,7 @@ import numpy as np
 from engine.kv.block import Block
 from engine.kv.versions import KVVersions
 from engine.scheduling.stopping import LogitRules, Stops, TokenCounts
-from engine.types import Begun, FinishReason, Group, Sample, TokenChunk
+from engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk
 
 
 class GroupState:
@@ -83,12 +83,14 @@ class GroupState:
 
     def _know_children(self, group: Group, eos: frozenset[int], stops: Stops | None) -> None:
         """Set which children there are: complete, partial and fresh ones."""
-        begun = {child.index: child for child in group.begun}
-        self.complete = {index: how for index, child in begun.items() if (how := _ended_as(child, group, eos, stops))}
+        partials = {child.index: child for child in group.partials}
+        self.complete = {index: how for index, child in partials.items() if (how := _ended_as(child, group, eos, stops))}
         """finish reasons of the children that were complete when the group came, by index"""
-        self.resumed: dict[int, Begun] = {index: child for index, child in begun.items() if index not in self.complete}
+        self.resumed: dict[int, PartialSample] = {
+            index: child for index, child in partials.items() if index not in self.complete
+        }
         """the other partial children, by index"""
-        self.fresh = [index for index in group.wanted if index not in begun]
+        self.fresh = [index for index in group.wanted if index not in partials]
         """indices of the children that sample their first token from the prompt; the sequence of the prompt becomes the first
         of them at the fork"""
 
@@ -115,7 +117,7 @@ class GroupState:
         return max(self.oldest_kv, version - self.group.sampling.max_kv_lag)
 
 
-def _ended_as(child: Begun, group: Group, eos: frozenset[int], stops: Stops | None) -> FinishReason | None:
+def _ended_as(child: PartialSample, group: Group, eos: frozenset[int], stops: Stops | None) -> FinishReason | None:
     """Return the finish reason of a partial child that is complete, else None. Raises ValueError if it has tokens after a stop
     string."""
     if stops is not None and stops.completes(child, group.sampling.min_tokens):
@@ -168,8 +170,8 @@ class Sequence:
         "table",
     )
 
-    def __init__(self, state: GroupState, index: int, begun: Begun | None = None) -> None:
-        """begun: tokens that the child has; None: those that its group says."""
+    def __init__(self, state: GroupState, index: int, partial: PartialSample | None = None) -> None:
+        """partial: tokens that the child has; None: those that its group says."""
         self.state = state
         self.index = index
         self.age = state.number, index
@@ -196,7 +198,7 @@ class Sequence:
         """(first output token, weight version)"""
         self.version: int | None = None
         """weight version of the last span"""
-        self._take_over(begun or state.resumed.get(index))
+        self._take_over(partial or state.resumed.get(index))
         self.blocks: list[Block] = []
         self.cached = 0
         self.computed = 0
@@ -276,19 +278,19 @@ class Sequence:
         """Return the given tokens that are not scored, without the last one, whose KV is not needed."""
         return 0 if self.given is None else len(self.given) - len(self.output) - 1
 
-    def _take_over(self, begun: Begun | None) -> None:
+    def _take_over(self, partial: PartialSample | None) -> None:
         """Take over the tokens of a partial child, which are computed and not sampled again; or the tokens to score."""
         score = self.state.group.score
-        self.tracked = TokenCounts.of(self.state.group.sampling, self.state.rules, self.state.stops, None if score else begun)
-        if begun is not None and score:
-            self.given = begun.token_ids
-            self.limit = self.num_prompt + len(begun.token_ids)
-        if begun is None or score:
+        self.tracked = TokenCounts.of(self.state.group.sampling, self.state.rules, self.state.stops, None if score else partial)
+        if partial is not None and score:
+            self.given = partial.token_ids
+            self.limit = self.num_prompt + len(partial.token_ids)
+        if partial is None or score:
             return
-        self.output = begun.token_ids.tolist()
-        self.logprobs = begun.logprobs.tolist()
-        self.raw_logprobs = [] if begun.raw_logprobs is None else begun.raw_logprobs.tolist()
-        self.spans = [(first, version) for first, version in begun.weight_versions]
+        self.output = partial.token_ids.tolist()
+        self.logprobs = partial.logprobs.tolist()
+        self.raw_logprobs = [] if partial.raw_logprobs is None else partial.raw_logprobs.tolist()
+        self.spans = [(first, version) for first, version in partial.weight_versions]
         self.version = self.spans[-1][1]
         self.length += len(self.output)
         self.last_token = self.output[-1]

@@ -83,7 +83,9 @@ class SchedulerState:
         """Queue a group. Returns the samples of the children that are complete already."""
         self.submitted += 1
         group.finished = len(group.complete)
-        complete = [(Sequence(group, begun.index, begun), group.complete.get(begun.index)) for begun in group.group.begun]
+        complete = [
+            (Sequence(group, partial.index, partial), group.complete.get(partial.index)) for partial in group.group.partials
+        ]
         samples = [self.count_finished(child, reason, 0.0) for child, reason in complete if reason is not None]
         if not group.fresh and not group.resumed:
             return samples
@@ -174,8 +176,8 @@ class SchedulerState:
             self.tables.cut_lost(seq)
         if continues and seq.output and seq.cached:
             self.conversations.note(seq)
-            if keep_s := seq.state.group.sampling.keep_s:
-                self.pinned.pin(seq, now + keep_s, ran)
+            if kv_ttl_s := seq.state.group.sampling.kv_ttl_s:
+                self.pinned.pin(seq, now + kv_ttl_s, ran)
                 return
         for block in reversed(seq.blocks):  # so that the least recently used end of a chain is its tail, not its root
             self.store.disown(block, used=ran)

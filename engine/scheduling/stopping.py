@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from engine.scheduling.plan import LogitAdjustment, Penalties, TopLogprobs
-from engine.types import Begun, FinishReason, Group, Sampling
+from engine.types import FinishReason, Group, PartialSample, Sampling
 
 
 class NoVocabulary(ValueError):
@@ -134,11 +134,11 @@ class Stops:
                 return at
         return None
 
-    def completes(self, child: Begun, min_tokens: int) -> bool:
+    def completes(self, child: PartialSample, min_tokens: int) -> bool:
         """Tell whether the last token that a child has ends it. Raises ValueError if an earlier one does."""
         at = self.ending(child.token_ids.tolist(), min_tokens)
         if at is not None and at < len(child.token_ids) - 1:
-            raise ValueError(f"begun child {child.index} goes on behind its token {at}, which completes a stop string")
+            raise ValueError(f"partial sample {child.index} goes on behind its token {at}, which completes a stop string")
         return at is not None
 
     def text_end(self, tokens: Iterable[int], cut: int) -> int:
@@ -192,11 +192,13 @@ def penalties_of(sampling: Sampling) -> Penalties | None:
 
 
 class TokenCounts:
-    """Of one sequence. A function of its own tokens and draws, so it outlives preemption and goes on from `Begun`."""
+    """Of one sequence. A function of its own tokens and draws, so it outlives preemption and goes on from `PartialSample`."""
 
     __slots__ = ("k", "top_ids", "top_logprobs", "rules", "counts", "new", "stops", "tail", "found")
 
-    def __init__(self, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: Begun | None) -> None:
+    def __init__(
+        self, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, partial: PartialSample | None
+    ) -> None:
         self.k = sampling.top_logprobs
         self.top_ids, self.top_logprobs = bytearray(), bytearray()
         """[tokens, k] int32 and float32"""
@@ -209,19 +211,21 @@ class TokenCounts:
         """tail: the last bytes of the text, in which a stop string may have begun"""
         self.found: tuple[int, int] | None = None
         """of the stop string that the newest token completes: which, and bytes from its first to the last of the text"""
-        if begun is None:
+        if partial is None:
             return
-        if begun.top_ids is not None and begun.top_logprobs is not None:
-            self.top_ids += begun.top_ids.tobytes()
-            self.top_logprobs += begun.top_logprobs.tobytes()
-        for token in begun.token_ids.tolist():
+        if partial.top_ids is not None and partial.top_logprobs is not None:
+            self.top_ids += partial.top_ids.tobytes()
+            self.top_logprobs += partial.top_logprobs.tobytes()
+        for token in partial.token_ids.tolist():
             self.append(token)
 
     @classmethod
-    def of(cls, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: Begun | None) -> TokenCounts | None:
+    def of(
+        cls, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, partial: PartialSample | None
+    ) -> TokenCounts | None:
         """None: the group asks for nothing that must be kept."""
         asks = sampling.top_logprobs or rules is not None or stops is not None
-        return cls(sampling, rules, stops, begun) if asks else None
+        return cls(sampling, rules, stops, partial) if asks else None
 
     def append(self, token: int) -> None:
         """Count a token of the output, and look for stop strings that it completes."""

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.forward.model import module_of
-from engine.types import Begun, Group, Sample, Sampling
+from engine.types import Group, PartialSample, Sample, Sampling
 from rollout.bench.errors import BenchFailed
 from rollout.bench.inputs import PromptText, of_vocabulary
 from rollout.models import hide_progress_bars
@@ -127,10 +127,10 @@ def as_given(name: str, prompts: list[np.ndarray], completions: list[np.ndarray]
     return groups
 
 
-def given(index: int, tokens: np.ndarray) -> Begun:
+def given(index: int, tokens: np.ndarray) -> PartialSample:
     """Make a child whose tokens are to be scored."""
     zeros = np.zeros(len(tokens), np.float32)
-    return Begun(index=index, token_ids=tokens, logprobs=zeros, weight_versions=[(0, 0)])
+    return PartialSample(index=index, token_ids=tokens, logprobs=zeros, weight_versions=[(0, 0)])
 
 
 def largest_difference(engine: Engine, prompts: list[np.ndarray], tokens: int) -> float:
@@ -142,7 +142,7 @@ def largest_difference(engine: Engine, prompts: list[np.ndarray], tokens: int) -
         drawn = {(sample.group_id, sample.index): sample for sample in run_all(engine, groups)[1]}
         again = [
             msgspec.structs.replace(
-                group, begun=tuple(given(i, drawn[group.id, i].token_ids) for i in range(sampling.n)), score=True
+                group, partials=tuple(given(i, drawn[group.id, i].token_ids) for i in range(sampling.n)), score=True
             )
             for group in groups
         ]

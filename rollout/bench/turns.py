@@ -30,7 +30,7 @@ from rollout.process import service_process
 NAME = "turns"
 CONVERSATIONS, TURNS = 8, 10
 PROMPT_TOKENS, TOOL_TOKENS, NEW_TOKENS = 256, 48, 64
-KEEP_S = 600.0
+KV_TTL_S = 600.0
 WAIT_S = 600.0
 
 
@@ -86,7 +86,7 @@ def measure(folder: Path, engine: EngineConfig, text: PromptText, scale: float) 
 
 def converse(client: RolloutClient, weights: dict[str, Any], sizes: TurnSizes, hint: bool) -> Iterator[dict[str, Any]]:
     """Run all turns of all conversations, side by side. `hint`: a turn says what it continues. Yields a row a turn."""
-    sampling = Sampling(max_tokens=sizes.new, ignore_eos=True, seed=0, keep_s=KEEP_S if hint else 0.0)
+    sampling = Sampling(max_tokens=sizes.new, ignore_eos=True, seed=0, kv_ttl_s=KV_TTL_S if hint else 0.0)
     handles: list[Handle] = []
     for turn in range(TURNS):
         before, started = client.status(), time.perf_counter()
@@ -115,7 +115,7 @@ def go_on(client: RolloutClient, handle: Handle, more: np.ndarray, sampling: Sam
     """Submit the turn behind the only sample of a group."""
     (sample,) = handle.result(WAIT_S)
     if hint:
-        return client.resume(sample, handle.group.prompt, sampling, append=more)
+        return client.next_turn(sample, handle.group.prompt, sampling, append=more)
     return client.submit(np.concatenate([handle.group.prompt, sample.token_ids, more]), sampling)
 
 

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-from engine.types import Begun, Group, Limits, Refreshed, Sample, Sampling, Served
+from engine.types import Group, Limits, PartialSample, Refreshed, Sample, Sampling, Served
 from rollout.client.generation import Generation
 from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
@@ -26,7 +26,7 @@ from transport.messages import DIGESTS, Control, Welcome
 from transport.sockets import ClientEnd, ClientTransport
 from transport.weights.group import own_address
 
-__all__ = ["Begun", "Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
+__all__ = ["PartialSample", "Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
 
 
 class RolloutClient(WeightCalls):
@@ -114,7 +114,7 @@ class RolloutClient(WeightCalls):
         group_id: str | None = None,
         *,
         indices: Sequence[int] | None = None,
-        begun: Sequence[Begun] = (),
+        partials: Sequence[PartialSample] = (),
     ) -> Handle:
         """Send one group; returns at once.
 
@@ -123,11 +123,11 @@ class RolloutClient(WeightCalls):
             group_id: any text that no live group of this client has; made up if None.
             indices: which of the n children are wanted, ascending; None = all. With a seed, the others may be another
                 service's: a child's numbers depend on its own index only.
-            begun: children that have tokens already and go on from there; see `resume`.
+            partials: children that have tokens already and go on from there; see `resume`.
 
         Raises InvalidRequest or LimitExceeded for what cannot even be sent. What the service refuses is raised by the handle.
         """
-        return self._submit(group_of(self._id(group_id), prompt, sampling, indices, begun))
+        return self._submit(group_of(self._id(group_id), prompt, sampling, indices, partials))
 
     @overload
     def resume(self, *, timeout: float = 60.0) -> None: ...
@@ -164,7 +164,7 @@ class RolloutClient(WeightCalls):
             prompt, sampling: as that group had them. `sampling.seed` may be None; the samples have the seed.
             group_id: as for `submit`.
             append: begin the next turn of a conversation instead: a group of its own behind one sample, however that ended, and
-                these tokens. `sampling` is the turn's own, its seed too. KV of the sample is reused (`Sampling.keep_s`).
+                these tokens. `sampling` is the turn's own, its seed too. KV of the sample is reused (`Sampling.kv_ttl_s`).
 
         Raises InvalidRequest for children that have ended by themselves, or that are not of one group; otherwise as `submit`.
         """

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from engine.types import Begun, Group, Sample, Served, TokenChunk
+from engine.types import Group, PartialSample, Sample, Served, TokenChunk
 from rollout.client.partials import PartialOutputs
 from transport.checks import NOTHING, any_version, check_goes_on, check_sample
 from transport.errors import InvalidRequest, RequestTimeout, RolloutError
@@ -58,7 +58,7 @@ class Handle:
         self.on_change: OnChange | None = None
         self._on_tokens: OnTokens | None = None
         self._partials = PartialOutputs(group)
-        self._begun = {child.index: child for child in group.begun}
+        self._begun = {child.index: child for child in group.partials}
         self._changed = threading.Condition()
         self._samples: list[Sample] = []
         self._indices: set[int] = set()
@@ -69,7 +69,7 @@ class Handle:
     @property
     def keeps(self) -> bool:
         """Whether KV of the group's children may be kept after their end."""
-        return self.group.sampling.keep_s > 0
+        return self.group.sampling.kv_ttl_s > 0
 
     @property
     def done(self) -> bool:
@@ -119,7 +119,7 @@ class Handle:
 
     def cancel(self, indices: Iterable[int] | None = None) -> None:
         """Ask for the early end of all children, or of those at `indices`: what is not finished of them comes back as "aborted"
-        with the tokens it has, and KV that is kept of those that are (`Sampling.keep_s`) is given up. Raises InvalidRequest for
+        with the tokens it has, and KV that is kept of those that are (`Sampling.kv_ttl_s`) is given up. Raises InvalidRequest for
         an index that the group does not have."""
         try:
             some = None if indices is None else frozenset(map(operator.index, indices))
@@ -137,16 +137,16 @@ class Handle:
         with self._changed:
             assert self._on_tokens is None, "somebody listens already"
             self._on_tokens = tell
-            known = self._partials.begun()
+            known = self._partials.partial_samples()
             seed = self._partials.seed or 0
             for child in known:  # under the lock: what comes later is told later
                 tell(self, TokenChunk(**msgspec.structs.asdict(child), first=0, seed=seed))
 
-    def begun(self) -> list[Begun]:
+    def partial_samples(self) -> list[PartialSample]:
         """Return what the unfinished children have as far as this client knows: what they began with and what was streamed
-        since. Also of a group that failed. `client.resume(handle)` goes on from there."""
+        since. Also of a group that failed. `client.continue_samples(handle)` goes on from there."""
         with self._changed:
-            return self._partials.begun()
+            return self._partials.partial_samples()
 
     @property
     def seed(self) -> int | None:
@@ -252,13 +252,13 @@ class Handle:
         if not 1 <= n <= max_n:
             self.fail(InvalidRequest(f"n={n}: must be between 1 and {max_n} (Limits.max_n)", self.group_id))
             return
-        begun = {} if self.group.score else {child.index: child for child in self.group.begun}
+        partials = {} if self.group.score else {child.index: child for child in self.group.partials}
         none = np.zeros(0, np.int32), np.zeros(0, np.float32)
         for index in self.group.wanted:
-            fresh = Begun(index=index, token_ids=none[0], logprobs=none[1], weight_versions=[])
-            self.add_sample(self._aborted(begun.get(index, fresh)))
+            fresh = PartialSample(index=index, token_ids=none[0], logprobs=none[1], weight_versions=[])
+            self.add_sample(self._aborted(partials.get(index, fresh)))
 
-    def _aborted(self, child: Begun) -> Sample:
+    def _aborted(self, child: PartialSample) -> Sample:
         return Sample(
             group_id=self.group_id,
             finish_reason="aborted",

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.types import Begun, Group, Sampling, TokenChunk
+from engine.types import Group, PartialSample, Sampling, TokenChunk
 from transport.checks import Bounds, check_chunk
 from transport.partial import COLUMNS, joined
 
@@ -19,7 +19,7 @@ class PartialOutputs:
         self._group = group
         self.seed = group.sampling.seed
         """None: the engine chose it, and has not told"""
-        self._pieces: dict[int, list[Begun]] = {}
+        self._pieces: dict[int, list[PartialSample]] = {}
         """of each child, in order"""
         self._known: dict[int, int] = {}
         """tokens of each child"""
@@ -29,8 +29,8 @@ class PartialOutputs:
     def restart(self) -> None:
         """Go back to what the children had when the group was submitted: it is submitted again."""
         self.seed = self._group.sampling.seed
-        self._pieces = {child.index: [child] for child in self._group.begun if child.index not in self._ended}
-        self._known = {child.index: len(child.token_ids) for child in self._group.begun}
+        self._pieces = {child.index: [child] for child in self._group.partials if child.index not in self._ended}
+        self._known = {child.index: len(child.token_ids) for child in self._group.partials}
 
     def add(self, chunk: TokenChunk, bounds: Bounds) -> TokenChunk | None:
         """Take in a chunk. Returns the part of it that is new, if there is one. Raises ValueError for a chunk that this group
@@ -56,7 +56,7 @@ class PartialOutputs:
         self._known[index] = known + len(new.token_ids)
         return new
 
-    def streamed(self, index: int) -> Begun | None:
+    def streamed(self, index: int) -> PartialSample | None:
         """Return what a child has, if tokens of it were streamed."""
         pieces = self._pieces.get(index, [])
         return _joined(index, pieces) if any(isinstance(piece, TokenChunk) for piece in pieces) else None
@@ -66,7 +66,7 @@ class PartialOutputs:
         self._ended.add(index)
         self._pieces.pop(index, None)
 
-    def begun(self) -> list[Begun]:
+    def partial_samples(self) -> list[PartialSample]:
         """Return what the children have of which anything is known, by index."""
         return [_joined(index, pieces) for index, pieces in sorted(self._pieces.items())]
 
@@ -96,13 +96,13 @@ def beyond(chunk: TokenChunk, known: int) -> TokenChunk | None:
     )
 
 
-def _joined(index: int, pieces: list[Begun]) -> Begun:
+def _joined(index: int, pieces: list[PartialSample]) -> PartialSample:
     firsts = np.cumsum([0, *(len(piece.token_ids) for piece in pieces)]).tolist()
     spans = [
         (at + first, version) for at, piece in zip(firsts, pieces, strict=False) for first, version in piece.weight_versions
     ]
     columns: dict[str, Any] = {name: joined([getattr(piece, name) for piece in pieces]) for name in COLUMNS}
-    return Begun(index=index, weight_versions=_merged(spans), **columns)
+    return PartialSample(index=index, weight_versions=_merged(spans), **columns)
 
 
 def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

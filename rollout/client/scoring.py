@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from engine.types import Begun, Group, Sample, Sampling
+from engine.types import Group, PartialSample, Sample, Sampling
 from rollout.client.generation import Generation
 from rollout.client.submission import Prompt, plain, token_array
 from transport.errors import GroupFailed, InvalidRequest
@@ -25,11 +25,11 @@ def scored_group(group_id: str, prompt: Prompt, completions: Sequence[Prompt], s
     longest = max(map(len, tokens))
     own = {"n": len(tokens), "max_tokens": longest, "min_tokens": min(sampling.min_tokens, longest), "seed": sampling.seed or 0}
     sampling = msgspec.structs.replace(sampling, finish_after=None, min_len_to_cut=0, deadline_s=None, **own)
-    begun = []
+    partials = []
     for index, each in enumerate(tokens):
         zeros = np.zeros(len(each), np.float32)  # the service does not look at them
-        begun.append(Begun(index=index, token_ids=each, logprobs=zeros, weight_versions=[(0, 0)]))
-    return Group(group_id, token_array(prompt), sampling, None, tuple(begun), score=True)
+        partials.append(PartialSample(index=index, token_ids=each, logprobs=zeros, weight_versions=[(0, 0)]))
+    return Group(group_id, token_array(prompt), sampling, None, tuple(partials), score=True)
 
 
 def score_all(

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.types import SEED_LIMIT, Begun, Group, Limits, Sample, Sampling
+from engine.types import SEED_LIMIT, Group, Limits, PartialSample, Sample, Sampling
 from rollout.client.handle import Handle
 from transport.errors import InvalidRequest, LimitExceeded
 from transport.frames import Frame, pack
 from transport.messages import Submit, digest
-from transport.partial import pack_begun
+from transport.partial import pack_partials
 
 Prompt = Sequence[int] | np.ndarray
 """[prompt_tokens] token ids"""
@@ -28,7 +28,7 @@ def group_of(
     prompt: Prompt,
     sampling: Sampling | None,
     indices: Iterable[int] | None = None,
-    begun: Iterable[Begun] = (),
+    partials: Iterable[PartialSample] = (),
 ) -> Group:
     """Make a group of what a trainer gives, in the types that it travels in. Raises InvalidRequest."""
     sampling = Sampling() if sampling is None else sampling
@@ -36,7 +36,7 @@ def group_of(
         some = None if indices is None else tuple(operator.index(index) for index in indices)
     except TypeError:
         raise InvalidRequest(f"indices={indices!r}: must be the indices of children") from None
-    return Group(group_id, token_array(prompt), plain(sampling), some, tuple(map(_plain_begun, begun)))
+    return Group(group_id, token_array(prompt), plain(sampling), some, tuple(map(_plain_partial, partials)))
 
 
 def resumed_group(group_id: str, samples: Sample | Sequence[Sample], prompt: Prompt, sampling: Sampling | None) -> Group:
@@ -53,9 +53,9 @@ def resumed_group(group_id: str, samples: Sample | Sequence[Sample], prompt: Pro
     if len(seeds) > 1 or sampling.seed not in (None, *seeds):
         raise InvalidRequest(f"samples of seeds {sorted(seeds)}, sampling.seed={sampling.seed}: all must be of one group")
     samples = sorted(samples, key=lambda sample: sample.index)
-    begun = [Begun.of(sample) for sample in samples if len(sample.token_ids)]
+    partials = [PartialSample.of(sample) for sample in samples if len(sample.token_ids)]
     seeded = msgspec.structs.replace(plain(sampling), seed=seeds.pop())
-    return group_of(group_id, prompt, seeded, [sample.index for sample in samples], begun)
+    return group_of(group_id, prompt, seeded, [sample.index for sample in samples], partials)
 
 
 def rest_of(group_id: str, handle: Handle) -> Group:
@@ -72,8 +72,8 @@ def rest_of(group_id: str, handle: Handle) -> Group:
         raise InvalidRequest(f"finish_after={enough}: so many children have ended, the rest is cut", handle.group_id)
     left = None if enough is None else min(enough - ended, len(indices))
     sampling = msgspec.structs.replace(sampling, seed=handle.seed, finish_after=left)
-    begun = [child for child in handle.begun() if child.index in indices]
-    return group_of(group_id, handle.group.prompt, sampling, indices, begun)
+    partials = [child for child in handle.partial_samples() if child.index in indices]
+    return group_of(group_id, handle.group.prompt, sampling, indices, partials)
 
 
 def seeded(group: Group) -> Group:
@@ -135,7 +135,7 @@ def sendable(
 
 def submit_of(group: Group, *, serial: int, require_version: int, client: str) -> Submit:
     """Make the message of a group."""
-    packed = pack_begun(group.begun)
+    packed = pack_partials(group.partials)
     wanted, score, after = group.indices, group.score, group.after
     return Submit(group.id, group.prompt, group.sampling, serial, require_version, wanted, packed, score, after, client)
 
@@ -182,16 +182,16 @@ def _plain_value(value: Any) -> Any:
     return tuple(map(_plain_value, value)) if isinstance(value, list | tuple) else value
 
 
-def _plain_begun(child: Begun) -> Begun:
-    """Return a child with plain arrays. Raises InvalidRequest for anything that is no Begun of arrays of numbers."""
-    if not isinstance(child, Begun):
-        raise InvalidRequest(f"begun has a {type(child).__name__}: give Begun.of(sample)")
+def _plain_partial(child: PartialSample) -> PartialSample:
+    """Return a child with plain arrays. Raises InvalidRequest for anything that is no PartialSample of arrays of numbers."""
+    if not isinstance(child, PartialSample):
+        raise InvalidRequest(f"partials has a {type(child).__name__}: give PartialSample.of(sample)")
     try:
         logprobs = np.asarray(child.logprobs, np.float32)
         raw, top = (None if a is None else np.asarray(a, np.float32) for a in (child.raw_logprobs, child.top_logprobs))
         top_ids = None if child.top_ids is None else np.asarray(child.top_ids, np.int32)
     except (ValueError, TypeError) as error:
-        raise InvalidRequest(f"begun child {child.index}: {error}") from None
+        raise InvalidRequest(f"partial sample {child.index}: {error}") from None
     arrays = {"logprobs": logprobs, "raw_logprobs": raw, "top_ids": top_ids, "top_logprobs": top}
     return msgspec.structs.replace(child, token_ids=token_array(child.token_ids), **arrays)
 
@@ -208,7 +208,7 @@ def check_sizes(submit: Submit, frames: list[Frame], limits: Limits) -> None:
         ("a group id", len(submit.group_id.encode()), limits.max_id_bytes, "max_id_bytes"),
         ("a header", len(frames[0]), limits.max_header_bytes, "max_header_bytes"),
         ("a prompt", submit.prompt.nbytes, limits.max_frame_bytes, "max_frame_bytes"),
-        ("an array of begun children", max(map(len, frames[2:]), default=0), limits.max_frame_bytes, "max_frame_bytes"),
+        ("an array of partial samples", max(map(len, frames[2:]), default=0), limits.max_frame_bytes, "max_frame_bytes"),
     ):
         if size > most:
             raise LimitExceeded(f"{what} of {size} bytes: at most {most} (Limits.{name})")

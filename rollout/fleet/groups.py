@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from engine.types import Begun, FinishReason, Group, Sample, TokenChunk
+from engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk
 from rollout.client.link import Link
 from rollout.client.submission import handle_of, submit_of
 from rollout.fleet import failures, routing
@@ -202,7 +202,7 @@ class FleetGroups:
             return  # it was moved already
         self._left(part, sample.index)
         if len(sample.token_ids) and sample.finish_reason == "aborted" and not one.group.score:
-            one.begun[sample.index] = Begun.of(sample)
+            one.partials[sample.index] = PartialSample.of(sample)
         one.unplaced.add(sample.index)
         self.waiting[one.group.id] = one  # until the next look: by then its replica may be known to stop
         self.moved += 1

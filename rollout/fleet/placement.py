@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from engine.types import SEED_LIMIT, Begun, FinishReason, Group, Sample, Sampling, TokenChunk
+from engine.types import SEED_LIMIT, FinishReason, Group, PartialSample, Sample, Sampling, TokenChunk
 from rollout.client.handle import Handle
 from rollout.client.partials import beyond
 from rollout.fleet.replica import Replica
@@ -42,7 +42,7 @@ class OpenGroup:
     left: set[int] = field(default_factory=set)
     unplaced: set[int] = field(default_factory=set)
     parts: set[PlacedChildren] = field(default_factory=set)
-    begun: dict[int, Begun] = field(default_factory=dict)
+    partials: dict[int, PartialSample] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
     """children whose end was asked for"""
     failed_on: set[str] = field(default_factory=set)
@@ -56,8 +56,8 @@ class OpenGroup:
     @classmethod
     def of(cls, group: Group, client: str, now: float) -> OpenGroup:
         """Take a group that has its seed; no replica has any of it."""
-        begun = {child.index: child for child in group.begun}
-        return cls(group, client, now, set(group.wanted), set(group.wanted), begun=begun)
+        partials = {child.index: child for child in group.partials}
+        return cls(group, client, now, set(group.wanted), set(group.wanted), partials=partials)
 
     @property
     def cut(self) -> bool:
@@ -77,13 +77,13 @@ class OpenGroup:
     def at(self, name: str, indices: Sequence[int], after: tuple[str, int] | None, now: float) -> Group:
         """Make the group of these children, with what they have, for a replica that is sent it at `now`. after: the child that
         it continues, as that replica names it."""
-        begun = tuple(self.begun[index] for index in indices if index in self.begun)
-        fields = dict(id=name, sampling=self.sampling(indices, now), indices=tuple(indices), begun=begun, after=after)
+        partials = tuple(self.partials[index] for index in indices if index in self.partials)
+        fields = dict(id=name, sampling=self.sampling(indices, now), indices=tuple(indices), partials=partials, after=after)
         return msgspec.structs.replace(self.group, **fields)
 
     def unfinished(self, index: int, reason: FinishReason, error: str | None = None) -> Sample:
         """Make the sample of a child that ends here, with what is known of it."""
-        child = nothing(index) if self.group.score else self.begun.get(index) or nothing(index)
+        child = nothing(index) if self.group.score else self.partials.get(index) or nothing(index)
         return Sample(
             group_id=self.group.id,
             finish_reason=reason,
@@ -107,7 +107,7 @@ class OpenGroup:
         """Have these children of a part run elsewhere, from the tokens that were streamed of them by a replica that is
         believed."""
         if part.replica.believed and not self.group.score:  # whose tokens are not drawn
-            self.begun |= {child.index: child for child in part.handle.begun() if child.index in orphans}
+            self.partials |= {child.index: child for child in part.handle.partial_samples() if child.index in orphans}
         self.unplaced |= orphans
 
 
@@ -117,16 +117,16 @@ def seeded(group: Group, text: str) -> Group:
     return msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, seed=seed))
 
 
-def nothing(index: int) -> Begun:
+def nothing(index: int) -> PartialSample:
     """Return a child that has no tokens."""
-    return Begun(index=index, token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), weight_versions=[])
+    return PartialSample(index=index, token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), weight_versions=[])
 
 
 def new_tokens(one: OpenGroup, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
     """Return new tokens of children that run, as `Engine.chunks` does: of those that replicas have streamed. Of a child that
     runs twice, what the one has that is ahead."""
-    known = one.begun.copy()
-    for child in (child for part in one.parts for child in part.handle.begun()):
+    known = one.partials.copy()
+    for child in (child for part in one.parts for child in part.handle.partial_samples()):
         if child.index not in known or len(child.token_ids) > len(known[child.index].token_ids):
             known[child.index] = child
     new = {index: len(known[index].token_ids) - since.get(index, 0) for index in one.left & known.keys()}
@@ -138,7 +138,7 @@ def new_tokens(one: OpenGroup, since: Mapping[int, int], least: int, most: int) 
     return chunks
 
 
-def chunk_of(child: Begun, first: int, most: int, seed: int) -> TokenChunk:
+def chunk_of(child: PartialSample, first: int, most: int, seed: int) -> TokenChunk:
     """Cut `most` tokens, from `first` on, out of what a child has."""
     end = first + most
     short = msgspec.structs.replace(

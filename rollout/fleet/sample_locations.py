@@ -40,7 +40,7 @@ class SampleLocations:
     def add(self, group_id: str, index: int, replica: Replica, handle: Handle) -> None:
         """Note where a child has ended of which something is kept."""
         if replica.link is not None:
-            until = time.monotonic() + handle.group.sampling.keep_s
+            until = time.monotonic() + handle.group.sampling.kv_ttl_s
             self._homes.setdefault(group_id, {})[index] = SampleLocation(replica, replica.link, handle, until)
 
     def tend(self) -> None:

@@ -9,7 +9,7 @@ from rollout.service.engine_api import EngineLike
 from rollout.service.session import Session
 from transport import messages as m
 from transport.errors import Busy, InvalidRequest, LimitExceeded, VersionMismatch
-from transport.partial import unpack_begun
+from transport.partial import unpack_partials
 from transport.weights import capabilities
 
 
@@ -42,8 +42,8 @@ def checked_group(
     if len(submit.client.encode()) > limits.max_id_bytes:
         raise LimitExceeded(f"client of more than {limits.max_id_bytes} bytes (Limits.max_id_bytes)", submit.group_id)
     try:
-        begun = unpack_begun(submit.begun, limits.max_n)
-        group = Group(engine_id, submit.prompt, submit.sampling, submit.indices, begun, submit.score, after)
+        partials = unpack_partials(submit.partials, limits.max_n)
+        group = Group(engine_id, submit.prompt, submit.sampling, submit.indices, partials, submit.score, after)
         group.validate(limits, vocab_size, context)
         check_sample_frames(submit.sampling, limits)
     except InvalidRequest as error:

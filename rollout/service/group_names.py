@@ -34,7 +34,7 @@ class GroupNames:
         """of the groups, in the order of their making"""
         self._added = 0
         self._keeping: dict[int, int] = {}
-        """digest -> number of those that may have something kept (`Sampling.keep_s`)"""
+        """digest -> number of those that may have something kept (`Sampling.kv_ttl_s`)"""
 
     def add(self, group_id: str, engine_id: str, keeps: bool, most: int) -> list[str]:
         """Note a group, the newest of `most`, which is the same in all calls. Returns the engine's names of those that cannot

@@ -98,8 +98,8 @@ def rest(whole: Group, kept: JournaledGroup) -> Group:
         fields["finish_after"] = min(len(left), max(1, sampling.finish_after - by_themselves(kept.ended.values())))
     if sampling.deadline_s is not None:
         fields["deadline_s"] = max(LEAST_DEADLINE_S, sampling.deadline_s - kept.age_s)
-    begun = tuple(child for child in whole.begun if child.index in left)
-    return msgspec.structs.replace(whole, sampling=msgspec.structs.replace(sampling, **fields), indices=left, begun=begun)
+    partials = tuple(child for child in whole.partials if child.index in left)
+    return msgspec.structs.replace(whole, sampling=msgspec.structs.replace(sampling, **fields), indices=left, partials=partials)
 
 
 def by_themselves(ended: Iterable[tuple[FinishReason, object]]) -> int:

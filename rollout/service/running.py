@@ -98,7 +98,7 @@ class Running:
             log.exception("engine.submit failed")
             raise GroupFailed(f"the engine failed on this group: {described(error)}", group_id) from None
         session.streaming.hold(group_id, group)
-        keeps, most = group.sampling.keep_s > 0, self._limits.max_samples_per_client
+        keeps, most = group.sampling.kv_ttl_s > 0, self._limits.max_samples_per_client
         self._give_up(session.names.add(group_id, group.id, keeps, most))
         self._tracker.begin(group)
 

@@ -27,10 +27,10 @@ class StreamedGroup:
 
     engine_id: str
     every: int
-    begun: dict[int, int]
+    partials: dict[int, int]
     """tokens that children had when the group came, by index"""
     told: dict[int, int]
-    """tokens that the client knows, by index; those of `begun` included"""
+    """tokens that the client knows, by index; those of `partials` included"""
 
 
 class Streaming:
@@ -45,8 +45,8 @@ class Streaming:
     def hold(self, group_id: str, group: Group) -> None:
         """Stream a group that the engine has taken, if it asks for that."""
         if every := group.sampling.stream_every:
-            begun = {child.index: len(child.token_ids) for child in group.begun}
-            self._groups[group_id] = StreamedGroup(group.id, every, begun, begun.copy())
+            partials = {child.index: len(child.token_ids) for child in group.partials}
+            self._groups[group_id] = StreamedGroup(group.id, every, partials, partials.copy())
 
     def drop(self, group_id: str) -> None:
         """Forget a group that has ended or is not wanted any more."""
@@ -56,7 +56,7 @@ class Streaming:
         """Begin again on a new connection: nobody knows how much of what was sent has arrived."""
         self._sent = self._read = 0
         for streamed in self._groups.values():
-            streamed.told = streamed.begun.copy()
+            streamed.told = streamed.partials.copy()
 
     def read(self, number: int) -> None:
         """Note that the client has read this Progress, and all before it."""

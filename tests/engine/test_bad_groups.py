@@ -61,7 +61,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop": "ab"}, "stop='ab': must be a tuple of strings"),
     ({"stop": ("\ud800",)}, "must be Unicode text"),
     ({"stream_every": -1}, "stream_every=-1: must be 0 (off)"),
-    *(({"keep_s": bad}, f"keep_s={bad}: must be") for bad in (NAN, -1.0, 3601.0)),
+    *(({"kv_ttl_s": bad}, f"kv_ttl_s={bad}: must be") for bad in (NAN, -1.0, 3601.0)),
     *(({"top_logprobs": bad}, f"top_logprobs={bad}: must be between 0 and 20 (Limits.max_top_logprobs)") for bad in (-1, 21)),
     *(({name: bad}, f"{name}={bad!r}: must be an integer") for name in INTEGERS for bad in (True, 2.0, np.float32(2), "2")),
     *(({name: bad}, f"{name}={bad!r}: must be a number") for name in NUMBERS for bad in (True, "2", np.array(1.0))),
@@ -104,7 +104,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     for kind in (np.int64, np.int32, np.uint8):
         some = {"stop_token_ids": (kind(3),), "allowed_token_ids": tuple(np.arange(4, 7, dtype=kind))}
         group(n=kind(2), seed=kind(7), **some, logit_bias={kind(5): np.float32(2), 6: 1}).validate(LIMITS, VOCAB, CONTEXT)
-    group(temperature=np.float32(0.5), top_p=np.float64(0.5), keep_s=np.int64(1)).validate(LIMITS, VOCAB, CONTEXT)
+    group(temperature=np.float32(0.5), top_p=np.float64(0.5), kv_ttl_s=np.int64(1)).validate(LIMITS, VOCAB, CONTEXT)
 
 
 def test_what_a_frame_does_not_hold_is_the_services_to_refuse() -> None:

@@ -96,7 +96,7 @@ def test_block_sizes_agree(block_size: int) -> None:
 @pytest.mark.parametrize("gone", [False, True], ids=["on the device", "in host memory"])
 def test_a_turn_over_kept_kv_is_the_same_as_one_whose_prompt_is_prefilled(gone: bool) -> None:
     """To the bit; the partial block of the turn before is written on. The control reads KV of other weights."""
-    prompt, sampling = np.arange(5, 42, dtype=np.int32), Sampling(max_tokens=21, ignore_eos=True, seed=3, keep_s=60.0)
+    prompt, sampling = np.arange(5, 42, dtype=np.int32), Sampling(max_tokens=21, ignore_eos=True, seed=3, kv_ttl_s=60.0)
     drawn: dict[str, Sample] = {}
     for way in ("kept", "old weights"):
         engine = tiny_engine(cpu_offload_gib=0.01)

@@ -122,7 +122,7 @@ def test_class(name: str, canonical: dict[tuple[str, int], Sample]) -> None:
 
 @pytest.mark.usefixtures("copies_pay")
 def test_a_turn_over_kv_that_has_slept_is_the_same_as_a_fresh_one() -> None:
-    prompt, sampling = np.arange(5, 42, dtype=np.int32), Sampling(max_tokens=21, ignore_eos=True, seed=3, keep_s=60.0)
+    prompt, sampling = np.arange(5, 42, dtype=np.int32), Sampling(max_tokens=21, ignore_eos=True, seed=3, kv_ttl_s=60.0)
     engine = tiny_engine(**KEPT, cpu_offload_gib=0.01)
     first = run(engine, [Group("one", prompt, sampling)])["one", 0]
     history = np.concatenate([prompt, first.token_ids, np.array([9, 8, 7], np.int32)])

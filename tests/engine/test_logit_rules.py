@@ -16,7 +16,7 @@ from engine.cpu.kernels import choose
 from engine.forward.adjust import NOT_ALLOWED, Adjust
 from engine.forward.sampling import DrawKernel, SamplingBatch, launch_draws, sample
 from engine.scheduling.stopping import LogitRules, TokenCounts
-from engine.types import Begun, Group, Sampling
+from engine.types import Group, PartialSample, Sampling
 from tests.support.draws import CUTS, batch
 from tests.support.equivalence import assert_same
 from tests.support.toy import VOCAB, engine, group, run, toy_logits
@@ -62,11 +62,13 @@ def by_hand(logits: np.ndarray, sampling: Sampling, prompt: list[int], output: l
 
 def adjust_of(samplings: list[Sampling], prompt: list[int], output: list[int], plain: SamplingBatch) -> tuple[Adjust, ...]:
     """One draw for each, of a child that has this output."""
-    begun = Begun(index=0, token_ids=np.array(output, np.int32), logprobs=np.zeros(len(output)), weight_versions=[(0, 0)])
+    partial = PartialSample(
+        index=0, token_ids=np.array(output, np.int32), logprobs=np.zeros(len(output)), weight_versions=[(0, 0)]
+    )
     each = []
     for draw, sampling in enumerate(samplings):
         if sampling.changes_logits:
-            each.append(TokenCounts(sampling, rules_of(sampling, prompt), None, begun).adjustment(draw, 1))
+            each.append(TokenCounts(sampling, rules_of(sampling, prompt), None, partial).adjustment(draw, 1))
     return Adjust.build(each, plain.logits_row)
 
 
@@ -202,15 +204,15 @@ def test_a_rule_that_is_not_kept_would_be_noticed() -> None:
 def test_children_that_go_on_count_what_they_had(rule: dict[str, Any], overlap: bool) -> None:
     asked = group("g", [5, 6, 7, 5], n=3, max_tokens=16, seed=3, ignore_eos=True, **rule)
     whole = run(engine(), [asked])
-    begun = []
+    partials = []
     for index, have in ((0, 9), (2, 1)):
         sample_ = whole["g", index]
         top = {} if sample_.top_ids is None or sample_.top_logprobs is None else {
             "top_ids": sample_.top_ids[:have], "top_logprobs": sample_.top_logprobs[:have]
         }  # fmt: skip
         columns = {"token_ids": sample_.token_ids[:have], "logprobs": sample_.logprobs[:have], **top}
-        begun.append(Begun(index=index, weight_versions=[(0, 0)], **columns))
-    assert_same(whole, run(engine(overlap_steps=overlap), [msgspec.structs.replace(asked, begun=tuple(begun))]))
+        partials.append(PartialSample(index=index, weight_versions=[(0, 0)], **columns))
+    assert_same(whole, run(engine(overlap_steps=overlap), [msgspec.structs.replace(asked, partials=tuple(partials))]))
 
 
 def test_tokens_are_counted_only_where_that_matters() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from engine.types import Begun, Group, Limits, Sample, Sampling, TokenChunk
+from engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
 from rollout.client.partials import PartialOutputs
 from tests.support.equivalence import assert_same
 from tests.support.plans import commit, launch, rows, small_scheduler, step, submit
@@ -24,8 +24,8 @@ from transport.checks import Bounds
 Samples = dict[tuple[str, int], Sample]
 
 
-def only(each: Group, indices: list[int], begun: list[Sample]) -> Group:
-    return msgspec.structs.replace(each, indices=tuple(sorted(indices)), begun=tuple(map(Begun.of, begun)))
+def only(each: Group, indices: list[int], partials: list[Sample]) -> Group:
+    return msgspec.structs.replace(each, indices=tuple(sorted(indices)), partials=tuple(map(PartialSample.of, partials)))
 
 
 def interrupted(engine: Engine, each: Group, steps: int) -> list[Sample]:
@@ -43,13 +43,13 @@ def test_children_go_on_from_what_they_have(have: list[int]) -> None:
     """Fresh ones beside them draw their first token where the prompt ends; the tokens they had come back with the rest."""
     asked = group("g", range(5, 16), n=3, max_tokens=8, ignore_eos=True)
     whole = run(toy_engine(), [asked])
-    begun = tuple(
-        Begun(index=i, token_ids=s.token_ids[:k], logprobs=s.logprobs[:k], weight_versions=[(0, 0)])
+    partials = tuple(
+        PartialSample(index=i, token_ids=s.token_ids[:k], logprobs=s.logprobs[:k], weight_versions=[(0, 0)])
         for i, k in enumerate(have)
         if (s := whole["g", i]) and k
     )
     engine = toy_engine()
-    assert_same(whole, run(engine, [msgspec.structs.replace(asked, begun=begun)]))
+    assert_same(whole, run(engine, [msgspec.structs.replace(asked, partials=partials)]))
     assert engine.counters.generated_tokens == 24 - sum(have), "nothing is drawn twice"
 
 
@@ -59,14 +59,14 @@ def stale_engine(indices: tuple[int, ...] | None, lag: int | None, cancelled: in
     oldest = 0 if lag is None else max(0, 1 - lag)
     asked = group("g", [5 + i % 17 for i in range(80)], n=3, max_tokens=8, ignore_eos=True, max_version_lag=lag)
     whole = run(toy_engine(), [asked])
-    begun = tuple(
-        msgspec.structs.replace(Begun.of(whole["g", i]), token_ids=whole["g", i].token_ids[:3],
+    partials = tuple(
+        msgspec.structs.replace(PartialSample.of(whole["g", i]), token_ids=whole["g", i].token_ids[:3],
                                 logprobs=whole["g", i].logprobs[:3], weight_versions=[(0, max(i - 1, oldest))]) for i in (1, 2)
         if indices is None or i in indices
     )  # fmt: skip
     engine = toy_engine(max_batch_tokens=32)
     engine.refresh({})
-    engine.submit(msgspec.structs.replace(asked, indices=indices, begun=begun))
+    engine.submit(msgspec.structs.replace(asked, indices=indices, partials=partials))
     assert not engine.step() and not engine.scheduler.state.groups["g"].sequences[0].output, "in the middle of the prompt"
     if cancelled is not None:
         assert not engine.abort("g", cancelled)
@@ -162,27 +162,27 @@ def crashed(engine: Engine, each: Group, steps: int) -> list[Sample]:
     for _ in range(steps):
         if engine.has_work:
             samples += engine.step()
-            since = {child.index: len(child.token_ids) for child in known.begun()}
+            since = {child.index: len(child.token_ids) for child in known.partial_samples()}
             for chunk in engine.chunks(each.id, since, every, 16):
                 known.add(chunk, Bounds(engine.vocab_size, frozenset()))
     for sample in samples:
         known.end(sample.index)
-    begun, gone = {child.index: child for child in known.begun()}, {sample.index for sample in samples}
-    return samples + [unfinished(each, begun.get(index), index) for index in each.wanted if index not in gone]
+    partials, gone = {child.index: child for child in known.partial_samples()}, {sample.index for sample in samples}
+    return samples + [unfinished(each, partials.get(index), index) for index in each.wanted if index not in gone]
 
 
-def unfinished(each: Group, begun: Begun | None, index: int) -> Sample:
+def unfinished(each: Group, partial: PartialSample | None, index: int) -> Sample:
     """A child as far as it is known."""
     return Sample(
         group_id=each.id,
         index=index,
-        token_ids=np.zeros(0, np.int32) if begun is None else begun.token_ids,
-        logprobs=np.zeros(0, np.float32) if begun is None else begun.logprobs,
-        raw_logprobs=None if begun is None else begun.raw_logprobs,
-        top_ids=None if begun is None else begun.top_ids,
-        top_logprobs=None if begun is None else begun.top_logprobs,
+        token_ids=np.zeros(0, np.int32) if partial is None else partial.token_ids,
+        logprobs=np.zeros(0, np.float32) if partial is None else partial.logprobs,
+        raw_logprobs=None if partial is None else partial.raw_logprobs,
+        top_ids=None if partial is None else partial.top_ids,
+        top_logprobs=None if partial is None else partial.top_logprobs,
         finish_reason="aborted",
-        weight_versions=[] if begun is None else begun.weight_versions,
+        weight_versions=[] if partial is None else partial.weight_versions,
         prompt_tokens=len(each.prompt),
         seed=each.sampling.seed or 0,
     )
@@ -284,9 +284,9 @@ def test_children_that_go_on_share_the_prompt() -> None:
     assert engine.counters.prefill_tokens <= 16 + had
 
 
-def begun_with(**changed: Any) -> Begun:
+def partial_with(**changed: Any) -> PartialSample:
     fields = {"token_ids": np.array([5, 6], np.int32), "logprobs": np.zeros(2, np.float32), "weight_versions": [(0, 0)]}
-    return Begun(**{"index": 0, **fields, **changed})
+    return PartialSample(**{"index": 0, **fields, **changed})
 
 
 @pytest.mark.parametrize(
@@ -314,9 +314,9 @@ def test_what_cannot_go_on_is_refused(changed: dict[str, Any], reason: str) -> N
     engine, asked = toy_engine(), group("g", [5, 6], n=2, max_tokens=8, top_logprobs=3)
     top = {"top_ids": np.zeros((2, 3), np.int32), "top_logprobs": np.zeros((2, 3), np.float32)}
     with pytest.raises(ValueError, match=reason):
-        engine.submit(msgspec.structs.replace(asked, begun=(begun_with(**{**top, **changed}),)))
+        engine.submit(msgspec.structs.replace(asked, partials=(partial_with(**{**top, **changed}),)))
     assert not engine.has_work, "nothing is allocated"
-    engine.submit(msgspec.structs.replace(asked, begun=(begun_with(**top),)))
+    engine.submit(msgspec.structs.replace(asked, partials=(partial_with(**top),)))
 
 
 @pytest.mark.parametrize("indices", [(), (2,), (-1,), (1, 0), (0, 0)])
@@ -337,7 +337,7 @@ def test_a_child_that_is_complete_comes_back_at_once(others: bool) -> None:
     (first,) = engine.step()
     assert_same({("g", 0): done}, {("g", 0): first})
     assert_same({("g", i): whole["g", i] for i in indices[1:]}, run(engine))
-    with pytest.raises(ValueError, match="finish_after=1: 1 of the begun children"):
+    with pytest.raises(ValueError, match="finish_after=1: 1 of the partial samples"):
         engine.submit(only(natural(finish_after=1), [0, 1], [done]))
 
 
@@ -345,7 +345,7 @@ def test_a_child_from_weights_too_old_is_refused() -> None:
     engine = toy_engine()
     engine.scheduler.refresh(5, "keep")
     engine.weights.version = 5
-    asked = msgspec.structs.replace(group("g", [5, 6], n=2, max_tokens=8, max_version_lag=2), begun=(begun_with(),))
+    asked = msgspec.structs.replace(group("g", [5, 6], n=2, max_tokens=8, max_version_lag=2), partials=(partial_with(),))
     with pytest.raises(ValueError, match="max_version_lag=2"):
         engine.submit(asked)
 
@@ -370,15 +370,15 @@ def test_children_cancelled_before_the_fork_end_there(cancelled: list[int], over
     """Child 3 has begun already; the first one prefills the prompt for all."""
     asked = group("g", range(5, 16), n=4, max_tokens=8, ignore_eos=True)
     whole = run(toy_engine(), [asked])
-    begun = msgspec.structs.replace(whole["g", 3], token_ids=whole["g", 3].token_ids[:2], logprobs=whole["g", 3].logprobs[:2])
+    partial = msgspec.structs.replace(whole["g", 3], token_ids=whole["g", 3].token_ids[:2], logprobs=whole["g", 3].logprobs[:2])
     engine = toy_engine(overlap_steps=overlap)
-    engine.submit(msgspec.structs.replace(asked, begun=(Begun.of(begun),)))
+    engine.submit(msgspec.structs.replace(asked, partials=(PartialSample.of(partial),)))
     for index in cancelled:
         assert engine.abort("g", index) == []
     got = run(engine)
     assert [key[1] for key, sample in sorted(got.items()) if sample.finish_reason == "aborted"] == cancelled
     assert all(len(got["g", index].token_ids) <= 2 for index in cancelled)
-    assert 3 not in cancelled or got["g", 3].token_ids.tolist() == begun.token_ids.tolist()
+    assert 3 not in cancelled or got["g", 3].token_ids.tolist() == partial.token_ids.tolist()
     kept = {key: sample for key, sample in got.items() if key[1] not in cancelled}
     assert_same({key: whole[key] for key in kept}, kept)
 

@@ -26,7 +26,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.stopping import LogitRules, Stops, TokenCounts
-from engine.types import Begun, FinishReason, Group, Sample, Sampling
+from engine.types import FinishReason, Group, PartialSample, Sample, Sampling
 from tests.support.harness import Harness, conversations, random_schedule, tight_schedule
 
 
@@ -245,10 +245,10 @@ def patch_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """a child that goes on computes another token than the last one that it had"""
     take_over = Sequence._take_over
 
-    def wrong(self: Sequence, begun: Begun | None) -> None:
-        take_over(self, begun)
-        if begun is not None:
-            self.last_token = begun.token_ids[-1] + 1
+    def wrong(self: Sequence, partial: PartialSample | None) -> None:
+        take_over(self, partial)
+        if partial is not None:
+            self.last_token = partial.token_ids[-1] + 1
 
     monkeypatch.setattr(Sequence, "_take_over", wrong)
 
@@ -310,10 +310,10 @@ def patch_top(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenCounts, "append_top", lambda self, top, draw: append_top(self, top, draw // 2))
 
 
-def patch_begun_top(monkeypatch: pytest.MonkeyPatch) -> None:
+def patch_partial_top(monkeypatch: pytest.MonkeyPatch) -> None:
     """a child that goes on forgets the most probable tokens that it had"""
     of = TokenCounts.of
-    monkeypatch.setattr(TokenCounts, "of", lambda sampling, rules, stops, begun: of(sampling, rules, stops, None))
+    monkeypatch.setattr(TokenCounts, "of", lambda sampling, rules, stops, partial: of(sampling, rules, stops, None))
 
 
 def patch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,12 +397,14 @@ def patch_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stops, "find", forgetful)
 
 
-def patch_begun_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+def patch_partial_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     """what a child had is not looked at for the beginning of a stop string"""
     of = TokenCounts.of
 
-    def blind(sampling: Sampling, rules: LogitRules | None, stops: Stops | None, begun: Begun | None) -> TokenCounts | None:
-        made = of(sampling, rules, stops, begun)
+    def blind(
+        sampling: Sampling, rules: LogitRules | None, stops: Stops | None, partial: PartialSample | None
+    ) -> TokenCounts | None:
+        made = of(sampling, rules, stops, partial)
         if made is not None:
             made.tail = b""
         return made
@@ -440,7 +442,7 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_stale,
     patch_cut,
     patch_top,
-    patch_begun_top,
+    patch_partial_top,
     patch_own,
     patch_any_client,
     patch_own_recomputed,
@@ -451,7 +453,7 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_pending,
     patch_adjusted,
     patch_tail,
-    patch_begun_tail,
+    patch_partial_tail,
     patch_late_stop,
 ]
 

@@ -15,7 +15,7 @@ import engine.scheduling.scheduler
 from engine.engine import Engine
 from engine.forward.batch import Batch
 from engine.forward.sampling import SamplingBatch, launch_draws
-from engine.types import Begun, Group, Sample, Sampling
+from engine.types import Group, PartialSample, Sample, Sampling
 from tests.support.invariants import check
 from tests.support.tiny import tiny_engine
 from tests.support.toy import engine as toy_engine
@@ -34,20 +34,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def to_score(asked: Group, samples: Samples) -> Group:
     """The same group, whose children's tokens are given."""
-    begun = [Begun.of(samples[asked.id, index]) for index in asked.wanted]
+    partials = [PartialSample.of(samples[asked.id, index]) for index in asked.wanted]
     asked_for = {"raw_logprobs": None, "top_ids": None, "top_logprobs": None}
-    blank = [msgspec.structs.replace(child, logprobs=np.zeros_like(child.logprobs), **asked_for) for child in begun]
-    return msgspec.structs.replace(asked, begun=tuple(blank), score=True)
+    blank = [msgspec.structs.replace(child, logprobs=np.zeros_like(child.logprobs), **asked_for) for child in partials]
+    return msgspec.structs.replace(asked, partials=tuple(blank), score=True)
 
 
 def given(id: str, prompt: list[int], *completions: list[int], **sampling: Any) -> Group:
     """A group to score."""
-    begun = [
-        Begun(index=i, token_ids=np.array(each, np.int32), logprobs=np.zeros(len(each), np.float32), weight_versions=[(0, 0)])
+    partials = [
+        PartialSample(
+            index=i, token_ids=np.array(each, np.int32), logprobs=np.zeros(len(each), np.float32), weight_versions=[(0, 0)]
+        )
         for i, each in enumerate(completions)
     ]
     options = {"n": len(completions), "max_tokens": max(map(len, completions)), "seed": 1, **sampling}
-    return Group(id, np.array(prompt, np.int32), Sampling(**options), None, tuple(begun), score=True)
+    return Group(id, np.array(prompt, np.int32), Sampling(**options), None, tuple(partials), score=True)
 
 
 def mixture(r: random.Random, count: int) -> list[Group]:
@@ -193,8 +195,8 @@ def test_an_abort_gives_back_what_was_scored() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"begun": ()}, "give the tokens of all, in begun"),
-        ({"indices": (0, 1), "begun": "one"}, "give the tokens of all, in begun"),
+        ({"partials": ()}, "give the tokens of all, in partials"),
+        ({"indices": (0, 1), "partials": "one"}, "give the tokens of all, in partials"),
         ({"sampling": Sampling(n=2, max_tokens=3, finish_after=1)}, "leave it out"),
         ({"sampling": Sampling(n=2, max_tokens=1)}, "max_tokens=1"),
     ],
@@ -202,8 +204,8 @@ def test_an_abort_gives_back_what_was_scored() -> None:
 def test_what_is_refused(change: dict[str, Any], why: str) -> None:
     engine: Engine = toy_engine()
     asked = given("g", [1, 2, 3], [4, 5, 6], [7])
-    if change.get("begun") == "one":
-        change = {**change, "begun": asked.begun[:1]}
+    if change.get("partials") == "one":
+        change = {**change, "partials": asked.partials[:1]}
     with pytest.raises(ValueError, match=why):
         engine.submit(msgspec.structs.replace(asked, **change))
     assert not engine.scheduler.state.groups and not engine.has_work

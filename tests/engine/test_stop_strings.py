@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.stopping import LETTERS, NoVocabulary, Stops, Vocabulary
-from engine.types import Begun, Group, Sample, Sampling
+from engine.types import Group, PartialSample, Sample, Sampling
 from rollout.client.api import RolloutClient
 from tests.support.equivalence import assert_same
 from tests.support.toy import VOCAB, ToyModel, group, run
@@ -209,11 +209,11 @@ def test_children_that_go_on_are_stopped_where_they_would_have_been(have: int) -
     """Also where the string has begun in the tokens that they had; one that had its last token comes back at once."""
     asked = group("g", [5, 6, 7], n=8, max_tokens=40, seed=3, stop=STOP)
     whole = run(engine(), [asked])
-    begun = tuple(
-        Begun(index=index, token_ids=s.token_ids[:have], logprobs=s.logprobs[:have], weight_versions=[(0, 0)])
+    partials = tuple(
+        PartialSample(index=index, token_ids=s.token_ids[:have], logprobs=s.logprobs[:have], weight_versions=[(0, 0)])
         for (_, index), s in whole.items()
     )
-    got = run(engine(), [msgspec.structs.replace(asked, begun=begun)])
+    got = run(engine(), [msgspec.structs.replace(asked, partials=partials)])
     assert_same(whole, got)
     assert told(got) == told(whole)
 
@@ -222,10 +222,10 @@ def test_a_child_that_goes_on_behind_a_string_is_refused() -> None:
     asked = group("g", [5, 6, 7], n=8, max_tokens=40, seed=3, stop=STOP)
     stopped = next(sample for sample in run(engine(), [asked]).values() if sample.stopped_by)
     ids = np.append(stopped.token_ids, np.int32(1))
-    begun = Begun(index=0, token_ids=ids, logprobs=np.zeros(len(ids), np.float32), weight_versions=[(0, 0)])
+    partial = PartialSample(index=0, token_ids=ids, logprobs=np.zeros(len(ids), np.float32), weight_versions=[(0, 0)])
     e = engine()
     with pytest.raises(ValueError, match=f"goes on behind its token {len(ids) - 2}, which completes a stop string"):
-        e.submit(msgspec.structs.replace(asked, begun=(begun,)))
+        e.submit(msgspec.structs.replace(asked, partials=(partial,)))
     assert not e.has_work
 
 

@@ -49,7 +49,7 @@ def next_turn(h: Harness, hint: bool = True, **options: Any) -> int:
 # ── which KV ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    ("keep_s", "refresh_at", "between", "prefilled"),
+    ("kv_ttl_s", "refresh_at", "between", "prefilled"),
     [
         (0.0, None, False, 38),  # 192 of the 199 tokens that have KV lie in whole blocks
         (0.0, 30, False, 38),  # a block in which two versions met is one of them
@@ -58,9 +58,9 @@ def next_turn(h: Harness, hint: bool = True, **options: Any) -> int:
         (60.0, 30, True, 31),
     ],
 )
-def test_a_turn_prefills_what_is_new(keep_s: float, refresh_at: int, between: bool, prefilled: int, overlap: bool) -> None:
+def test_a_turn_prefills_what_is_new(kv_ttl_s: float, refresh_at: int, between: bool, prefilled: int, overlap: bool) -> None:
     h = harness(overlap=overlap)
-    run(h, "one", PROMPT, refresh_at, keep_s=keep_s)
+    run(h, "one", PROMPT, refresh_at, kv_ttl_s=kv_ttl_s)
     if between:
         h.refresh("keep")
     assert next_turn(h) == prefilled
@@ -76,11 +76,11 @@ def test_without_the_hint_it_reads_no_kv_of_older_weights() -> None:
         h.finish()
 
 
-@pytest.mark.parametrize("keep_s", [0.0, 60.0])
+@pytest.mark.parametrize("kv_ttl_s", [0.0, 60.0])
 @pytest.mark.parametrize("kv", ["recompute", "abort"])
-def test_kv_that_a_refresh_wants_computed_again_is_not_taken_over(kv: str, keep_s: float) -> None:
+def test_kv_that_a_refresh_wants_computed_again_is_not_taken_over(kv: str, kv_ttl_s: float) -> None:
     h = harness()
-    run(h, "one", PROMPT, keep_s=keep_s)
+    run(h, "one", PROMPT, kv_ttl_s=kv_ttl_s)
     h.refresh(kv)
     assert len(h.scheduler.state.pinned) == 0 and next_turn(h) == 230
     h.finish()
@@ -90,7 +90,7 @@ def test_kv_that_a_refresh_wants_computed_again_is_not_taken_over(kv: str, keep_
 def test_somebody_elses_turn_is_one_that_does_not_exist(after: tuple[str, int]) -> None:
     """Nothing tells a client whether another one has a group of that id."""
     h = harness()
-    run(h, "one", PROMPT, client="a", keep_s=60.0)
+    run(h, "one", PROMPT, client="a", kv_ttl_s=60.0)
     h.refresh("keep")
     assert run(h, "two", [*h.history(("one", 0)), *TOOL], client="b", after=after, max_tokens=4) == 230
     assert len(h.scheduler.state.pinned) == 1, "and it is not superseded"
@@ -114,7 +114,7 @@ def test_a_turn_reads_only_its_own_conversation() -> None:
 
 def test_another_history_takes_over_what_is_the_same() -> None:
     h = harness()
-    run(h, "one", PROMPT, keep_s=60.0)
+    run(h, "one", PROMPT, kv_ttl_s=60.0)
     history = h.history(("one", 0))
     history[150] = (history[150] + 1) % VOCAB
     assert run(h, "two", [*history, *TOOL], after=("one", 0), max_tokens=4) == 230 - 144
@@ -125,7 +125,7 @@ def test_another_history_takes_over_what_is_the_same() -> None:
 def test_another_history_reads_nothing_old() -> None:
     """Although somebody computed just its tokens by just the versions of the turn that it names."""
     h = harness()
-    run(h, "one", PROMPT, keep_s=60.0)
+    run(h, "one", PROMPT, kv_ttl_s=60.0)
     edited = h.history(("one", 0))
     edited[50] = (edited[50] + 1) % VOCAB
     run(h, "other", edited, max_tokens=4)
@@ -137,7 +137,7 @@ def test_another_history_reads_nothing_old() -> None:
 def test_a_refresh_in_the_middle_of_the_prefill_spares_what_was_there() -> None:
     """What the turn itself has prefilled is computed again, as in any prompt; with it its first block, which it began."""
     h = harness(max_batch_tokens=16)
-    run(h, "one", PROMPT, keep_s=60.0)
+    run(h, "one", PROMPT, kv_ttl_s=60.0)
     prefilled = next_turn(h, refresh_at=1)
     assert prefilled == 16 + 38, "of tokens 199 to 214, and all from the block of token 192 on"
     h.finish()
@@ -145,9 +145,9 @@ def test_a_refresh_in_the_middle_of_the_prefill_spares_what_was_there() -> None:
 
 def test_branches_behind_a_tool() -> None:
     h = harness()
-    run(h, "one", PROMPT, keep_s=60.0, n=3)
+    run(h, "one", PROMPT, kv_ttl_s=60.0, n=3)
     assert len(h.scheduler.state.pinned) == 3
-    assert next_turn(h, n=4, keep_s=60.0) == 31
+    assert next_turn(h, n=4, kv_ttl_s=60.0) == 31
     assert run(h, "three", [*h.history(("two", 2)), *TOOL], after=("two", 2), max_tokens=4) == 31
     assert next_turn_again(h) == 38, "a turn that is superseded is not kept, but found"
     h.finish()
@@ -160,8 +160,8 @@ def next_turn_again(h: Harness) -> int:
 # ── for how long ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_kept_kv_ends_with_its_time_or_with_its_client() -> None:
     h = harness()
-    for id, keep_s in (("one", 50.0), ("two", 10.0), ("three", 50.0)):
-        run(h, id, [*PROMPT, len(id)], keep_s=keep_s)
+    for id, kv_ttl_s in (("one", 50.0), ("two", 10.0), ("three", 50.0)):
+        run(h, id, [*PROMPT, len(id)], kv_ttl_s=kv_ttl_s)
     used = h.scheduler.state.store.used
     h.now += 20.0
     assert h.scheduler.overdue
@@ -178,7 +178,7 @@ def test_kept_kv_ends_with_its_time_or_with_its_client() -> None:
 
 def test_a_child_that_was_aborted_is_not_kept() -> None:
     h = harness()
-    assert h.submit("one", PROMPT, max_tokens=100, ignore_eos=True, keep_s=60.0)
+    assert h.submit("one", PROMPT, max_tokens=100, ignore_eos=True, kv_ttl_s=60.0)
     for _ in range(10):
         h.step()
     h.take(h.scheduler.state.abort("one"))
@@ -188,7 +188,7 @@ def test_a_child_that_was_aborted_is_not_kept() -> None:
 def test_kept_kv_leaves_for_host_memory_first_and_is_dropped_last() -> None:
     """Beside a prefix cache that goes as well."""
     h = harness(device_blocks=32, host_blocks=16)
-    run(h, "one", PROMPT, keep_s=1e3)
+    run(h, "one", PROMPT, kv_ttl_s=1e3)
     run(h, "cached", [90, *PROMPT])
     blocks = [block for seq in h.scheduler.state.pinned for block in seq.blocks]
     assert len(blocks) == 13 and all(block.host is None for block in blocks)
@@ -197,7 +197,7 @@ def test_kept_kv_leaves_for_host_memory_first_and_is_dropped_last() -> None:
     h.move(h.scheduler.state.store.moves, None)
     h.scheduler.state.store.moved()
     assert all(block.device is None and block.host is not None for block in blocks)
-    assert len(h.scheduler.state.pinned) == 1 and next_turn(h, keep_s=1e3) == 31
+    assert len(h.scheduler.state.pinned) == 1 and next_turn(h, kv_ttl_s=1e3) == 31
     h.finish()
 
 
@@ -205,7 +205,7 @@ def test_kv_of_a_sequence_that_waits_is_dropped_before_kept_kv() -> None:
     """Where there is no host memory; the control needs more room than the other's KV is."""
     for need, kept in ((25, 1), (26, 0)):
         h = harness(device_blocks=32)
-        run(h, "one", PROMPT, max_tokens=2, keep_s=1e3)
+        run(h, "one", PROMPT, max_tokens=2, kv_ttl_s=1e3)
         assert h.submit("waits", PROMPT[::-1], max_tokens=20, seed=3, ignore_eos=True)
         for _ in range(5):
             h.step()
@@ -220,7 +220,7 @@ def test_kv_of_a_sequence_that_waits_is_dropped_before_kept_kv() -> None:
 
 def test_where_nothing_else_gives_way_kept_kv_does() -> None:
     h = harness(device_blocks=20)
-    run(h, "one", PROMPT, keep_s=1e3, max_tokens=20)
+    run(h, "one", PROMPT, kv_ttl_s=1e3, max_tokens=20)
     assert len(h.scheduler.state.pinned) == 1
     run(h, "two", [*PROMPT[::-1], *PROMPT], max_tokens=60)
     assert len(h.scheduler.state.pinned) == 0
@@ -229,18 +229,18 @@ def test_where_nothing_else_gives_way_kept_kv_does() -> None:
 
 def test_what_is_kept_is_bounded_and_the_greedy_give_way() -> None:
     h = harness(device_blocks=64)
-    run(h, "modest", [1, *PROMPT], client="a", max_tokens=2, keep_s=1e3)
+    run(h, "modest", [1, *PROMPT], client="a", max_tokens=2, kv_ttl_s=1e3)
     for number in range(8):
-        run(h, f"greedy{number}", [2 + number, *PROMPT], client="b", max_tokens=2, keep_s=1e3)
+        run(h, f"greedy{number}", [2 + number, *PROMPT], client="b", max_tokens=2, kv_ttl_s=1e3)
         assert len(h.scheduler.state.pinned.blocks) <= MAX_PINNED_RATIO * 64
     assert [seq.state.group.id for seq in h.scheduler.state.pinned] == ["modest", "greedy5", "greedy6", "greedy7"]
     h.finish()
 
 
-@pytest.mark.parametrize("keep_s", [-1.0, 3600.1, float("nan"), float("inf")])
-def test_a_time_that_cannot_be_kept_is_refused(keep_s: float) -> None:
-    with pytest.raises(ValueError, match="max_keep_s"):
-        Sampling(keep_s=keep_s).validate(Limits(), VOCAB)
+@pytest.mark.parametrize("kv_ttl_s", [-1.0, 3600.1, float("nan"), float("inf")])
+def test_a_time_that_cannot_be_kept_is_refused(kv_ttl_s: float) -> None:
+    with pytest.raises(ValueError, match="max_kv_ttl_s"):
+        Sampling(kv_ttl_s=kv_ttl_s).validate(Limits(), VOCAB)
 
 
 # ── who goes first ────────────────────────────────────────────────────────────────────────────────────────────────────

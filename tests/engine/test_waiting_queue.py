@@ -70,8 +70,8 @@ def test_the_client_that_runs_least_goes_first() -> None:
 def test_draining_looks_only_at_those_that_have_started() -> None:
     queue = queue_of(sequence(1))
     assert queue.next(Counter(), started=True) is None
-    queue.put(started := sequence(2, started=True))
-    assert queue.next(Counter(), started=True) is started
+    queue.put(running := sequence(2, started=True))
+    assert queue.next(Counter(), started=True) is running
 
 
 def test_a_sequence_is_found_again_although_its_rank_has_changed() -> None:

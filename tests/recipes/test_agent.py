@@ -74,7 +74,7 @@ def test_a_turn_prefills_what_the_tool_said(tiny_service: str, tiny_model: Path)
     for each in some:
         assert len(each.written) == len(each.tokens) and not any(each.written[:70])
         assert each.written.count(False) == 70 + 3 * answer
-    _, _, again, kept = prefilled(tiny_service, tokenizer, Options(**{**vars(OPTIONS), "keep_s": 0.0}), seed=2)
+    _, _, again, kept = prefilled(tiny_service, tokenizer, Options(**{**vars(OPTIONS), "kv_ttl_s": 0.0}), seed=2)
     assert again > computed and kept == 0
 
 

@@ -631,7 +631,7 @@ def test_new_tokens_that_cannot_be_are_an_error_of_their_group(played: Played) -
         played.get(m.Submit)
     tokens = dict(token_ids=np.array([3], np.int32), logprobs=np.array([np.nan], np.float32), weight_versions=[(0, 1)])
     played.send(pack_progress(1, {"g": [TokenChunk(index=0, first=0, seed=7, **tokens)]}))
-    assert "chunk of child 0 has logprobs with nan" in str(failure(handle)) and not handle.begun()
+    assert "chunk of child 0 has logprobs with nan" in str(failure(handle)) and not handle.partial_samples()
     hello = played.get(m.Hello)
     played.welcome(hello, hello.groups)
     played.send(played.sample("other", 0))

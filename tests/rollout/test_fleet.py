@@ -122,7 +122,7 @@ def test_clients_of_the_front_share_the_replicas() -> None:
 
 def test_a_turn_goes_to_where_its_child_ran() -> None:
     with fleet_of(3) as (fleet, threads):
-        fleet.submit(group(1, n=1, keep_s=60.0))
+        fleet.submit(group(1, n=1, kv_ttl_s=60.0))
         (first,) = collect(fleet, 1).values()
         (home,) = [name for name, engine in threads.engines.items() if engine.made["generated_tokens"]]
         for i in range(2, 8):  # other prompts, all of them turns of the same child
@@ -139,7 +139,7 @@ def test_a_turn_goes_to_where_its_child_ran() -> None:
 
 def test_what_is_kept_of_a_child_is_given_up_where_it_is() -> None:
     with fleet_of(2) as (fleet, threads):
-        fleet.submit(group(1, n=2, keep_s=60.0))
+        fleet.submit(group(1, n=2, kv_ttl_s=60.0))
         collect(fleet, 2)
         assert fleet.abort("g1") == []
         until(lambda: {index for engine in threads.engines.values() for _, index in engine.aborts} == {0, 1}, "both children")
@@ -301,7 +301,11 @@ def test_what_was_streamed_need_not_be_made_again() -> None:
     with fleet_of(2, step_s=0.002) as (fleet, threads):
         fleet.submit(group(1, max_tokens=1000, stream_every=8))
         (part,) = fleet._groups.open["g1"].parts
-        step_until(fleet, lambda: len(part.handle.begun()) == 4 and len(part.handle.begun()[0].token_ids) > 300, "streamed")
+        step_until(
+            fleet,
+            lambda: len(part.handle.partial_samples()) == 4 and len(part.handle.partial_samples()[0].token_ids) > 300,
+            "streamed",
+        )
         told = {child.index: child for child in fleet.chunks("g1", {0: 290}, 8, 10_000)}
         assert sorted(told) == [0, 1, 2, 3] and (told[0].first, told[1].first) == (290, 0)
         second = threads.engines["1" if part.replica.name == "0" else "0"]
@@ -317,7 +321,11 @@ def test_what_was_streamed_outlives_a_link_that_ends_before_its_replica() -> Non
     with fleet_of(2, step_s=0.002) as (fleet, threads):
         fleet.submit(group(1, max_tokens=1000, stream_every=8))
         (part,) = fleet._groups.open["g1"].parts
-        step_until(fleet, lambda: len(part.handle.begun()) == 4 and len(part.handle.begun()[0].token_ids) > 300, "streamed")
+        step_until(
+            fleet,
+            lambda: len(part.handle.partial_samples()) == 4 and len(part.handle.partial_samples()[0].token_ids) > 300,
+            "streamed",
+        )
         part.handle.fail(ServiceLost("the service is closing"))
         check(collect(fleet, 4).values())
         assert threads.engines["1" if part.replica.name == "0" else "0"].made["generated_tokens"] < 4 * 750

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Begun, Group, Limits, Sample, Sampling, TokenChunk
+from engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
 from rollout import RolloutClient
 from rollout.client.handle import Handle
 from rollout.client.partials import PartialOutputs
@@ -31,7 +31,7 @@ from transport.checks import Bounds
 from transport.errors import InvalidRequest, ProtocolError, ServiceLost
 from transport.frames import pack
 from transport.loopback import LoopbackService
-from transport.partial import PartialColumns, pack_begun
+from transport.partial import PartialColumns, pack_partials
 from transport.progress import unpack_progress
 
 ROOT = Path(__file__).parents[2]
@@ -60,22 +60,22 @@ def chunk(index: int, first: int, tokens: list[int], **changed: Any) -> TokenChu
 
 
 def children_of(*chunks: TokenChunk) -> PartialColumns:
-    packed = pack_begun(chunks)
+    packed = pack_partials(chunks)
     assert packed is not None
     return packed
 
 
-def assert_begins(sample: Sample, begun: Begun) -> None:
+def assert_begins(sample: Sample, partial: PartialSample) -> None:
     """The child's tokens so far are those of its sample, with what belongs to them."""
-    count = len(begun.token_ids)
-    assert begun.token_ids.tolist() == sample.token_ids[:count].tolist()
-    assert begun.logprobs.tobytes() == sample.logprobs[:count].tobytes()
-    assert begun.weight_versions == [span for span in sample.weight_versions if span[0] < count]
+    count = len(partial.token_ids)
+    assert partial.token_ids.tolist() == sample.token_ids[:count].tolist()
+    assert partial.logprobs.tobytes() == sample.logprobs[:count].tobytes()
+    assert partial.weight_versions == [span for span in sample.weight_versions if span[0] < count]
     if sample.raw_logprobs is not None:
-        assert begun.raw_logprobs is not None and begun.raw_logprobs.tobytes() == sample.raw_logprobs[:count].tobytes()
+        assert partial.raw_logprobs is not None and partial.raw_logprobs.tobytes() == sample.raw_logprobs[:count].tobytes()
     if sample.top_ids is not None and sample.top_logprobs is not None:
-        assert begun.top_ids is not None and begun.top_ids.tolist() == sample.top_ids[:count].tolist()
-        assert begun.top_logprobs is not None and begun.top_logprobs.tobytes() == sample.top_logprobs[:count].tobytes()
+        assert partial.top_ids is not None and partial.top_ids.tolist() == sample.top_ids[:count].tolist()
+        assert partial.top_logprobs is not None and partial.top_logprobs.tobytes() == sample.top_logprobs[:count].tobytes()
 
 
 # ── over sockets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,7 +87,7 @@ def test_chunks_are_what_the_samples_begin_with() -> None:
         handle = client.submit(PROMPT, SAMPLING)
         handle.on_tokens(lambda _, new: told[new.index].append(new))
         samples = {("g", sample.index): sample for sample in handle.result(WAIT)}
-        assert handle.begun() == [] and handle.seed == 3
+        assert handle.partial_samples() == [] and handle.seed == 3
     assert_same(run(toy_engine(kv_tokens=1024), [Group("g", np.array(PROMPT, np.int32), SAMPLING)]), samples)
     assert told.keys() == {0, 1, 2, 3}
     for index, chunks in told.items():
@@ -108,19 +108,19 @@ def test_after_a_kill_children_go_on_elsewhere_to_the_same_bits() -> None:
             address = process.stdout.readline().strip()
             with RolloutClient(address, link_timeout_s=0.5, connect_timeout_s=WAIT) as client:
                 handle = client.submit(PROMPT, SAMPLING)
-                until(lambda: sum(len(child.token_ids) for child in handle.begun()) > 100)
+                until(lambda: sum(len(child.token_ids) for child in handle.partial_samples()) > 100)
                 process.kill()
                 with pytest.raises(ServiceLost):
                     handle.result(WAIT)
         finally:
             process.kill()
-    had = handle.begun()
+    had = handle.partial_samples()
     assert len(had) == 4 and all(0 < len(child.token_ids) < 150 for child in had)
     for child in had:
         assert_begins(whole["g", child.index], child)
     other = tiny_engine()
     with serving(other) as service, RolloutClient(service.endpoint) as client:
-        again = {("g", sample.index): sample for sample in client.resume(handle).result(WAIT)}
+        again = {("g", sample.index): sample for sample in client.continue_samples(handle).result(WAIT)}
     assert_same(whole, again)
     assert other.counters.generated_tokens == 600 - sum(len(child.token_ids) for child in had), "nothing is drawn twice"
 
@@ -196,8 +196,10 @@ def test_on_a_new_connection_all_of_it_comes_again() -> None:
     """But not what children had when their group came."""
     bench = Bench()
     peer, asked = bench.client(), submit("g", n=2, max_tokens=500, stream_every=4)
-    begun = Begun(index=1, token_ids=np.array([8, 9], np.int32), logprobs=np.zeros(2, np.float32), weight_versions=[(0, 0)])
-    asked = msgspec.structs.replace(asked, begun=pack_begun([begun]))
+    partial = PartialSample(
+        index=1, token_ids=np.array([8, 9], np.int32), logprobs=np.zeros(2, np.float32), weight_versions=[(0, 0)]
+    )
+    asked = msgspec.structs.replace(asked, partials=pack_partials([partial]))
     peer.send(asked)
     bench.turn(20)
     assert [each.number for each in peer.take(m.Progress)] == [1, 2]
@@ -258,7 +260,7 @@ def test_chunks_that_a_group_cannot_have(wrong: TokenChunk, reason: str) -> None
     known.add(chunk(1, 0, [4, 5, 6]), BOUNDS)
     with pytest.raises(ValueError, match=reason):
         known.add(wrong, BOUNDS)
-    (child,) = known.begun()
+    (child,) = known.partial_samples()
     assert child.token_ids.tolist() == [4, 5, 6], "nothing of it is kept"
 
 
@@ -273,11 +275,11 @@ def test_chunks_are_joined_whatever_is_repeated() -> None:
     assert known.add(chunk(0, 0, [1, 2], weight_versions=[(0, 3)]), BOUNDS) is None
     new = known.add(chunk(0, 1, [2, 3, 4, 5], weight_versions=[(0, 3), (2, 4)]), BOUNDS)
     assert new is not None and (new.first, new.token_ids.tolist(), new.weight_versions) == (2, [3, 4, 5], [(0, 3), (1, 4)])
-    (child,) = known.begun()
+    (child,) = known.partial_samples()
     assert child.token_ids.tolist() == [1, 2, 3, 4, 5] and child.weight_versions == [(0, 3), (3, 4)]
     assert len(child.logprobs) == 5 and child.raw_logprobs is None and known.seed == 7
     known.restart()
-    assert known.begun() == [] and known.seed is None
+    assert known.partial_samples() == [] and known.seed is None
 
 
 def test_a_child_that_came_back_may_run_again() -> None:
@@ -288,13 +290,13 @@ def test_a_child_that_came_back_may_run_again() -> None:
     known.restart()
     assert known.add(chunk(0, 0, [1, 2]), BOUNDS) is None
     assert known.add(chunk(0, 2, [3, 4]), BOUNDS) is None
-    assert known.begun() == []
+    assert known.partial_samples() == []
     with pytest.raises(ValueError, match="token id 199"):
         known.add(chunk(0, 4, [199]), BOUNDS)
 
 
-def handle_of(sampling: Sampling, begun: tuple[Begun, ...] = ()) -> Handle:
-    group = Group("g", np.array([5], np.int32), sampling, None, begun)
+def handle_of(sampling: Sampling, partials: tuple[PartialSample, ...] = ()) -> Handle:
+    group = Group("g", np.array([5], np.int32), sampling, None, partials)
     handle = sendable(group, serial=1, require_version=0, limits=Limits())
     handle.bounds = BOUNDS
     return handle
@@ -315,7 +317,7 @@ def test_the_rest_of_a_group() -> None:
     handle.add_sample(finished(0))
     handle.cancelled_children.add(3)
     rest = rest_of("again", handle)
-    assert rest.indices == (1, 2) and [child.index for child in rest.begun] == [2] and rest.id == "again"
+    assert rest.indices == (1, 2) and [child.index for child in rest.partials] == [2] and rest.id == "again"
     assert rest.sampling.seed == 7 and rest.sampling.finish_after == 2
     handle.add_sample(finished(1))
     handle.add_sample(finished(2))

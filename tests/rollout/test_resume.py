@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Begun, Group, Sample, Sampling
+from engine.types import Group, PartialSample, Sample, Sampling
 from rollout import RolloutClient, SampleStream
 from tests.support.equivalence import assert_same
 from tests.support.fake_engine import FakeEngine, expected
@@ -72,12 +72,12 @@ def test_a_group_split_over_two_services(clients: tuple[RolloutClient, RolloutCl
 def test_children_go_on_at_another_service(clients: tuple[RolloutClient, RolloutClient]) -> None:
     want = whole()
     samples = [cut(want["g", index], tokens) for index, tokens in ((2, 7), (0, 1), (3, 0))]
-    got = clients[1].resume(samples, PROMPT, msgspec.structs.replace(SAMPLING, seed=None)).result(WAIT)
+    got = clients[1].continue_samples(samples, PROMPT, msgspec.structs.replace(SAMPLING, seed=None)).result(WAIT)
     assert_same({key: want[key] for key in want if key[1] != 1}, named(got))
     for sample in got:
         raw = want["g", sample.index].raw_logprobs
         assert raw is not None and sample.raw_logprobs is not None and raw.tobytes() == sample.raw_logprobs.tobytes()
-    alone = clients[0].resume(samples[0], PROMPT, SAMPLING, group_id="alone").result(WAIT)
+    alone = clients[0].continue_samples(samples[0], PROMPT, SAMPLING, group_id="alone").result(WAIT)
     assert [(sample.group_id, sample.index) for sample in alone] == [("alone", 2)]
 
 
@@ -87,7 +87,7 @@ def test_what_was_cut_goes_on(clients: tuple[RolloutClient, RolloutClient]) -> N
     first = clients[0].submit(PROMPT, asked).result(WAIT)
     late = [sample for sample in first if sample.finish_reason == "cut"]
     assert len(late) == 3
-    rest = clients[1].resume(late, PROMPT, msgspec.structs.replace(asked, finish_after=None)).result(WAIT)
+    rest = clients[1].continue_samples(late, PROMPT, msgspec.structs.replace(asked, finish_after=None)).result(WAIT)
     seeded = msgspec.structs.replace(asked, finish_after=None, seed=first[0].seed)
     want = run(toy_engine(), [Group("g", np.array(PROMPT, np.int32), seeded)])
     assert_same(want, named([sample for sample in first if sample.finish_reason != "cut"] + rest))
@@ -108,9 +108,11 @@ def test_what_cannot_go_on_is_refused(
 ) -> None:
     sample = cut(whole()["g", 0], 3)
     with pytest.raises(InvalidRequest, match=reason):
-        clients[0].resume([msgspec.structs.replace(sample, **each) for each in changed], PROMPT, SAMPLING).result(WAIT)
-    with pytest.raises(InvalidRequest, match="Begun.of"):
-        clients[0].submit(PROMPT, SAMPLING, begun=[sample])  # type: ignore[list-item]
+        clients[0].continue_samples([msgspec.structs.replace(sample, **each) for each in changed], PROMPT, SAMPLING).result(
+            WAIT
+        )
+    with pytest.raises(InvalidRequest, match="PartialSample.of"):
+        clients[0].submit(PROMPT, SAMPLING, partials=[sample])  # type: ignore[list-item]
     with pytest.raises(InvalidRequest, match="indices"):
         clients[0].submit(PROMPT, SAMPLING, indices=["0"])  # type: ignore[list-item]
 
@@ -159,8 +161,10 @@ def test_cancelled_before_it_was_sent_a_child_that_has_begun_keeps_its_tokens(
     client, engine = scripted
     limits = client.info.limits
     large = [client.submit([5], Sampling(n=1024, max_tokens=40_000)) for _ in range(limits.max_samples_per_client // 1024)]
-    begun = Begun(index=1, token_ids=np.array([8, 9], np.int32), logprobs=np.zeros(2, np.float32), weight_versions=[(0, 0)])
-    waits = client.submit([5], Sampling(n=2, max_tokens=10), begun=[begun])
+    partial = PartialSample(
+        index=1, token_ids=np.array([8, 9], np.int32), logprobs=np.zeros(2, np.float32), weight_versions=[(0, 0)]
+    )
+    waits = client.submit([5], Sampling(n=2, max_tokens=10), partials=[partial])
     waits.cancel()
     ended = waits.result(WAIT)
     assert [(sample.finish_reason, sample.token_ids.tolist()) for sample in ended] == [("aborted", []), ("aborted", [8, 9])]
@@ -256,7 +260,7 @@ def test_a_score_that_somebody_ends_is_an_error(clients: tuple[RolloutClient, Ro
 
 
 # ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-TURN = Sampling(max_tokens=6, ignore_eos=True, seed=5, keep_s=600.0)
+TURN = Sampling(max_tokens=6, ignore_eos=True, seed=5, kv_ttl_s=600.0)
 """in the toy's blocks of 4: 5 tokens of prompt and 5 of 6 outputs have KV, 2 whole blocks of it"""
 
 
@@ -273,7 +277,7 @@ def test_a_turn_continues_one_sample() -> None:
         first = client.submit(PROMPT, TURN)
         before = prefilled(client, first)
         (sample,) = first.result(WAIT)
-        again = client.resume(sample, PROMPT, msgspec.structs.replace(TURN, keep_s=0.0), append=[7, 8, 9])
+        again = client.next_turn(sample, PROMPT, msgspec.structs.replace(TURN, kv_ttl_s=0.0), append=[7, 8, 9])
         assert again.group.prompt.tolist() == [*PROMPT, *sample.token_ids.tolist(), 7, 8, 9] and again.group.after == ("#0", 0)
         assert prefilled(client, again) - before == 4
         status = client.status(WAIT)
@@ -294,10 +298,10 @@ def test_somebody_elses_turn_cannot_be_told_from_none() -> None:
         ):
             (sample,) = one.submit(PROMPT, TURN, "conversation").result(WAIT)
             named = msgspec.structs.replace(sample, group_id=name)
-            computed.append(prefilled(other, other.resume(named, PROMPT, TURN, "stranger", append=[7, 8, 9])))
+            computed.append(prefilled(other, other.next_turn(named, PROMPT, TURN, "stranger", append=[7, 8, 9])))
             other.submit([1], TURN, "conversation").cancel()
             assert one.status(WAIT)["kept_tokens"] == 0
-            one.resume(sample, PROMPT, TURN, "conversation", append=[7, 8, 9]).result(WAIT)
+            one.next_turn(sample, PROMPT, TURN, "conversation", append=[7, 8, 9]).result(WAIT)
             assert one.status(WAIT)["kept_tokens"] == 10, "an id that is used again means its last owner until then"
     assert computed == [11, 11], "5 and, behind two blocks of the prefix index, 6"
 
@@ -330,8 +334,8 @@ def test_what_is_kept_is_given_up_when_asked_and_with_its_client() -> None:
         ({}, {"append": []}, "append is empty"),
         ({}, {"append": [0.5]}, "integer token ids"),
         ({}, {"append": [10**6]}, "token id 1000000"),
-        ({}, {"sampling": Sampling(keep_s=1e9)}, "max_keep_s"),
-        ({}, {"sampling": Sampling(keep_s=-1.0)}, "keep_s=-1.0"),
+        ({}, {"sampling": Sampling(kv_ttl_s=1e9)}, "max_kv_ttl_s"),
+        ({}, {"sampling": Sampling(kv_ttl_s=-1.0)}, "kv_ttl_s=-1.0"),
         ({}, {"sampling": Sampling(max_tokens=10_000)}, "context"),
     ],
 )
@@ -343,16 +347,16 @@ def test_a_turn_that_cannot_be_is_refused(
     (sample,) = client.submit(PROMPT, TURN).result(WAIT)
     with pytest.raises(InvalidRequest, match=reason):
         arguments = {"sampling": TURN, "append": [7], **options}
-        client.resume(msgspec.structs.replace(sample, **changed), PROMPT, **arguments).result(WAIT)
+        client.continue_samples(msgspec.structs.replace(sample, **changed), PROMPT, **arguments).result(WAIT)
     assert client.status(WAIT)["kv"]["kept_children"] == 1
     with pytest.raises(InvalidRequest, match="continues one sample"):
-        client.resume([sample], PROMPT, TURN, append=[7])
+        client.next_turn([sample], PROMPT, TURN, append=[7])
 
 
 @pytest.mark.parametrize("after", [("other", 0), ("", 0), ("g", 2**40), ("g", -1), ("x" * 5000, 0)])
 def test_a_hint_that_names_nothing_changes_nothing(after: tuple[str, int]) -> None:
     bench = Bench()
-    peer = bench.client().send(submit("g", max_tokens=3, keep_s=60.0))
+    peer = bench.client().send(submit("g", max_tokens=3, kv_ttl_s=60.0))
     bench.settle()
     peer.send(msgspec.structs.replace(submit("h", max_tokens=3), after=after))
     bench.settle()

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from engine.types import Begun, Group, Limits, Sample, Served, TokenChunk
+from engine.types import Group, Limits, PartialSample, Sample, Served, TokenChunk
 
 VOCAB = 1000
 
@@ -29,7 +29,7 @@ class Child:
     group: Group
     index: int
     tokens: list[int] = field(default_factory=list)
-    begun: Begun | None = None
+    partial: PartialSample | None = None
 
 
 def token(prompt: np.ndarray, index: int, position: int) -> int:
@@ -78,9 +78,9 @@ class FakeEngine:
         if len(group.prompt) + group.sampling.max_tokens > 50_000:
             raise ValueError("it can never fit the KV pool of 50000 tokens")
         self.clients[client] += 1
-        begun = {child.index: child for child in group.begun}
+        partials = {child.index: child for child in group.partials}
         self.groups[group.id] = [
-            Child(group, i, begun[i].token_ids.tolist() if i in begun else [], begun.get(i)) for i in group.wanted
+            Child(group, i, partials[i].token_ids.tolist() if i in partials else [], partials.get(i)) for i in group.wanted
         ]
 
     def step(self) -> list[Sample]:
@@ -129,12 +129,12 @@ class FakeEngine:
         siblings.remove(child)
         if not siblings:
             del self.groups[child.group.id]
-        count, begun = len(child.tokens), child.begun
+        count, partial = len(child.tokens), child.partial
         logprobs, spans = np.full(count, -0.5, np.float32), [(0, self.version)] if count else []
-        if begun is not None:
-            known = len(begun.token_ids)
-            logprobs[:known] = begun.logprobs
-            spans = begun.weight_versions + ([(known, self.version)] if count > known else [])
+        if partial is not None:
+            known = len(partial.token_ids)
+            logprobs[:known] = partial.logprobs
+            spans = partial.weight_versions + ([(known, self.version)] if count > known else [])
         return Sample(
             group_id=child.group.id,
             index=child.index,

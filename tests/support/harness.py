@@ -23,7 +23,7 @@ from engine.scheduling.output import copies_failed
 from engine.scheduling.plan import Plan, SampledTokens, TopLogprobs
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stopping import Vocabulary, stops_of
-from engine.types import Begun, Group, Limits, Sample, Sampling
+from engine.types import Group, Limits, PartialSample, Sample, Sampling
 from tests.support.invariants import check
 from tests.support.plans import sent
 
@@ -195,20 +195,20 @@ class Harness:
         prompt: list[int],
         client: str = "",
         indices: list[int] | None = None,
-        begun: dict[int, int] | None = None,
+        partials: dict[int, int] | None = None,
         score: bool = False,
         after: tuple[str, int] | None = None,
         **sampling: Any,
     ) -> bool:
-        """Submit a group. `begun`: tokens that children have already, at most; all but the last one that they will have.
+        """Submit a group. `partials`: tokens that children have already, at most; all but the last one that they will have.
         `score`: tokens are given, others than would be drawn."""
         wanted = None if indices is None else tuple(indices)
         group = Group(id, np.array(prompt, np.int32), Sampling(**sampling), wanted, after=after)
         if score:
             group = with_given(group)
-        elif begun:
+        elif partials:
             lag = group.sampling.max_version_lag
-            group = with_begun(group, begun, 0 if lag is None else max(0, self.scheduler.state.version - lag))
+            group = with_partials(group, partials, 0 if lag is None else max(0, self.scheduler.state.version - lag))
         group.validate(Limits(), VOCAB, 10_000)
         try:
             stops = stops_of(group, lambda: VOCABULARY)
@@ -383,7 +383,7 @@ class Harness:
                 got = sample.token_ids.tolist()
                 check_logprobs(group, sample)
                 if group.score:
-                    given = {child.index: child.token_ids.tolist() for child in group.begun}[index]
+                    given = {child.index: child.token_ids.tolist() for child in group.partials}[index]
                     assert got == given[: len(got)] and (sample.finish_reason == "scored") == (got == given)
                 elif sample.finish_reason in ("aborted", "stale", "cut"):
                     assert want[: len(got)] == got
@@ -410,7 +410,7 @@ class Harness:
                 assert lag is not None and sample.weight_versions[0][1] < version - lag
         for id in self.scheduler.state.groups:
             lag = self.groups[id].sampling.max_version_lag
-            for child in () if lag is None or self.groups[id].score else self.groups[id].begun:
+            for child in () if lag is None or self.groups[id].score else self.groups[id].partials:
                 assert (id, child.index) in self.got or child.weight_versions[0][1] >= version - lag, "it goes on, stale"
 
     def check_cut(self, group: Group, samples: list[Sample]) -> None:
@@ -428,20 +428,22 @@ class Harness:
         assert all(len(sample.token_ids) >= group.sampling.min_len_to_cut for sample in cut)
 
 
-def with_begun(group: Group, begun: dict[int, int], version: int) -> Group:
+def with_partials(group: Group, partials: dict[int, int], version: int) -> Group:
     """Return the same group whose children have so many of their tokens already, drawn by the weights `version`, as far as that
     leaves one to draw."""
     children = []
     for index, tokens in enumerate(expected(group)):
-        have = min(begun.get(index, 0), len(tokens) - 1)
+        have = min(partials.get(index, 0), len(tokens) - 1)
         if have and index in group.wanted:
             prompt = tuple(group.prompt.tolist())
             had = [logprob((*prompt, *tokens[:at]), tokens[at]) for at in range(have)]
             ids, logprobs = np.array(tokens[:have], np.int32), np.array(had, np.float32)
             top = top_of(tokens[:have], group.sampling.top_logprobs)
             columns = {"top_ids": top, "top_logprobs": -top.astype(np.float32)} if top.size else {}
-            children.append(Begun(index=index, token_ids=ids, logprobs=logprobs, weight_versions=[(0, version)], **columns))
-    return msgspec.structs.replace(group, begun=tuple(children))
+            children.append(
+                PartialSample(index=index, token_ids=ids, logprobs=logprobs, weight_versions=[(0, version)], **columns)
+            )
+    return msgspec.structs.replace(group, partials=tuple(children))
 
 
 def with_given(group: Group) -> Group:
@@ -451,8 +453,8 @@ def with_given(group: Group) -> Group:
         length = 1 + hash((seed, index)) % group.sampling.max_tokens
         ids = np.array([hash((seed, index, at)) % VOCAB for at in range(length)], np.int32)
         zeros = np.zeros(length, np.float32)
-        children.append(Begun(index=index, token_ids=ids, logprobs=zeros, weight_versions=[(0, 0)]))
-    return msgspec.structs.replace(group, begun=tuple(children), score=True)
+        children.append(PartialSample(index=index, token_ids=ids, logprobs=zeros, weight_versions=[(0, 0)]))
+    return msgspec.structs.replace(group, partials=tuple(children), score=True)
 
 
 def random_harness(r: random.Random, foreground_s: float, drafts: int) -> Harness:
@@ -480,14 +482,14 @@ def policies(r: random.Random, n: int) -> dict[str, Any]:
     some = r.random() < 0.3
     return {
         "indices": wanted if some else None,
-        "begun": {index: r.randrange(12) for index in range(n)} if r.random() < 0.3 else None,
+        "partials": {index: r.randrange(12) for index in range(n)} if r.random() < 0.3 else None,
         "finish_after": r.randrange(1, (len(wanted) if some else n) + 1) if r.random() < 0.3 else None,
         "priority": r.choice([0, 0, 1, -1]),
         "top_logprobs": r.choice([0, 0, 1, 3]),
     }
 
 
-KEEP_S = [0.0, 0.5, 1000.0, 1000.0]
+KV_TTL_S = [0.0, 0.5, 1000.0, 1000.0]
 
 
 def random_turn(h: Harness, r: random.Random, number: int, lag: int, most: int = 6) -> None:
@@ -501,13 +503,13 @@ def random_turn(h: Harness, r: random.Random, number: int, lag: int, most: int =
         f"t{number}",
         prompt,
         client=h.clients[after[0]] if r.random() < 0.8 else "other",
-        begun={0: r.randrange(4)} if r.random() < 0.1 else None,
+        partials={0: r.randrange(4)} if r.random() < 0.1 else None,
         after=after if r.random() < 0.7 else None,
         n=r.choice([1, 1, 3]),
         max_tokens=r.choice([1, 3, 12]),
         seed=number,
         max_kv_lag=lag,
-        keep_s=r.choice(KEEP_S),
+        kv_ttl_s=r.choice(KV_TTL_S),
     )
 
 
@@ -552,7 +554,7 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
                 max_tokens=most,
                 seed=number,
                 max_kv_lag=r.choice(lags),
-                keep_s=turns.choice(KEEP_S),
+                kv_ttl_s=turns.choice(KV_TTL_S),
                 **rules,
             )
         elif kind < 0.36 and h.groups:
@@ -592,7 +594,7 @@ def conversations(seed: int) -> Harness:
         if kind < 0.1:
             prompt = [r.randrange(1, 3) for _ in range(r.randrange(1, 12))]
             sampling = {"n": r.choice([1, 2]), "max_tokens": r.choice([3, 12]), "max_kv_lag": r.choice(lags)}
-            h.submit(f"g{number}", prompt, client=r.choice("ab"), seed=number, keep_s=r.choice(KEEP_S), **sampling)
+            h.submit(f"g{number}", prompt, client=r.choice("ab"), seed=number, kv_ttl_s=r.choice(KV_TTL_S), **sampling)
         elif kind < 0.2 and h.got:
             random_turn(h, r, number, r.choice(lags), most=30)
         elif kind < 0.3:

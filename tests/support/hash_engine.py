@@ -162,16 +162,16 @@ class HashEngine:
         group.validate(self.limits, self.vocab_size, self.context)
         self.clients[client] += 1
         self.after += [] if group.after is None else [group.after]
-        begun = {child.index: child for child in group.begun}
+        partials = {child.index: child for child in group.partials}
         seed = group.sampling.seed
         assert seed is not None, "a front draws the seeds"
         for index in group.wanted:
             child = Child(group, index, seed, start(group.prompt, seed, index))
-            if index in begun:
-                for known in begun[index].token_ids.tolist():
+            if index in partials:
+                for known in partials[index].token_ids.tolist():
                     child.tokens.append(known)
                     child.state = after(child.state, known)
-                child.spans = list(begun[index].weight_versions)
+                child.spans = list(partials[index].weight_versions)
             self.children.append(child)
             if len(child.tokens) == group.sampling.max_tokens:
                 self._end(child, "length")

@@ -8,10 +8,10 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from engine.types import Begun, Limits, Refreshed, Sample, Sampling, TokenChunk
+from engine.types import Limits, PartialSample, Refreshed, Sample, Sampling, TokenChunk
 from transport import messages as m
 from transport.frames import DTYPES, pack
-from transport.partial import pack_begun
+from transport.partial import pack_partials
 from transport.progress import pack_progress, pack_samples
 from transport.weights.cuda_ipc import CudaIpcOffer
 from transport.weights.delta import DeltaOffer
@@ -24,8 +24,8 @@ SAMPLING = Sampling(
     n=3, max_tokens=9, min_tokens=1, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, stop_token_ids=(7, 8), seed=2**62
 )
 
-BEGUN = [
-    Begun(
+PARTIALS = [
+    PartialSample(
         index=index,
         token_ids=np.array(tokens, np.int32),
         logprobs=np.full(len(tokens), -0.5, np.float32),
@@ -50,8 +50,8 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     m.Hello(m.PROTOCOL, "f" * 32),
     m.Submit("grüppe/1", np.array([5, 0, 2**31 - 1], np.int32), SAMPLING, 17),
     m.Submit("", np.zeros(0, np.int32), Sampling()),
-    m.Submit("g", np.array([5], np.int32), SAMPLING, 18, indices=(0, 2), begun=pack_begun(BEGUN)),
-    m.Submit("g", np.array([5], np.int32), SAMPLING, 19, indices=(0, 2), begun=pack_begun(BEGUN), score=True),
+    m.Submit("g", np.array([5], np.int32), SAMPLING, 18, indices=(0, 2), partials=pack_partials(PARTIALS)),
+    m.Submit("g", np.array([5], np.int32), SAMPLING, 19, indices=(0, 2), partials=pack_partials(PARTIALS), score=True),
     m.Submit("g", np.array([5], np.int32), SAMPLING, 19, after=("grüppe/1", 3)),
     m.Submit("g", np.array([5], np.int32), SAMPLING, 20, 4, require_digest="ab" * 32),
     m.Abort(["a", "b"]),

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Begun, Group, Refreshed, Sample, Sampling, TokenChunk
+from engine.types import Group, PartialSample, Refreshed, Sample, Sampling, TokenChunk
 from transport import messages as m
 from transport.checks import Bounds, agreed, check_chunk, check_goes_on, check_refreshed, check_sample
 
@@ -35,9 +35,9 @@ def floats(*values: float) -> np.ndarray:
 
 NOTHING = dict(token_ids=np.zeros(0, np.int32), logprobs=floats(), weight_versions=[])
 TOP = dict(top_ids=np.array([[1, -1]] * 4, np.int32), top_logprobs=floats(*[-0.1, -math.inf] * 4).reshape(4, 2))
-HAD = Begun(index=1, token_ids=np.array([10, 11], np.int32), logprobs=floats(math.nan, 3.0), weight_versions=[(0, 9)])
+HAD = PartialSample(index=1, token_ids=np.array([10, 11], np.int32), logprobs=floats(math.nan, 3.0), weight_versions=[(0, 9)])
 GOES_ON = sample(logprobs=floats(math.nan, 3.0, -1, -1), weight_versions=[(0, 9), (2, 3)])
-SCORED = Begun(index=1, token_ids=np.array([10, 11], np.int32), logprobs=floats(0, 0), weight_versions=[(0, 0)])
+SCORED = PartialSample(index=1, token_ids=np.array([10, 11], np.int32), logprobs=floats(0, 0), weight_versions=[(0, 0)])
 
 TRUE = {
     "whole": (sample(), group(), None),
@@ -62,8 +62,8 @@ TRUE = {
 
 @pytest.mark.parametrize("kind", TRUE)
 def test_what_an_engine_makes_is_believed(kind: str) -> None:
-    one, of, begun = TRUE[kind]
-    check_sample(one, of, begun, BOUNDS)
+    one, of, partial = TRUE[kind]
+    check_sample(one, of, partial, BOUNDS)
 
 
 LIES = [
@@ -139,7 +139,7 @@ def test_what_nobody_can_have_asked_for_is_named(lie: Sample, sampling: dict[str
         (sample(10, finish_reason="aborted"), "token_ids that do not go on"),
         (sample(finish_reason="aborted", **NOTHING), "token_ids that do not go on"),
         (sample(weight_versions=[(0, 9), (2, 3)]), "logprobs that do not go on"),
-        (REPLACE(GOES_ON, weight_versions=[(0, 3)]), "of begun, then others"),
+        (REPLACE(GOES_ON, weight_versions=[(0, 3)]), "of the partial sample, then others"),
         (REPLACE(GOES_ON, logprobs=floats(math.nan, 3, math.nan, -1)), "logprobs with nan"),
         (REPLACE(GOES_ON, weight_versions=[(0, 9), (2, 2)]), "ascend from 3"),
     ],
@@ -185,7 +185,9 @@ def test_new_tokens_are_checked_as_those_of_samples() -> None:
 
 def test_a_sample_goes_on_from_what_was_streamed_of_it() -> None:
     """As far as one version made both: another replica's tokens after a refresh are others."""
-    streamed = Begun(index=1, token_ids=np.array([10, 99], np.int32), logprobs=floats(-0.5, -0.5), weight_versions=[(0, 3)])
+    streamed = PartialSample(
+        index=1, token_ids=np.array([10, 99], np.int32), logprobs=floats(-0.5, -0.5), weight_versions=[(0, 3)]
+    )
     with pytest.raises(ValueError, match="other token_ids than"):
         check_goes_on(sample(), streamed)
     check_goes_on(sample(), REPLACE(streamed, weight_versions=[(0, 3), (1, 5)]))

@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Begun, Limits, Sample, Sampling, TokenChunk
-from tests.support.wire_fuzz import BEGUN, same
+from engine.types import Limits, PartialSample, Sample, Sampling, TokenChunk
+from tests.support.wire_fuzz import PARTIALS, same
 from transport import errors
 from transport.frames import Decoder, pack
 from transport.messages import DIGEST_BYTES, Ended, Progress, SamplesDone, Submit, digest
-from transport.partial import pack_begun, unpack_begun
+from transport.partial import pack_partials, unpack_partials
 from transport.progress import columns_of, pack_progress, pack_samples, unpack_progress, unpack_samples
 
 SUBMIT = Submit("g", np.array([1, 2, 3], np.int32), Sampling(n=2, temperature=float("nan")), 4)
@@ -35,7 +35,7 @@ def test_equal_submits_have_equal_digests() -> None:
         {"prompt": np.array([1, 2, 3], np.uint32)},
         {"sampling": Sampling(n=3, temperature=float("nan"))},
         {"indices": (0, 1)},
-        {"begun": pack_begun(BEGUN)},
+        {"partials": pack_partials(PARTIALS)},
         {"sampling": Sampling(n=2, temperature=float("nan"), stop_token_ids=(1,))},
     ],
 )
@@ -45,22 +45,22 @@ def test_any_difference_changes_the_digest(change: dict[str, object]) -> None:
 
 def test_what_children_have_changes_the_digest() -> None:
     """Each array of it counts."""
-    packed = pack_begun(BEGUN)
+    packed = pack_partials(PARTIALS)
     assert packed is not None
-    submits = [msgspec.structs.replace(SUBMIT, begun=packed)]
+    submits = [msgspec.structs.replace(SUBMIT, partials=packed)]
     for name in packed.__struct_fields__:
         other = getattr(packed, name).copy()
         other.reshape(-1)[0] += 1
-        submits.append(msgspec.structs.replace(SUBMIT, begun=msgspec.structs.replace(packed, **{name: other})))
+        submits.append(msgspec.structs.replace(SUBMIT, partials=msgspec.structs.replace(packed, **{name: other})))
     assert len({digest(submit) for submit in submits}) == 9
 
 
 def test_begun_children_arrive_as_they_were_sent() -> None:
-    sent = msgspec.structs.replace(SUBMIT, begun=pack_begun(BEGUN))
+    sent = msgspec.structs.replace(SUBMIT, partials=pack_partials(PARTIALS))
     frames = [bytes(frame) for frame in pack(sent)]
-    got = unpack_begun(Decoder[Submit](Submit, Limits()).unpack(frames).begun, 2)
-    assert all(map(same, got, BEGUN)) and len(got) == 2
-    assert pack_begun([]) is None and unpack_begun(None, 0) == ()
+    got = unpack_partials(Decoder[Submit](Submit, Limits()).unpack(frames).partials, 2)
+    assert all(map(same, got, PARTIALS)) and len(got) == 2
+    assert pack_partials([]) is None and unpack_partials(None, 0) == ()
 
 
 @pytest.mark.parametrize(
@@ -87,17 +87,19 @@ def test_begun_children_arrive_as_they_were_sent() -> None:
     ],
 )
 def test_begun_children_that_do_not_fit_are_refused(change: dict[str, np.ndarray]) -> None:
-    packed = pack_begun(BEGUN)
+    packed = pack_partials(PARTIALS)
     assert packed is not None
-    with pytest.raises(errors.InvalidRequest, match="begun"):
-        unpack_begun(msgspec.structs.replace(packed, **change), 2)
+    with pytest.raises(errors.InvalidRequest, match="partials"):
+        unpack_partials(msgspec.structs.replace(packed, **change), 2)
     with pytest.raises(errors.InvalidRequest, match="at most 1"):
-        unpack_begun(packed, 1)
+        unpack_partials(packed, 1)
 
 
 CHUNKS = {
-    "g": [TokenChunk(**msgspec.structs.asdict(child), first=first, seed=7) for child, first in zip(BEGUN, (4, 0), strict=True)],
-    "h": [TokenChunk(**msgspec.structs.asdict(BEGUN[1]), first=9, seed=2**62)],
+    "g": [
+        TokenChunk(**msgspec.structs.asdict(child), first=first, seed=7) for child, first in zip(PARTIALS, (4, 0), strict=True)
+    ],
+    "h": [TokenChunk(**msgspec.structs.asdict(PARTIALS[1]), first=9, seed=2**62)],
 }
 
 
@@ -138,7 +140,7 @@ def test_raw_logprobs_of_some_groups_leave_the_columns_whole() -> None:
         {"seeds": [7, -1]},
         {"seeds": [7, 2**63]},
         {"group_ids": ["g"]},
-        {"children": pack_begun(BEGUN)},
+        {"children": pack_partials(PARTIALS)},
     ],
 )
 def test_columns_of_progress_that_do_not_fit_are_refused(change: dict[str, object]) -> None:
@@ -148,15 +150,15 @@ def test_columns_of_progress_that_do_not_fit_are_refused(change: dict[str, objec
         unpack_progress(pack_progress(1, CHUNKS), 2)
 
 
-def done_of(child: Begun, **fields: Any) -> Sample:
+def done_of(child: PartialSample, **fields: Any) -> Sample:
     more = {"group_id": "", "finish_reason": "length", "prompt_tokens": 5, "seed": 7, "seconds": 0.5, **fields}
     return Sample(**msgspec.structs.asdict(child), **more)
 
 
 SAMPLES = [
-    done_of(BEGUN[0], offloads=3),
-    done_of(BEGUN[1], prompt_tokens=9, seed=2**62, finish_reason="stop", stopped_by="x", text_end=4),
-    done_of(BEGUN[1], finish_reason="error", error="why"),
+    done_of(PARTIALS[0], offloads=3),
+    done_of(PARTIALS[1], prompt_tokens=9, seed=2**62, finish_reason="stop", stopped_by="x", text_end=4),
+    done_of(PARTIALS[1], finish_reason="error", error="why"),
 ]
 
 

@@ -74,10 +74,10 @@ class Account:
                 self._owed[group.key, index] = group
                 self.counts["owed"] += 1
 
-    def group(self, key: str, prompt: np.ndarray, sampling: Sampling, begun: Iterable[int] | None = None) -> Group:
-        """Note that a group is to be submitted. begun: its children, where they have tokens already."""
-        group = Group(key, prompt, sampling, self.version if begun is None else 0, self.life)
-        self.owe(group, range(sampling.n) if begun is None else begun)
+    def group(self, key: str, prompt: np.ndarray, sampling: Sampling, children: Iterable[int] | None = None) -> Group:
+        """Note that a group is to be submitted. children: its children, where they have tokens already."""
+        group = Group(key, prompt, sampling, self.version if children is None else 0, self.life)
+        self.owe(group, range(sampling.n) if children is None else children)
         return group
 
     def settle(self, group: Group, samples: Iterable[Sample], ends: set[str] = ENDS) -> None:

@@ -19,7 +19,7 @@ def main() -> None:
     with RolloutClient(address, name="mayfly", connect_timeout_s=60, link_timeout_s=60) as client:
         for number in range(6):
             prompt = rng.integers(3, 250, rng.integers(1, 40))
-            client.submit(prompt, Sampling(n=2, max_tokens=20 if number % 2 else 4000, ignore_eos=True, keep_s=5.0))
+            client.submit(prompt, Sampling(n=2, max_tokens=20 if number % 2 else 4000, ignore_eos=True, kv_ttl_s=5.0))
         print("submitted", flush=True)
         time.sleep(600)
 

@@ -113,7 +113,7 @@ class Cut(Trainer):
             return
         sampling = msgspec.structs.replace(group.sampling, finish_after=None, deadline_s=None)
         again = self.account.group(f"{group.key}+", group.prompt, sampling, [sample.index for sample in short])
-        resumed = self.wait(again, client.resume(short, group.prompt, sampling))
+        resumed = self.wait(again, client.continue_samples(short, group.prompt, sampling))
         before = {sample.index: sample.token_ids for sample in short}
         for sample in resumed or []:
             known = before[sample.index]
@@ -149,15 +149,15 @@ class Agent(Trainer):
 
     def train(self, client: RolloutClient) -> None:
         while not self.over.is_set():
-            group, handle = self.submit(client, n=1, keep_s=10.0)
+            group, handle = self.submit(client, n=1, kv_ttl_s=10.0)
             before = set[int]()
             for turn in range(int(self.rng.integers(1, 5))):
                 samples = self.wait(group, handle)
                 if not samples or self.over.is_set():
                     handle = None
                     break
-                _, answer, sampling = self.draw(n=1, keep_s=10.0)
-                handle = client.resume(samples[0], group.prompt, sampling, append=answer)
+                _, answer, sampling = self.draw(n=1, kv_ttl_s=10.0)
+                handle = client.next_turn(samples[0], group.prompt, sampling, append=answer)
                 before |= {version for _, _, version in spans(samples[0])}
                 group = self.account.group(f"{group.key.partition(':')[0]}:{turn}", handle.group.prompt, sampling)
                 group = group._replace(before=frozenset(before))
